@@ -170,7 +170,8 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     slots = SlotTable(config.lora.max_loras)
     scheduler = _scheduler(config, built, blocks, slots)
     smaller = _draft_model(channel, config, built) if config.speculation.method == "draft" else None
-    scheduler.drafting.proposer = Speculation(config.speculation, smaller)
+    if blocks.floats:
+        scheduler.drafting.proposer = Speculation(config.speculation, smaller)
     time_share = TimeShare(config.duty)
     trainers = _trainers(config, built)
     if time_share.learns:
@@ -286,7 +287,11 @@ def _open_blocks(
         layout="windows apart" if len(groups) > 1 else "",  # a record on the drive holds a block of each group
     )
     caches = [PrefixCache(group, namespace) for group in groups] if config.cache.prefix_caching else []
-    opening = _open_offload(config, namespace, wake) if caches else None
+    if config.disk.on and any(group.snapshots for group in groups):
+        log.warning("nothing is kept on the drive: states of recurrent layers are kept in memory only")
+        opening = None
+    else:
+        opening = _open_offload(config, namespace, wake) if caches else None
     offload = None
     if opening is not None:
         offload = KVOffload(

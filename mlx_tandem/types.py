@@ -158,12 +158,13 @@ class AdapterInfo(Struct, frozen=True):
 
 
 class PoolBudget(Struct, frozen=True):
-    """One pool of blocks: for the layers that see every position, or for those that see a window."""
+    """One pool of blocks: for layers that see every position, for those that see a window, or for states."""
 
     num_blocks: int
     block_bytes: int
     window: int = 0  # positions; 0: every one
     row: int = 0  # tokens of a row at most, which matters to a window
+    state: bool = False  # a block is the state of recurrent layers after the last token in it
 
 
 class MemoryBudget(Struct, frozen=True):

@@ -138,6 +138,82 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 """Families with layers that see a window of positions; of the last one, all do."""
 
+_DELTA_NET = {
+    "full_attention_interval": 2,
+    "linear_allow_neg_eigval": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+}
+
+_CONVOLUTION = {"conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": [1]}
+
+_BAILING = {
+    "first_k_dense_replace": 1,
+    "group_norm_size": 2,
+    "layer_group_size": 2,
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "baichuan_m1": {"conv_window": 2, "tie_word_embeddings": False, "sliding_window": 16, "sliding_window_layers": [0]},
+    "bailing_hybrid": {**_BAILING, **_LATENT},
+    "bailing_moe_linear": _BAILING,
+    "bailing_moe_v3": {**_BAILING, **_LATENT, "short_conv_kernel_size": 4, "head_dim": 16},
+    "falcon_h1": {
+        "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
+    },
+    "gear": {"layer_types": ["conv_mixer", "sliding_attention", "full_attention"], "num_hidden_layers": 3,
+             "sliding_window": 16},
+    "granitemoehybrid": {
+        **_MULTIPLIERS, "layer_types": ["mamba", "attention"], "mamba_conv_bias": True, "mamba_d_conv": 4,
+        "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_n_heads": 4, "mamba_proj_bias": False,
+        "shared_intermediate_size": 32,
+    },
+    "jamba": {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2,
+        "mamba_d_conv": 4, "mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_expand": 2,
+    },
+    "kimi_linear": {
+        **_LATENT, "linear_attn_config": {
+            "full_attn_layers": [2], "head_dim": 16, "kda_layers": [1], "num_heads": 4, "short_conv_kernel_size": 4,
+        }, "model_max_length": 256, "num_experts_per_token": 2,
+    },
+    "lfm2": {
+        **_CONVOLUTION, "block_auto_adjust_ff_dim": False, "block_dim": 64, "block_ff_dim": 96,
+        "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 8,
+    },
+    "lfm2_moe": {**_CONVOLUTION, "num_dense_layers": 1, "use_expert_bias": True},
+    "mamba": {"conv_kernel": 4, "state_size": 8, "time_step_rank": 4, "use_conv_bias": True},
+    "mamba2": {
+        "conv_kernel": 4, "n_groups": 1, "num_heads": 4, "state_size": 8, "time_step_limit": [0.0, 100.0],
+        "time_step_rank": 4, "use_conv_bias": True,
+    },
+    "nemotron_h": {
+        "conv_kernel": 4, "hybrid_override_pattern": ["M", "*", "-"], "mamba_head_dim": 16, "mamba_num_heads": 4,
+        "mamba_proj_bias": False, "n_groups": 2, "ssm_state_size": 8, "use_conv_bias": True,
+    },
+    "olmo_hybrid": {**_DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
+    "plamo2": {"hidden_size_per_head": 16, "mamba_d_state": 8, "mamba_num_heads": 4, "mamba_step": 2},
+    "qwen3_5": {**_DELTA_NET, "num_experts": 0},
+    "qwen3_5_moe": _DELTA_NET,
+    "qwen3_next": _DELTA_NET,
+    "recurrent_gemma": {
+        "attention_window_size": 16, "block_types": ["recurrent", "attention"], "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+    },
+    "rwkv7": {"a_low_rank_dim": 8, "decay_low_rank_dim": 8, "gate_low_rank_dim": 8, "v_low_rank_dim": 8},
+}  # fmt: skip
+"""Families with layers that keep a state, most of them beside layers with attention."""
+
 DISTINCT = {
     "llama": "plain attention",
     "qwen3_moe": "experts",
@@ -156,12 +232,8 @@ what mlx-lm's own modules compute between one call of the runner and the next.""
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"n_inner": 96},
-    "mamba": {
-        "conv_kernel": 4, "state_size": 8, "time_step_rank": 4, "use_bias": False, "use_conv_bias": True,
-    },
-    "plamo2": {},
-}  # fmt: skip
-"""Families that keep a window of positions or a state; and one that takes a single offset for all rows."""
+}
+"""Families that take a single offset for all rows."""
 
 
 def module_of(family: str) -> Any:
@@ -170,7 +242,12 @@ def module_of(family: str) -> Any:
 
 def settings(family: str, **changes: Any) -> dict[str, Any]:
     """The contents of a config.json."""
-    return {**_SHAPES, **(FAMILIES | WINDOWED | UNSUPPORTED).get(family, {}), **changes, "model_type": family}
+    return {
+        **_SHAPES,
+        **(FAMILIES | WINDOWED | RECURRENT | UNSUPPORTED).get(family, {}),
+        **changes,
+        "model_type": family,
+    }
 
 
 def make(folder: Path, family: str, *, bits: int | None = None, seed: int = 0, **changes: Any) -> Path:
@@ -221,7 +298,9 @@ def make_adapter(
     tensors: dict[str, mx.array] = {}
     deltas: Deltas = {}
     for path, shape in linears.items():
-        if path == "lm_head" or not keep(path):  # tied models have no such module; see engine/test_output_head.py
+        if path.endswith("lm_head") or not keep(
+            path
+        ):  # tied models have no such module; see engine/test_output_head.py
             continue
         experts = (shape.experts,) if shape.experts else ()
         a = (rng.standard_normal((*experts, shape.inputs, rank)) * shape.inputs**-0.5).astype(np.float32)

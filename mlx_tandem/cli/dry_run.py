@@ -53,6 +53,10 @@ def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> It
     if memory.learning:
         yield f"learning             {_size(memory.learning)}  a trainer of rank {engine.duty.trainer_rank}"
     for pool in memory.pools:
+        if pool.state:
+            rows = f"{pool.num_blocks:,} states of {pool.block_bytes:,} bytes each"
+            yield f"states               {_size(pool.num_blocks * pool.block_bytes)}  {rows}"
+            continue
         shape = f"{pool.num_blocks:,} blocks of {size} tokens, {pool.block_bytes:,} bytes each"
         of = f", for layers that see {pool.window:,} tokens" if pool.window else ""
         yield f"KV pool              {_size(pool.num_blocks * pool.block_bytes)}  {shape}{of}"

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import islice
 
+from mlx_tandem.engine.cost import unpadded_length
 from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.engine.sequence import Sequence
@@ -27,6 +28,10 @@ from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts, find
 
 WORTH_WAITING = 64
 """Fewest tokens shared with a running sequence that make waiting for it worthwhile. Waiting takes about two steps."""
+
+
+SNAPSHOT_TOKENS = 512
+"""Fewest tokens before a boundary that gets a snapshot only because it is a power of two of blocks."""
 
 
 class BlockManager:
@@ -42,6 +47,7 @@ class BlockManager:
         self.groups = tuple(groups)
         self.offload = offload
         self._size = self.groups[0].pool.block_size
+        self._with_snapshots = [i for i, group in enumerate(self.groups) if group.snapshots]
         self._caches = tuple(caches)
         self._loads: dict[int, Bytes] = {}  # for the next plans: by the block to write
         self._copies: dict[int, int] = {}  # for the next plan: to block → from block
@@ -67,7 +73,7 @@ class BlockManager:
         for group, blocks in zip(self.groups, match.tables, strict=True):
             begin, end = self._own(group, s, match, coming)
             idle = sum(1 for b in blocks if b != SCRATCH and not group.pool.count[b])
-            if end - begin + idle + running > group.pool.free_blocks:
+            if max(end - begin, 1) + idle + running > group.pool.free_blocks:
                 return group
         return None
 
@@ -95,7 +101,10 @@ class BlockManager:
         shared = bisect_left(range(min(last, len(theirs))), True, key=lambda i: chain.keys[i] != theirs[i])
         saved = (shared - first) * self._size - match.extra
         left = len(leader.tokens) - leader.scheduled
-        return leader if saved >= max(WORTH_WAITING, left / 2) else None
+        if saved < max(WORTH_WAITING, left / 2):
+            return None
+        leader.boundaries.add(first + (saved + match.extra) // self._size)
+        return leader
 
     def read_ahead(self, s: Sequence) -> None:
         """Begin to read from the drive what it has of a request that has just come."""
@@ -149,6 +158,7 @@ class BlockManager:
         self._measure(s)
         s.published = match.whole
         s.scheduled = (s.published + len(payloads)) * self._size + extra
+        s.boundaries = self._boundaries(s)
         self._announce(s)
 
     def fork(self, s: Sequence, sibling: Sequence) -> bool:
@@ -166,7 +176,7 @@ class BlockManager:
             tables.append(own)
         sibling.tables = tuple(tables)
         self._measure(sibling)
-        sibling.scheduled, sibling.published = s.scheduled, s.published
+        sibling.scheduled, sibling.published, sibling.boundaries = s.scheduled, s.published, set(s.boundaries)
         # The two may have moved to a newer version of their adapter at different times.
         sibling.is_pure = s.is_pure and sibling.is_pure and s.adapter_digest == sibling.adapter_digest
         if self._caches and sibling.is_pure:
@@ -183,6 +193,8 @@ class BlockManager:
 
     def reserve(self, s: Sequence, positions: int) -> bool:
         """Take blocks for so many positions of `s`. Return False, and take none, when there are too few free ones."""
+        if self._with_snapshots:
+            self._thin(s)
         if s.has_drawn:
             self.slide(s)
         each = list(zip(self.groups, s.tables, strict=True))
@@ -191,6 +203,19 @@ class BlockManager:
         s.tables = tuple([group.take(table, positions) for group, table in each])
         self._measure(s)
         return True
+
+    def chunk(self, s: Sequence, tokens: int) -> int:
+        """Return how many of the next `tokens` of the prompt of `s` one row may have.
+
+        With states, rows have no padding, end with the block in which they begin within, and end at boundaries that
+        are worth a snapshot.
+        """
+        if not self._with_snapshots:
+            return tokens
+        size, start = self._size, s.scheduled
+        ends = [b * size - start for b in (s.boundaries if start % size == 0 else {start // size + 1})]
+        tokens = unpadded_length(min([tokens, *(end for end in ends if end > 0)]))
+        return tokens // size * size or tokens
 
     @property
     def floats(self) -> bool:
@@ -248,9 +273,38 @@ class BlockManager:
                 self.publish(s)
             s.tables = (*s.tables[:i], table, *s.tables[i + 1 :])
             group.pool.release(gone)
-            if not s.has_drawn:  # nothing has shown that its values are finite
+            if group.divides and not s.has_drawn:  # nothing has shown that its values are finite
                 self._unclean |= {b for b in gone if group.pool.is_vacant(b)}
         return slid
+
+    def _thin(self, s: Sequence) -> None:
+        """Give back the states of `s` that no later position needs and that are not worth a snapshot.
+
+        No row of `s` may be in the plan that is being made.
+        """
+        computed = min(s.scheduled, len(s.tokens) - 1)
+        for i in self._with_snapshots:
+            pool = self.groups[i].pool
+            table, gone = self.groups[i].give_back(s.tables[i], computed, s.boundaries)
+            if not gone:
+                continue
+            s.tables = (*s.tables[:i], table, *s.tables[i + 1 :])
+            if self._caches:
+                self._caches[i].drop([b for b in gone if pool.count[b] == 1])
+            pool.release(gone)
+
+    def _boundaries(self, s: Sequence) -> set[int]:
+        """Return at the end of which blocks a snapshot of the state of `s`, which begins, is worth keeping.
+
+        These are where it was found, where the prompt ends, where another prompt with the same beginning went another
+        way, and powers of two.
+        """
+        if not (self._with_snapshots and self._caches):
+            return set()
+        last = (len(s.tokens) - 1) // self._size
+        shared = [len(cache.whole(self._chain(s), s.tokens, last)) for cache in self._caches if cache.group.keeps_all]
+        powers = {1 << n for n in range(last.bit_length()) if (1 << n) * self._size >= SNAPSHOT_TOKENS}
+        return {*powers, *shared, s.published, (s.prompt_length - 1) // self._size} - {0}
 
     def publish(self, s: Sequence) -> None:
         """Let others find the blocks of `s` from which a finite token has been drawn."""

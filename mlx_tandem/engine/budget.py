@@ -5,8 +5,10 @@ The size of the weights is given. Activations get a chosen part, and steps are c
 the memory is shared with other programs, adapter slots get a part of their own before that, and the rest stays free.
 Nothing else on the device grows with traffic.
 
-Layers that see a window have a pool of their own. It is large enough for the windows of all sequences, but has no more
-than half of the pools' memory, unless the longest sequences need a larger share there or memory is left over.
+Recurrent layers have a pool of states, which gets enough for all sequences and as many snapshots, but at most half of
+the pools' memory. Layers that see a window have a pool of their own. It is large enough for the windows of all
+sequences, but has no more than half of the pools' memory, unless the longest sequences need a larger share there or
+memory is left over.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
+from mlx_tandem.kv.groups.state import HELD
 from mlx_tandem.kv.pool import Window
 from mlx_tandem.types import MemoryBudget, PoolBudget
 
@@ -25,6 +28,12 @@ ACTIVATION_SHARE = 16
 SLOT_SHARE = 4
 """Divisor: where memory is shared with other programs, adapter slots get at most 1/4 of what is left for them and the
 KV pool."""
+
+STATES = 4
+"""Rows of state for each sequence that may run: those that it needs, and as many snapshots."""
+
+STATE_ROWS = 4
+"""Rows whose states one forward can hold at least, so that batches are not cut into single rows."""
 
 NARROWER = (8, 6, 5, 4, 3)
 """Bits per weight that mlx-lm's quantisation offers, the widest first."""
@@ -41,6 +50,7 @@ class StepLimits(NamedTuple):
     pairs: int = _ANY  # rows · queries · positions: the number of attention scores
     positions: int = _ANY  # rows · positions: how many keys and values are gathered
     tokens: int = 1024  # of prompts, all chunks together
+    rows: int = _ANY  # whose states are gathered and written
     piggybacked: int = 0  # prompt tokens in the forward of rows that decode, each as a row of its own
 
 
@@ -59,22 +69,27 @@ class StepCost:
     tokens: int  # in one forward, padded
     rows: int
     longest: int  # positions of one row, padded
+    state: int = 0  # for the states of one row
 
     def least(self) -> int:
         """Return the bytes for full chunks up to a context of 1,024, and for the longest sequence when it is read
         alone.
         """
         chunk = self.tokens * self.token + max(min(self.longest, 1024) * self.tokens, self.longest * 8) * self.pair
-        return max(chunk, self.longest * self.position, self.sampling)
+        return max(chunk, self.longest * self.position, self.sampling, min(self.rows, STATE_ROWS) * self.state)
 
     def most(self) -> int:
         """Return the bytes with which no step is ever cut."""
         chunk = self.tokens * (self.token + self.longest * self.pair)
-        return max(chunk, self.rows * self.longest * self.position, self.sampling)
+        return max(chunk, self.rows * self.longest * self.position, self.sampling, self.rows * self.state)
 
     def within(self, activations: int) -> StepLimits:
         """Return the limits of a forward that has so many bytes for activations."""
-        return StepLimits((activations - self.tokens * self.token) // self.pair, activations // self.position)
+        return StepLimits(
+            (activations - self.tokens * self.token) // self.pair,
+            activations // self.position,
+            rows=activations // self.state if self.state else _ANY,
+        )
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,7 @@ class Needs:
     parameters: int = 0  # weights of the model, as its authors count them; 0: unknown
     chunk_tokens: int = 1024  # that `step` is for
     window: Window | None = None  # of the last pool
+    state: int = 0  # the states of all recurrent layers for one sequence
     window_block: int = 0  # of the second pool, where there is one: the first is for layers without a window then
 
 
@@ -158,14 +174,27 @@ def _smaller(limit: int, needs: Needs, block_size: int) -> str:
 
 
 def _pools(config: EngineConfig, needs: Needs, room: int) -> tuple[PoolBudget, ...]:
-    """Return the pools: as many blocks as were asked for, else as `room` bytes hold and sequences can use.
+    """Return the pools of keys and values within `room` bytes, and behind them that of states if there are any."""
+    if not needs.state:
+        return _positions(config, needs, room)
+    most = STATES * config.scheduler.max_num_seqs + 1
+    rows = max(min(most, room // 2 // needs.state), HELD + 1)  # one is scratch
+    states = PoolBudget(rows, needs.state, state=True)
+    return *_positions(config, needs, max(room - rows * needs.state, 0)), states
+
+
+def _positions(config: EngineConfig, needs: Needs, room: int) -> tuple[PoolBudget, ...]:
+    """Return the pools of keys and values.
+
+    They have as many blocks as were asked for, else as `room` bytes hold and sequences can use.
 
     The first block of a pool is scratch.
     """
     size, rows, asked = config.cache.block_size, config.scheduler.max_num_seqs, config.cache.num_blocks
     whole = -(-needs.max_model_len // size)  # blocks of the longest sequence
     if needs.window is None:
-        return (PoolBudget(asked or min(room // needs.block, rows * whole) + 1, needs.block),)
+        # Without attention a block takes no memory.
+        return (PoolBudget(asked or min(room // max(needs.block, 1), rows * whole) + 1, needs.block),)
     window, row = needs.window.tokens, needs.window.row
     held = min(needs.window.held(size), whole)
     least = min(needs.window.most(size), whole)  # for the longest sequence to run alone
@@ -188,6 +217,8 @@ def sequences(budget: MemoryBudget, block_size: int, length: int) -> int:
 
 def _sequences(pool: PoolBudget, block_size: int, blocks: int) -> int:
     """Return how many sequences of so many blocks one pool holds."""
+    if pool.state:
+        return (pool.num_blocks - 1) // HELD
     window = Window(pool.window, pool.row)
     held, usable = window.held(block_size), pool.num_blocks - 1
     if not pool.window or blocks <= held:

@@ -22,6 +22,16 @@ def padded_length(tokens: int) -> int:
     return -(-tokens // LENGTHS[-1]) * LENGTHS[-1]
 
 
+def unpadded_length(tokens: int) -> int:
+    """Return the length of the longest chunk of at most so many tokens that needs no padding.
+
+    It is one of LENGTHS, or a power of two below the shortest of them.
+    """
+    if tokens < LENGTHS[0]:
+        return 1 << (tokens.bit_length() - 1)
+    return max(n for n in LENGTHS if n <= tokens)
+
+
 def longest_within(pairs: int, context: int) -> int:
     """Return the longest padded length n with n · (context + n) at most `pairs`, at least the shortest of LENGTHS.
 

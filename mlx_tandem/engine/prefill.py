@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,12 +49,27 @@ class Take(Protocol):
         """Add the next `tokens` of a prompt and return the chunk; return None if there are no blocks for it."""
 
 
+def _whole(s: Sequence, tokens: int) -> int:
+    return tokens
+
+
 class Prefill:
     """The planner of prompt chunks, with the time saved up for them. `cost` follows what steps take."""
 
-    def __init__(self, config: SchedulerConfig, limits: StepLimits, vocab_size: int):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: StepLimits,
+        vocab_size: int,
+        chunk: Callable[[Sequence, int], int] = _whole,
+    ):
+        """Create it without time saved up.
+
+        `chunk`: returns how many of the next tokens of a prompt one row may have.
+        """
         self.cost = CostModel()
         self._config = config
+        self._chunk = chunk
         self._scored_positions = scored_positions(vocab_size)
         self._chunk_tokens = config.max_chunk_tokens or limits.tokens
         self._piggybacked = min(limits.piggybacked, self._chunk_tokens)
@@ -104,7 +119,7 @@ class Prefill:
             if n <= 0 or s.targets(s.scheduled, s.scheduled + n) or s.request.pooling is not None:
                 rest.append(s)
                 continue
-            n = min(n, room)
+            n = self._chunk(s, min(n, room)) if room else 0
             if n and take(s, n, piggybacked=True) is not None:
                 room -= n
                 taken += 1
@@ -134,6 +149,7 @@ class Prefill:
                     break
                 n = min(n, self.cost.affordable(s.scheduled, budget, longest))
                 cost = self.cost.predict(padded_length(n), s.scheduled)
+            n = self._chunk(s, n)
             chunk = take(s, n)
             if chunk is not None:
                 scored += chunk.scored

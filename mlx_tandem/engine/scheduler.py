@@ -68,7 +68,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
-        self.prefill = Prefill(config, limits, vocab_size)
+        self.prefill = Prefill(config, limits, vocab_size, blocks.chunk)
         self.drafting = Drafting(blocks, vocab_size, config.max_num_seqs)
         self.mask_maker: MaskMaker | None = None  # the owner sets it before the first request
         self.queue = RunQueue(config, blocks, slots)

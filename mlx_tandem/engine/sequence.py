@@ -21,6 +21,7 @@ class Sequence:
     __slots__ = (
         "adapter",
         "announced",
+        "boundaries",
         "cached",
         "chain",
         "choice",
@@ -69,6 +70,7 @@ class Sequence:
         self.chain: Chain | None = None  # keys of its blocks under its adapter; None until they are needed
         self.published = 0  # whole blocks of the table that it has published or found
         self.announced: bytes | None = None  # key of the block that it computes next, as others are told
+        self.boundaries: set[int] = set()  # in blocks: where a snapshot of its state is worth keeping
         self.has_drawn = False  # whether it has drawn a finite token since it has had its seat
         self.is_masked = False  # whether each token is drawn by a mask
         self.is_pure = True  # whether everything computed so far was computed under its present adapter

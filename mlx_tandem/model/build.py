@@ -16,6 +16,7 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.kv_offload.reads import READ_BYTES
+from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, device, footprint, probe
@@ -139,7 +140,7 @@ def build(
         runner=runner,
         info=info,
         linears=adapters.linears() | adapters.head(),
-        layers=len(found.layers),
+        layers=probe.count_layers(model),
         warm_up=run_first_steps,
         memory=lambda: MemoryInUse(
             mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps
@@ -193,6 +194,7 @@ def _runner(
         ),
         kernels.attention.layers,
         kernels.greedy.chosen,
+        found.states,
     )
 
 
@@ -222,9 +224,15 @@ def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Ch
     _divide(
         config,
         limit,
-        footprint.needs(config, limit.size, model, found.layers, found.vocab_size, linears, model.dtype),
+        footprint.needs(config, limit.size, model, found.layers, found.vocab_size, linears, model.dtype, found.states),
     )
-    subject = Subject.of(config, model, found.layers, found.vocab_size)
+    if found.states and config.speculation.method != "none":
+        raise ModelError(
+            f"model_type {model.model_type!r} keeps states, which drafts that are not accepted would change: it is "
+            "served without --spec-decode",
+            param="speculation",
+        )
+    subject = Subject.of(config, model, found.layers, found.vocab_size, found.states)
     if given is not None:
         given.require(subject)
     return subject
@@ -232,7 +240,7 @@ def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Ch
 
 def _needs(config: EngineConfig, limit: Limit, model: LoadedModel, found: probe.Examined, adapters: LoraState) -> Needs:
     return footprint.needs(
-        config, limit.size, model, found.layers, found.vocab_size, adapters.linears(), adapters.dtype
+        config, limit.size, model, found.layers, found.vocab_size, adapters.linears(), adapters.dtype, found.states
     )
 
 
@@ -252,14 +260,16 @@ def _trainer_budget(
     config: EngineConfig, model: LoadedModel, found: probe.Examined, adapters: LoraState, memory: MemoryBudget
 ) -> int:
     """Return the bytes that all trainers may use: what nothing else was given, less one micro-batch."""
-    one_pass = footprint.pass_bytes(config, model, len(found.layers), found.vocab_size, adapters.linears())
+    caches = len(found.layers) + len(found.states)
+    one_pass = footprint.pass_bytes(config, model, caches, found.vocab_size, adapters.linears())
     return memory.unassigned + memory.learning - one_pass
 
 
 def _limit_steps(model: LoadedModel, kernels: Kernels, needs: Needs, memory: MemoryBudget) -> StepLimits:
     """Return how large a step may be, and tell MLX how much memory it may wire and keep."""
     layers = kernels.attention.layers
-    piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) else 0
+    # The tokens of a row of a state cannot be computed side by side.
+    piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) and not needs.state else 0
     device.wire(memory.total)
     if advice := device.advice(str(model.dtype).rpartition(".")[2]):
         log.warning("%s", advice)
@@ -313,14 +323,14 @@ def _describe(
         dtype=str(model.dtype).rpartition(".")[2],
         quantization=model.quantization,
         parameters=model.parameters,
-        layers=len(shapes),
+        layers=probe.count_layers(model),
         vocab_size=found.vocab_size,
         eos_token_ids=tuple(i for i in model.eos_token_ids if i < found.vocab_size),
         max_model_len=min(model.max_model_len, *(group.longest for group in groups)),
         block_size=config.cache.block_size,
         num_blocks=memory.pools[0].num_blocks,
         kv_bytes_per_token=sum(s.bytes_per_token() for s in shapes),
-        kv_bits=shapes[0].keys.bits or shapes[0].keys.dtype.size * 8,
+        kv_bits=(shapes[0].keys.bits or shapes[0].keys.dtype.size * 8) if shapes else config.cache.kv_bits,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_loras=config.lora.max_loras,
         max_lora_rank=config.lora.max_lora_rank,

@@ -8,6 +8,7 @@ rounds differently.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
 from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.footprint import linears
 from mlx_tandem.model.kernels.division import Division
 from mlx_tandem.model.kernels.skinny import Form
@@ -42,7 +44,13 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
     format: int = FORMAT
 
     @staticmethod
-    def of(config: EngineConfig, model: LoadedModel, layers: list[LayerShape], vocab_size: int) -> Subject:
+    def of(
+        config: EngineConfig,
+        model: LoadedModel,
+        layers: list[LayerShape],
+        vocab_size: int,
+        states: Sequence[StateShape] = (),
+    ) -> Subject:
         """Return the subject of a model that is served with these settings on this device."""
         facts = (
             model.model_type,
@@ -51,6 +59,7 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
             sorted((path, str(shape)) for path, shape in linears(model.module).items()),
             # What a layer asks of attention is known only once the model has run, and follows from its type.
             [(str(layer.keys), str(layer.values), layer.window) for layer in layers],
+            [str(state) for state in states],
             vocab_size,
             (config.cache, config.lora, config.scheduler.max_num_seqs),
         )

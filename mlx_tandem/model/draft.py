@@ -46,9 +46,15 @@ def draft_settings(config: EngineConfig, num_blocks: int) -> EngineConfig:
 def _sizes(settings: EngineConfig) -> tuple[int, int]:
     """Return the bytes of a draft model's weights and of one of its blocks, without reading any weight."""
     model = load_unread(settings.model, lambda stage, fraction: None)
-    layers = examine(settings, model, evaluate=False).layers
+    found = examine(settings, model, evaluate=False)
+    if found.states:
+        raise ModelError(
+            f"the draft model's model_type {model.model_type!r} keeps states, which cannot follow drafts that are not "
+            "accepted",
+            param="draft_model",
+        )
     size = sum(p.nbytes for p in weights(model.module))
-    return size, settings.cache.block_size * sum(layer.bytes_per_token() for layer in layers)
+    return size, settings.cache.block_size * sum(layer.bytes_per_token() for layer in found.layers)
 
 
 def with_draft(config: EngineConfig, needs: Needs) -> Needs:

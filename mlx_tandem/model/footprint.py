@@ -24,6 +24,7 @@ from mlx_tandem.kv.pool import Window
 from mlx_tandem.model import device
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.pools import windows_of
+from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.loader import LoadedModel, weights
 from mlx_tandem.model.lora.adapted import find_targets
 
@@ -58,6 +59,9 @@ _SAMPLING = 24
 _STATE = 25
 """Bytes per row and vocabulary entry that seats keep: penalties, biases, banned tokens."""
 
+_COPIES = 3
+"""Copies of the states of a forward's rows that are alive at once: gathered, new, and in between."""
+
 _SCORED = 4 << 26
 """Most bytes of the logits of a prompt's own tokens and of the arrays made from them."""
 _TRAINER = 13
@@ -77,10 +81,11 @@ def needs(
     vocab_size: int,
     linears: Mapping[str, LinearShape],
     lora_dtype: mx.Dtype,
+    states: Sequence[StateShape] = (),
 ) -> Needs:
     """Return the bytes that `model` needs on a device with `limit` bytes.
 
-    `layers` are the shapes in which keys and values lie in the pool.
+    `layers` are the shapes in which keys and values lie in the pool, and `states` those of recurrent layers.
     """
     lora = config.lora
     weight_bytes = sum(p.nbytes for p in weights(model.module))
@@ -89,11 +94,11 @@ def needs(
         learning = config.duty.trainers * trainer_bytes(linears, config.duty.trainer_rank)
         if config.duty.several_steps:
             learning += _STEP_BACK * slot_bytes(linears, linears, 0, config.duty.trainer_rank, 4)
-        learning += pass_bytes(config, model, len(layers), vocab_size, linears)
+        learning += pass_bytes(config, model, len(layers) + len(states), vocab_size, linears)
     share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
     asked = config.scheduler.max_chunk_tokens
     sizes = (asked,) if asked else CHUNK_TOKENS[device.kind()]
-    steps = [_step(config, size, model, layers, vocab_size, linears) for size in sizes]
+    steps = [_step(config, size, model, layers, vocab_size, linears, states) for size in sizes]
     # A larger chunk may use as much as the smallest one needs anyway, which is mostly for sampling every row.
     allowed = max(share, steps[-1].least())
     chunk, step = next((size, step) for size, step in zip(sizes, steps, strict=True) if step.least() <= allowed)
@@ -111,6 +116,7 @@ def needs(
         max_model_len=model.max_model_len,
         parameters=model.parameters,
         chunk_tokens=chunk,
+        state=sum(state.nbytes() for state in states),
         window=None if windows[-1] is None else Window(windows[-1], chunk),
         window_block=windowed * size if others else 0,
     )
@@ -201,6 +207,7 @@ def _step(
     layers: Sequence[LayerShape],
     vocab_size: int,
     linears: Mapping[str, LinearShape],
+    states: Sequence[StateShape],
 ) -> StepCost:
     """Return the memory cost of a step with prompt chunks of `chunk` tokens."""
     cpu = device.is_cpu()
@@ -210,7 +217,7 @@ def _step(
         copies *= 2  # quantised codes beside the numbers that they become
     size, rows = model.dtype.size, config.scheduler.max_num_seqs
     pair = scores * model.heads * max(size, 4 if cpu else 2) + 2  # 2 for the mask
-    read = max(sum(half.heads * half.dim * half.dtype.size for half in s.halves) for s in layers)
+    read = max((sum(half.heads * half.dim * half.dtype.size for half in s.halves) for s in layers), default=0)
     return StepCost(
         token=alive * _flow(linears) * size,
         pair=pair,
@@ -219,6 +226,7 @@ def _step(
         tokens=max(padded_length(chunk), chunk * 5 // 4),
         rows=rows,
         longest=model.max_model_len * 5 // 4 + config.cache.block_size,
+        state=_COPIES * sum(s.nbytes() for s in states),
     )
 
 

@@ -152,8 +152,13 @@ def _blocks(info: EngineInfo) -> int:
 
 
 def tables_of(info: EngineInfo, *blocks: int) -> Tables:
-    """Return a table of these blocks for each pool. Block 1 is the first behind the pool's scratch block."""
-    return tuple(tuple(first + block for block in blocks) for first in _firsts(info))
+    """Return a table of these blocks for each pool. Block 1 is the first behind the pool's scratch block.
+
+    A pool of states has few blocks; from its last one on, that one stands for all.
+    """
+    lasts = [pool.num_blocks - 1 if pool.state else max(blocks) for pool in info.memory.pools]
+    each = zip(_firsts(info), lasts, strict=True)
+    return tuple(tuple(first + min(block, last) for block in blocks) for first, last in each)
 
 
 def _everywhere(info: EngineInfo, *blocks: int) -> list[int]:

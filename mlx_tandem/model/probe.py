@@ -8,11 +8,20 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, PoolLayout, ProbeCache, StepView
 from mlx_tandem.model.cache.pools import KVPools, windows_of
+from mlx_tandem.model.cache.states import (
+    StateArray,
+    StateCache,
+    StateShape,
+    StateView,
+    arranged,
+    keeps_state,
+    leaves,
+)
 from mlx_tandem.model.kernel_checks import machine
 from mlx_tandem.model.loader import CONFIG, LoadedModel, blamed_on, first_line, not_finite, suspects
 
@@ -24,9 +33,14 @@ class Examined(NamedTuple):
     """The results of examining a model."""
 
     layers: list[LayerShape]
+    """What each layer with attention caches."""
+
     vocab_size: int
     mask_axes: int
     """Axes of a mask between rows and queries; 0 if nothing was evaluated."""
+
+    states: list[StateShape]
+    """What each recurrent layer keeps."""
 
 
 def examine(model: LoadedModel, *, evaluate: bool = True) -> Examined:
@@ -37,26 +51,38 @@ def examine(model: LoadedModel, *, evaluate: bool = True) -> Examined:
         ModelError: The model cannot be served.
     """
     with blamed_on(model.folder / CONFIG, "the model cannot be run", model.settings):
-        layers, vocab_size = layer_shapes(model), vocabulary(model)
-        return Examined(layers, vocab_size, mask_axes(model, layers, vocab_size) if evaluate else 0)
+        (layers, states), vocab_size = layer_shapes(model), vocabulary(model)
+        return Examined(layers, vocab_size, mask_axes(model, layers, vocab_size, states) if evaluate else 0, states)
 
 
-def layer_shapes(model: LoadedModel) -> list[LayerShape]:
-    """Return what each layer writes into its cache. Raise ModelError for families whose caches are of another kind."""
+def layer_shapes(model: LoadedModel) -> tuple[list[LayerShape], list[StateShape]]:
+    """Return what each layer with attention writes into its cache, and what each recurrent layer keeps.
+
+    Raise ModelError for families whose caches are of another kind.
+    """
     module: Any = model.module
-    caches = make_prompt_cache(module)
-    for cache in caches:
+    caches = []
+    for cache in leaves(make_prompt_cache(module)):
+        if keeps_state(cache):
+            continue
         if type(cache) not in (KVCache, RotatingKVCache) or (isinstance(cache, RotatingKVCache) and cache.keep):
             raise _unsupported(
                 model,
                 f"it uses a {type(cache).__name__}; only models whose layers all keep the keys and values of all "
-                "positions, or of a window, are",
+                "positions or of a window, or a state, are",
             )
+        caches.append(cache)
     probes = [ProbeCache() for _ in caches]
+    states: list[ArraysCache] = [c for c in leaves(make_prompt_cache(module)) if keeps_state(c)]
     try:
-        module(mx.zeros((1, 1), mx.int32), cache=probes)
+        module(mx.zeros((1, 1), mx.int32), cache=arranged(module, probes, states))
+        kept = [_state_of(state) for state in states]
+        if states:
+            module(mx.zeros((1, 2), mx.int32), cache=arranged(module, [ProbeCache() for _ in caches], states))
     except Exception as e:
         raise _unsupported(model, f"its cache cannot be probed ({first_line(e)})") from e
+    if kept != [_state_of(state) for state in states]:
+        raise _unsupported(model, "the size of its state depends on the number of tokens")
     shapes = []
     for own, cache in zip(probes, caches, strict=True):
         if own.shape is None:
@@ -64,14 +90,27 @@ def layer_shapes(model: LoadedModel) -> list[LayerShape]:
         # A window that holds the longest sequence hides nothing.
         window = getattr(cache, "max_size", None)
         shapes.append(replace(own.shape, window=window if window and window < model.max_model_len else None))
-    return shapes
+    return shapes, kept
+
+
+def _state_of(cache: ArraysCache) -> StateShape:
+    """Return the form of the state of one sequence in a cache that a forward has filled."""
+    made: Any = cache.cache
+    return StateShape(tuple(StateArray(tuple(array.shape[1:]), array.dtype) for array in made))
+
+
+def count_layers(model: LoadedModel) -> int:
+    """Return the number of layers, as adapters' configurations count them."""
+    layers = getattr(model.module, "layers", None)
+    return len(make_prompt_cache(model.module) if layers is None else layers)
 
 
 def windows(model: LoadedModel) -> list[int]:
     """Return the attention windows of the masks that the model asks its caches for, in ascending order."""
     module: Any = model.module
-    probes = [ProbeCache() for _ in make_prompt_cache(module)]
-    module(mx.zeros((1, 2), mx.int32), cache=probes)
+    caches = list(leaves(make_prompt_cache(module)))
+    probes = [ProbeCache() for cache in caches if not keeps_state(cache)]
+    module(mx.zeros((1, 2), mx.int32), cache=arranged(module, probes, [c for c in caches if keeps_state(c)]))
     return sorted(set[int]().union(*(p.windows for p in probes)))
 
 
@@ -81,7 +120,9 @@ def vocabulary(model: LoadedModel) -> int:
     return int(module(mx.zeros((1, 1), mx.int32)).shape[-1])
 
 
-def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int) -> int:
+def mask_axes(
+    model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int, states: Sequence[StateShape] = ()
+) -> int:
     """Return how many axes the masks of this family have between rows and queries: 1, or 2 where its softmax groups
     queries.
 
@@ -90,8 +131,8 @@ def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int)
     is right.
     """
     rng = np.random.default_rng(0)
-    rows = max(2, min(shapes[0].keys.heads, 8))
-    prompts = [rng.integers(0, vocab_size, 9 + 2 * i).tolist() for i in range(rows)]
+    rows = max(2, min(shapes[0].keys.heads if shapes else 0, 8))
+    prompts = [rng.integers(0, vocab_size, 9 if states else 9 + 2 * i).tolist() for i in range(rows)]
     module: Any = model.module
     expected = [
         np.array(module(mx.array([p]), cache=make_prompt_cache(module))[0, -1].astype(mx.float32)) for p in prompts
@@ -101,7 +142,7 @@ def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int)
     worst, problem = float("inf"), ""
     for axes in (1, 2):
         try:
-            got = _paged_logits(module, shapes, prompts, axes)
+            got = _paged_logits(module, shapes, prompts, axes, states=states)
         except Exception as e:
             problem = first_line(e)
             continue
@@ -155,20 +196,21 @@ def _paged_logits(
     axes: int,
     kernels: Sequence[LayerKernels | None] = (),
     block: int = 4,
+    states: Sequence[StateShape] = (),
 ) -> list[Any]:
     """Return each prompt's last logits [vocabulary] by the paged cache.
 
     All tokens but the last go in one padded batch, then the last tokens of all rows decode in one step. With kernels
     the rows of the batch have a common offset, as prompts that kernels read do.
     """
-    paged = _Paged(module, shapes, prompts, axes, kernels, block)
+    paged = _Paged(module, shapes, prompts, axes, kernels, block, states)
     mx.eval(paged.read())
     output = paged.decode()
     return [np.array(output[i, -1].astype(mx.float32)) for i in range(len(prompts))]
 
 
 class _Paged:
-    """Prompts of up to 32 tokens in a pool of their own."""
+    """Prompts of up to 32 tokens in a pool of their own; with `states` all have the same length."""
 
     def __init__(
         self,
@@ -178,14 +220,16 @@ class _Paged:
         axes: int,
         kernels: Sequence[LayerKernels | None],
         block: int,
+        states: Sequence[StateShape] = (),
     ):
         self._module, self._prompts, self._axes, self._block = module, prompts, axes, block
         self._common_offset = 0 if kernels and kernels[0] is not None else None
         self._width = -(-32 // block)
         self._blocks = 1 + len(prompts) * self._width
         self._caches = [PagedCache(*each) for each in zip(shapes, kernels or [None] * len(shapes), strict=True)]
+        self._states = [StateCache(shape) for shape in states]
         self._windows = windows_of(shapes)
-        self._pool = KVPools(shapes, [self._blocks] * len(self._windows), block)
+        self._pool = KVPools(shapes, [self._blocks] * (len(self._windows) + bool(states)), block, states=states)
         tables = 1 + np.arange(self._blocks - 1).reshape(len(prompts), self._width)
         self._tables = np.random.default_rng(1).permuted(tables.reshape(-1)).reshape(tables.shape)
         self._lengths = np.array([len(p) - 1 for p in prompts])
@@ -209,7 +253,7 @@ class _Paged:
         return self._forward(tokens, at, slots, None)
 
     def _forward(self, tokens: Any, offset: Any, slots: Any, common_offset: int | None) -> mx.array:
-        views = []
+        views: list[Any] = []
         for i, window in enumerate(self._windows):
             # The table's width differs between pools, so that a mask made for one pool does not fit a layer of another.
             seen = np.pad(self._tables, ((0, 0), (0, i + self._width)))
@@ -223,12 +267,18 @@ class _Paged:
                 common_offset=common_offset,
             )
             views.append(view)
-        for cache, arrays, own in zip(self._caches, self._pool.layers, self._pool.pool_of, strict=True):
+        rows = mx.arange(1, 1 + len(tokens))
+        state = StateView(rows if offset.any() else None, rows)
+        views.append(state)
+        caches: list[Any] = [*self._caches, *self._states]
+        for cache, arrays, own in zip(caches, self._pool.layers, self._pool.pool_of, strict=True):
             cache.bind(arrays, views[own])
         try:
-            output: mx.array = self._module(mx.array(tokens), cache=self._caches)
+            output: mx.array = self._module(mx.array(tokens), cache=arranged(self._module, self._caches, self._states))
         finally:
-            self._pool.layers = [cache.release() for cache in self._caches]
+            self._pool.layers = [cache.release() for cache in caches]
+        if state.lines:
+            self._pool.put_states(rows, state.lines)
         return output
 
 

@@ -19,6 +19,7 @@ from mlx_tandem.engine.plan import Mask, RowKind, StepPlan, StepResult
 from mlx_tandem.model import compiler, device
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
 from mlx_tandem.model.cache.pools import KVPools
+from mlx_tandem.model.cache.states import StateCache, StateShape
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
@@ -30,7 +31,7 @@ from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.mask_table import MaskTable, Placed, places_of_rows
-from mlx_tandem.model.step.parts import Flight, Part, copying, loading, saving
+from mlx_tandem.model.step.parts import Flight, Part, copying, loading, putting, saving
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
 from mlx_tandem.model.step.seats import Seats
@@ -45,7 +46,7 @@ class RunnerSizes:
     """The sizes of a runner's pools and steps.
 
     Attributes:
-        num_blocks: The blocks of each pool, in the order of `windows_of`.
+        num_blocks: The blocks of each pool, as `KVPools` takes them.
         mask_axes: As in `PoolLayout`.
         limits: The most positions and pairs of query and key of one forward.
         row_counts: Numbers of rows, ascending, to which decoding rows are padded; beyond them `shapes.row_count`
@@ -66,6 +67,7 @@ class MLXRunner:
 
     `weights` maps the digests that `StepPlan.uploads` may name to adapters; the owner keeps it current. `attention` has
     for each layer the kernels that answer few queries, or None for the portable back end; empty: None for all layers.
+    `states` has what each recurrent layer keeps.
 
     Attributes:
         module: The model's modules as they are served, with everything that was changed in them.
@@ -82,6 +84,7 @@ class MLXRunner:
         sizes: RunnerSizes,
         attention: Sequence[LayerKernels | None] = (),
         greedy: Greedy = by_argmax,
+        states: Sequence[StateShape] = (),
     ):
         attention = attention or [None] * len(layers)
         caches = [PagedCache(*each) for each in zip(layers, attention, strict=True)]
@@ -90,14 +93,23 @@ class MLXRunner:
         self._weights = weights
         self._seats = Seats(sizes.max_num_seqs, sizes.vocab_size)
         self._order = lora.order  # adapters' slots are written in place as well
-        self._pool = KVPools(layers, sizes.num_blocks, sizes.block_size, self._order)
+        self._pool = KVPools(layers, sizes.num_blocks, sizes.block_size, self._order, states)
         windows = self._pool.windows
-        fused_length = MOST_QUERIES if all(attention) else 0
-        self.rectangles = Rectangles(sizes.block_size, windows[0], fused_length, sizes.limits, sizes.row_counts)
+        fused_length = MOST_QUERIES if layers and all(attention) else 0
+        self.rectangles = Rectangles(
+            sizes.block_size, windows[0], fused_length, sizes.limits, sizes.row_counts, unpadded=bool(states)
+        )
         self._index_arrays = IndexArrays(sizes.max_num_seqs, sizes.block_size, self._pool.firsts, windows)
         self._builder = InputBuilder(self._seats, lora, self._index_arrays, self.rectangles, windows, sizes.block_size)
         self._forward = Forward(
-            model.module, caches, lora, self._pool, sizes.mask_axes, greedy, nobody=self._seats.padding
+            model.module,
+            caches,
+            lora,
+            self._pool,
+            sizes.mask_axes,
+            greedy,
+            nobody=self._seats.padding,
+            states=[StateCache(shape) for shape in states],
         )
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
@@ -148,8 +160,9 @@ class MLXRunner:
                 self._index_arrays.forget(seating.seat)
             self.queue.add(*parts)  # a part that pauses reads and writes the pool while it is built
             for rows in self.rectangles.of(plan.rows):
-                parts.append(self._build_part(plan, rows))
-                self.queue.add(parts[-1])
+                built = self._build_parts(plan, rows)
+                parts += built
+                self.queue.add(*built)
         except Exception as e:
             raise compiler.device_error(e) from e
         return Flight(plan, parts, first_use=self.compiled.first_uses != first_uses)
@@ -230,14 +243,19 @@ class MLXRunner:
 
     # a step
 
-    def _build_part(self, plan: StepPlan, indices: Sequence[int]) -> Part:
-        """Return the part that computes these rows of the plan in one forward."""
+    def _build_parts(self, plan: StepPlan, indices: Sequence[int]) -> list[Part]:
+        """Return the part that computes these rows of the plan in one forward, and the part that writes their states.
+
+        Where a kernel writes states, the forward does.
+        """
         given = self._builder.build(plan, indices)
         key, numbers = given.key, given.operands.flatten()
         pauses = self._may_pause and key.rows * key.length >= LONG_TOKENS
-        step = self.compiled.step(key, numbers, given.in_place, mixed=given.mixed, pauses=pauses)
+        # The code of most recurrent layers loops over the tokens of a chunk.
+        rare = given.mixed or (key.goes_on is not None and key.length > 1)
+        step = self.compiled.step(key, numbers, given.in_place, rare=rare, pauses=pauses)
         sent = self.inputs.send(numbers)
-        drawn, scored, marker, self._last, moved, seen, self._pool.layers, self._order.zeros = step(
+        drawn, scored, marker, self._last, moved, seen, self._pool.layers, self._order.zeros, lines = step(
             sent.arrays,
             self._last,
             [self._places_of_last] if given.verifies else [],
@@ -249,7 +267,10 @@ class MLXRunner:
         )
         self._seats.remember(seen)
         self._move(moved)
-        return self._part(given, drawn, scored, marker, sent)
+        parts = [self._part(given, drawn, scored, marker, sent)]
+        if lines:
+            parts += putting(self._pool, given.operands.states[-1], lines)
+        return parts
 
     def _part(
         self, given: ForwardInputs, drawn: list[mx.array], scored: list[mx.array], marker: list[mx.array], sent: Sent

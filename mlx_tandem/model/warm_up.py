@@ -100,7 +100,7 @@ def _usual_steps(info: EngineInfo) -> Iterator[StepPlan]:
 
 def _chunks(info: EngineInfo) -> list[tuple[int, int]]:
     """Return those of CHUNKS for which the pool has room, or the longest that fits if it has room for none."""
-    pools = [group.pool for group in open_groups(info.memory, info.block_size)]
+    pools = [group.pool for group in open_groups(info.memory, info.block_size) if not group.snapshots]
     room = min(info.max_model_len, *(pool.usable_blocks * info.block_size for pool in pools))
     return [(length, context) for length, context in CHUNKS if length + context <= room] or [(min(8, room), 0)]
 

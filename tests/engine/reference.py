@@ -418,8 +418,8 @@ class ReferenceRunner:
             self.positions += len(own)
 
     def _write_states(self, row: Row, group: int, cells: Sequence[int], written: set[tuple[int, int]]) -> None:
-        """Take the state before a row's first position through its tokens; it is kept behind each block, behind the
-        last token, and behind each draft."""
+        """Take the state before a row's first position through its tokens; it is kept behind the last token, or behind
+        each token of a row with drafts."""
         table, size = row.tables[group], self.block_size
         state: int | None = _NOTHING
         if row.start:
@@ -429,12 +429,14 @@ class ReferenceRunner:
             (state,) = self._cells[source]
         states: list[int] = []
         blocks: list[int] = []
+        whole = row.start % size == 0 or row.start % size + len(cells) <= size
+        assert whole or row.kind is RowKind.VERIFY, "a row goes beyond the block that it begins within"
         for n, own in enumerate(cells):
             assert state is not None, f"the state behind position {row.start + n - 1} is not (or no longer) written"
             states.append(state)
             state = state_after(state, own)
             at = row.start + n
-            if row.kind is RowKind.VERIFY or n == len(cells) - 1 or (at + 1) % size == 0:
+            if row.kind is RowKind.VERIFY or n == len(cells) - 1:
                 blocks.append(table[row.start // size + n if row.kind is RowKind.VERIFY else at // size])
                 place = blocks[-1], 0
                 assert self._group_of(place[0]) == group, "a block of another group"
@@ -578,7 +580,7 @@ def open_groups(runner: ReferenceRunner, row: int) -> list[CacheGroup]:
         if window is None:
             groups.append(AttentionGroup(pool, 8 * runner.block_size))
         elif window == STATE:
-            groups.append(StateGroup(pool, row, 8))
+            groups.append(StateGroup(pool, 8))
         else:
             groups.append(WindowGroup(pool, Window(window, row), 8 * runner.block_size))
     return groups

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpec
+from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.device.cutting import PLAIN, Cutting
 from mlx_tandem.training.device.logprobs import logprobs
 from tests import tiny_models
@@ -43,6 +44,27 @@ def test_sliced_gradients_are_those_of_a_plain_backward(family: str, tmp_path: P
     assert result.loss == pytest.approx(value, rel=1e-3, abs=1e-3)
     assert largest_difference(trainers._trainers["a"]._gradients, wanted) < TOLERANCE
     assert result.tokens == sum(w != 0 for d in data for w in d.weights)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "lfm2", "qwen3_next", "recurrent_gemma"])
+def test_layers_with_states_are_trained_through(family: str, tmp_path: Path) -> None:
+    """Sequences that begin alike have states of their own."""
+    folder = tiny_models.make(tmp_path / family, family, **EVERY_EXPERT)
+    trainers = trainers_of(folder, cutting=Cutting(mask_axes=1))
+    trainers.open(TrainerSpec("a", 4, 8.0), "", None)
+    strengthen(trainers, "a")
+    data, config = [*some_data(), *some_data()], LossConfig("ppo", kl_coef=0.1)
+    (result,) = finish(trainers.run([Batch("a", tuple(data), config)], False, 0))
+    value, wanted = plain_gradients(trainers, "a", data, config)
+    assert result.loss == pytest.approx(value, rel=1e-3, abs=1e-3)
+    assert largest_difference(trainers._trainers["a"]._gradients, wanted) < TOLERANCE
+
+
+def test_a_model_whose_layers_hand_on_more_than_states_is_refused(tmp_path: Path) -> None:
+    trainers = trainers_of(tiny_models.make(tmp_path / "model", "rwkv7"))
+    with pytest.raises(InvalidRequest, match="cannot be trained on") as e:
+        trainers.open(TrainerSpec("a", 4, 8.0), "", None)
+    assert e.value.param == "model"
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -84,19 +84,19 @@ PLANTS: dict[str, Plant] = {
         (decode, others),
     ),
     "a step leaves the order that it found": Plant(
-        text(Forward, "step", "order = [zero_of([logits])] if order else []", "pass"),
+        text(Forward, "step", "order = [zero_of([logits, *states])] if order else []", "pass"),
         "short blocks",
         (others, others),
     ),
     "a step leaves an order of its tokens alone": Plant(
-        text(Forward, "step", "zero_of([logits])", "zero_of([tokens])"), "short blocks", (others, others)
+        text(Forward, "step", "zero_of([logits, *states])", "zero_of([tokens])"), "short blocks", (others, others)
     ),
     "the next step finds an older order": Plant(
         text(
             MLXRunner,
-            "_build_part",
-            "self._pool.layers, self._order.zeros = step",
-            "self._pool.layers, _ = step",
+            "_build_parts",
+            "self._pool.layers, self._order.zeros, lines = step",
+            "self._pool.layers, _, lines = step",
         ),
         "short blocks",
         (others, others),
@@ -104,9 +104,9 @@ PLANTS: dict[str, Plant] = {
     "parts of one step do not follow one another": Plant(
         text(
             MLXRunner,
-            "_build_part",
-            "self._pool.layers, self._order.zeros = step",
-            "self._pool.layers, _ = step",
+            "_build_parts",
+            "self._pool.layers, self._order.zeros, lines = step",
+            "self._pool.layers, _, lines = step",
         ),
         "short blocks",
         (steps.unlike,),

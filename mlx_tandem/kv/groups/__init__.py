@@ -7,9 +7,11 @@ their number nor their kinds.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from mlx_tandem.kv.groups.attention import AttentionGroup
+from mlx_tandem.kv.groups.state import StateGroup
 from mlx_tandem.kv.groups.table import Table
 from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import BlockPool, Window
@@ -29,6 +31,9 @@ class CacheGroup(Protocol):
     """Whether a block holds data for each of its tokens, so that another sequence can use only its first tokens."""
     keeps_all: bool
     """Whether a sequence needs all of its blocks for as long as it runs."""
+
+    snapshots: bool
+    """Whether a sequence keeps the blocks at chosen boundaries only, and gives the others back at every step."""
 
     floats: bool
     """Whether a row may follow drafts whose acceptance the host does not know: its table is the same in every case."""
@@ -62,10 +67,11 @@ class CacheGroup(Protocol):
         The pool must have a free block.
         """
 
-    def give_back(self, table: Table, computed: int) -> tuple[Table, Table]:
+    def give_back(self, table: Table, computed: int, kept: Collection[int] = ()) -> tuple[Table, Table]:
         """Return the table without the blocks that no position from `computed` on needs, and these blocks.
 
-        The caller releases them.
+        The caller releases them. A group with `snapshots` leaves the blocks in the table that end at the boundaries
+        `kept`, which are counted in blocks.
         """
 
     def draft_blocks(self, table: Table, start: int, drafts: int) -> int:
@@ -93,8 +99,11 @@ def open_groups(memory: MemoryBudget, block_size: int) -> tuple[CacheGroup, ...]
     first = 0
     for own in memory.pools:
         pool = BlockPool(own.num_blocks, block_size, first=first)
-        window = Window(own.window, own.row)
-        bounded = WindowGroup(pool, window, own.block_bytes) if own.window else None
-        groups.append(bounded or AttentionGroup(pool, own.block_bytes))
+        if own.state:
+            groups.append(StateGroup(pool, own.block_bytes))
+        elif own.window:
+            groups.append(WindowGroup(pool, Window(own.window, own.row), own.block_bytes))
+        else:
+            groups.append(AttentionGroup(pool, own.block_bytes))
         first += own.num_blocks
     return tuple(groups)

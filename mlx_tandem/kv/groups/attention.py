@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mlx_tandem.kv.groups.table import Table, TableGroup
 
 
@@ -11,6 +13,7 @@ class AttentionGroup(TableGroup):
     divides = True
     floats = True
     keeps_all = True
+    snapshots = False
 
     @property
     def longest(self) -> int:
@@ -25,6 +28,6 @@ class AttentionGroup(TableGroup):
         """Return the number of blocks for all tokens, which a sequence gets at once."""
         return self.pool.blocks_for(tokens)
 
-    def give_back(self, table: Table, computed: int) -> tuple[Table, Table]:
+    def give_back(self, table: Table, computed: int, kept: Collection[int] = ()) -> tuple[Table, Table]:
         """Return the table unchanged and no blocks."""
         return table, ()

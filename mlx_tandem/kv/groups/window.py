@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mlx_tandem.kv.groups.table import Table, TableGroup
 from mlx_tandem.kv.pool import SCRATCH, BlockPool, Window
 
@@ -12,6 +14,7 @@ class WindowGroup(TableGroup):
     divides = True
     floats = True
     keeps_all = False
+    snapshots = False
 
     def __init__(self, pool: BlockPool, window: Window, block_bytes: int = 0):
         super().__init__(pool, block_bytes)
@@ -32,7 +35,7 @@ class WindowGroup(TableGroup):
         end = self.pool.blocks_for(tokens)
         return min(end, self.first_needed(known) + self.window.most(self._size))
 
-    def give_back(self, table: Table, computed: int) -> tuple[Table, Table]:
+    def give_back(self, table: Table, computed: int, kept: Collection[int] = ()) -> tuple[Table, Table]:
         """Return the table with SCRATCH for the blocks before the window, and these blocks.
 
         The window is that of the start of the last block that is not full: a sequence that finds the last full block in

@@ -9,23 +9,42 @@ every type of an array consists.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.model.cache.inplace import Order, after, write
-from mlx_tandem.model.cache.kvcache import LayerShape
+
+
+class ArrayForm(Protocol):
+    """The form of one thing that a layer stores."""
+
+    @property
+    def heads(self) -> int:
+        """Number of runs of lines, one for each head."""
+
+    def lines(self) -> tuple[tuple[int, mx.Dtype], ...]:
+        """Return width and type of a line in each of its arrays."""
+
+
+class Stored(Protocol):
+    """Everything that one layer stores: keys and values, or the arrays of a state."""
+
+    @property
+    def halves(self) -> tuple[ArrayForm, ...]:
+        """The forms of its parts."""
 
 
 class KVArrays:
     """The arrays of one pool.
 
     `layers` holds each layer's arrays, keys before values; a step takes them all and gives them back. `order`: the
-    order of all reads and writes of them.
+    order of all reads and writes of them. A pool of states has blocks of one line.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int, order: Order | None = None):
+    def __init__(self, shapes: Sequence[Stored], num_blocks: int, block_size: int, order: Order | None = None):
         self._shapes = shapes
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -72,7 +91,7 @@ class KVArrays:
             np.asarray(a).reshape(heads, count, -1).swapaxes(0, 1).reshape(count, -1)
             for a, (_, heads) in zip(read, self._each(), strict=True)
         ]
-        return [block.tobytes() for block in np.concatenate(parts, 1)]
+        return [block.tobytes() for block in np.concatenate(parts, 1)] if parts else [b""] * count
 
     def write(self, loads: Sequence[tuple[int, Bytes]]) -> list[mx.array]:
         """Write contents that `bytes_of` returned into blocks. Return the arrays to evaluate.

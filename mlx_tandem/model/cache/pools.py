@@ -1,6 +1,7 @@
 """All KV pools of a model: layers that see every position share one pool, layers that see a window another.
 
-There are two pools at most: layers whose windows differ share a pool with the longest window. Blocks are numbered
+There are two such pools at most: layers whose windows differ share a pool with the longest window. The states of
+recurrent layers have another, the last. A model without attention has a first pool without layers. Blocks are numbered
 through all pools, as in kv/pool.py; the first block of each pool is its scratch block.
 """
 
@@ -14,6 +15,7 @@ from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.inplace import Order
 from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.states import StateShape, put
 
 
 def windows_of(shapes: Iterable[LayerShape]) -> tuple[int | None, ...]:
@@ -26,12 +28,17 @@ def windows_of(shapes: Iterable[LayerShape]) -> tuple[int | None, ...]:
 class KVPools:
     """The pools of a model on the device.
 
-    `num_blocks`: the number of blocks of each pool, in the order of `windows_of`; `order`: the order of all users of
-    the arrays.
+    `num_blocks`: the number of blocks of each pool, in the order of `windows_of`, and then of states; `order`: the
+    order of all users of the arrays; `states`: those of recurrent layers.
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], num_blocks: Sequence[int], block_size: int, order: Order | None = None
+        self,
+        shapes: Sequence[LayerShape],
+        num_blocks: Sequence[int],
+        block_size: int,
+        order: Order | None = None,
+        states: Sequence[StateShape] = (),
     ):
         order = order or Order()
         self.windows = windows_of(shapes)
@@ -39,12 +46,17 @@ class KVPools:
         self.firsts = [sum(num_blocks[:i]) for i in range(len(num_blocks))]
         self.pools = [
             KVArrays([s for s, own in zip(shapes, self.pool_of, strict=True) if own == i], n, block_size, order)
-            for i, n in enumerate(num_blocks)
+            for i, n in enumerate(num_blocks[: len(self.windows)])
         ]
+        if states:
+            self.pool_of += [len(self.pools)] * len(states)
+            self.pools.append(KVArrays(states, num_blocks[-1], 1, order))
 
     @property
     def layers(self) -> list[list[mx.array]]:
-        """Each layer's arrays, keys before values; a step takes them all and gives them back."""
+        """Each layer's arrays, keys before values, and then those of each state; a step takes them all and gives them
+        back.
+        """
         each = [iter(pool.layers) for pool in self.pools]
         return [next(each[own]) for own in self.pool_of]
 
@@ -98,6 +110,14 @@ class KVPools:
         """
         each = self._each([b for b, _ in loads])
         return [array for pool, own in each if own for array in pool.write([(b, loads[i][1]) for i, b in own])]
+
+    def put_states(self, rows: mx.array, lines: Sequence[mx.array]) -> list[mx.array]:
+        """Write the lines of `StateView` into rows [n] of the pool of states. Return the arrays to evaluate."""
+        layers = self.pools[-1].layers
+        arrays, done = put([array for own in layers for array in own], rows, lines)
+        each = iter(arrays)
+        self.pools[-1].layers = [[next(each) for _ in own] for own in layers]
+        return [done]
 
     def _each(self, blocks: Sequence[int]) -> list[tuple[KVArrays, list[tuple[int, int]]]]:
         """Return for each pool its blocks among these: their indices in `blocks` and their numbers in the pool."""

@@ -18,10 +18,10 @@ MAX_COMPILED = 256
 combinations, and a step takes 0.2 MB of the host's memory for each layer."""
 
 USUAL = 3
-"""Number of times that a kind of mixed step runs before it is traced, since most kinds occur only a few times."""
+"""Number of times that a rare kind of step runs before it is traced, since most such kinds occur only a few times."""
 
 MET = 1024
-"""Most kinds of mixed steps that are counted."""
+"""Most rare kinds of steps that are counted."""
 
 
 class CompiledSteps:
@@ -36,7 +36,7 @@ class CompiledSteps:
         self._forward = forward
         self._steps: OrderedDict[StepKey, Step] = OrderedDict()
         self._drawings: dict[tuple[SamplingFlags, int], Drawing] = {}
-        self._met: Counter[StepKey] = Counter()  # kinds of mixed steps
+        self._met: Counter[StepKey] = Counter()  # rare kinds of steps
 
     def kept(self) -> list[StepKey]:
         """Return the keys of the steps that are kept; the last used one is the last."""
@@ -51,14 +51,14 @@ class CompiledSteps:
         self._steps.clear()
         self._drawings.clear()
 
-    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, *, mixed: bool, pauses: bool) -> Step:
+    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, *, rare: bool, pauses: bool) -> Step:
         """Return the step with this key, compiled unless it pauses or is of one of too many kinds to trace each.
 
-        numbers: its inputs, whose specs follow from the key; mixed: whether prompts or drafts share the forward of
-        decoding rows; pauses: whether it waits for the device while it is built.
+        numbers: its inputs, whose specs follow from the key; rare: whether most steps like it occur only a few times,
+        or take long to trace; pauses: whether it waits for the device while it is built.
         """
-        if any(in_place) or key.common_offset or pauses or (mixed and not self._is_usual(key)):
-            self.first_uses += mixed
+        if any(in_place) or key.common_offset or pauses or (rare and not self._is_usual(key)):
+            self.first_uses += rare
             return self._forward.step(key, specs(numbers), in_place, pauses=pauses)
         found = self._steps.get(key)
         if found is None:

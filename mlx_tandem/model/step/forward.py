@@ -17,6 +17,7 @@ from mlx_tandem.model import cpu, device
 from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
+from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.draw import Drawing, drawing
@@ -39,7 +40,7 @@ Step = Callable[..., tuple[Any, ...]]
 
 
 class Forward:
-    """A model over its paged caches. It makes the pure function of each kind of step.
+    """A model over its paged caches and its states. It makes the pure function of each kind of step.
 
     `nobody` is the seat in place of the seats of rows that do not draw.
     """
@@ -53,10 +54,12 @@ class Forward:
         mask_axes: int,
         greedy: Greedy,
         nobody: int,
+        states: Sequence[StateCache] = (),
     ):
         self.head = HeadPositions.of(module)
         self._module: Any = module
-        self._caches = caches
+        self._caches: Sequence[Any] = [*caches, *states]
+        self._arranged = arranged(module, caches, states)
         self._lora = lora
         self._greedy = greedy
         self._nobody = nobody
@@ -65,7 +68,7 @@ class Forward:
         self._pool_of = pool.pool_of
         self._layouts = [
             PoolLayout(own.num_blocks, own.block_size, mask_axes, window)
-            for own, window in zip(pool.pools, pool.windows, strict=True)
+            for own, window in zip(pool.pools, pool.windows, strict=False)
         ]
 
     def drawing(self, flags: SamplingFlags, num_new: int = 0) -> Drawing:
@@ -77,7 +80,7 @@ class Forward:
 
         It returns the drawn arrays, or the logits of rows that wait for masks and what belongs to them; the scores;
         the arrays to evaluate; the newest token of each seat; with drafts where these tokens are; the token counts;
-        the pools; the order.
+        the pools; the order; the lines of new states that are to be written when the step is done.
 
         expected: the specs of its inputs, which follow from the key; pauses: whether it waits for the device after
         every PAUSE layers.
@@ -102,25 +105,42 @@ class Forward:
             tokens = after(order, given.tokens)  # everything in the forward depends on the tokens
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[given.seats][:, None], tokens)
-            views = [
+            views: list[Any] = [
                 StepView(offset, slots, tables, own, run, key.common_offset, PAUSE * pauses)
                 for slots, tables, own, run in zip(places[::2], places[1::2], self._layouts, in_place, strict=True)
             ]
+            if key.goes_on is not None:
+                *read, written_to = given.states
+                views.append(StateView(after(order, read[0]) if read else None, written_to))
             self._lora.bind(lora_arrays, given.adapters, layout=key.layout)
             logits, scored, pool = self._logits(key, tokens, given, views, pool)
-            order = [zero_of([logits])] if order else []
+            lines = views[-1].lines if key.goes_on is not None else []
+            # What is evaluated first decides the order: states are written while the layers are computed, so that
+            # fewer of them are in memory at once.
+            states = [zero_of(views[-1].written)] if key.goes_on is not None and views[-1].written else lines
+            order = [zero_of([logits, *states])] if order else []
             if not key.samples:
-                return [], scored, [*(scored or [logits[:1, :1]]), *order], last_tokens, [], [], pool, order
+                return (
+                    [],
+                    scored,
+                    [*states, *(scored or [logits[:1, :1]]), *order],
+                    last_tokens,
+                    [],
+                    [],
+                    pool,
+                    order,
+                    lines,
+                )
             position = offset + given.last + 1
             position = position if given.picked is None else position[given.picked]
             seats = given.seats if given.picked_seats is None else given.picked_seats
             if key.masked:
                 undrawn = [logits, position, seats + 0, *(array + 0 for array in given.drafts)]
-                return undrawn, scored, [*undrawn, *scored, *order], last_tokens, [], [], pool, order
+                return undrawn, scored, [*states, *undrawn, *scored, *order], last_tokens, [], [], pool, order, lines
             drawn = draw(logits, position, seats, last_tokens, sampling, seen, given.drafts, last_places)
             outputs, last_tokens, known, moved, _ = drawn
-            marker = [*outputs, *scored, last_tokens, *moved, *order]
-            return outputs, scored, marker, last_tokens, moved, known, pool, order
+            marker = [*states, *outputs, *scored, last_tokens, *moved, *order]
+            return outputs, scored, marker, last_tokens, moved, known, pool, order, lines
 
         return step
 
@@ -133,7 +153,7 @@ class Forward:
         key: StepKey,
         tokens: mx.array,
         given: Operands[mx.array],
-        views: Sequence[StepView],
+        views: Sequence[Any],
         pool: Sequence[list[mx.array]],
     ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
         """Return the logits [sampled rows, vocabulary], the scores or pooled hidden states, and each layer's arrays."""
@@ -143,7 +163,7 @@ class Forward:
         self.head.keep(given.last if only_last else None, given.picked, hidden=key.pooled)
         try:
             with cpu.serving():
-                output = self._module(tokens, cache=self._caches)
+                output = self._module(tokens, cache=self._arranged)
             logits = self.head.logits(output, given.last)
         finally:
             self._lora.unbind()

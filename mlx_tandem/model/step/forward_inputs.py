@@ -9,7 +9,6 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, StepPlan
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.lora.state import LoraState, Route
@@ -136,6 +135,7 @@ class InputBuilder:
             len(draws.drawn_seats) if draws.picked else 0,
             operands.drafts[0].shape[1] if verifies else 0,
             rows[0].pooling is not None,
+            rows[0].start > 0 if self._index_arrays.keeps_states else None,
             bool(plan.masked) and not set(plan.masked).isdisjoint(indices),
         )
         if draws.picked:
@@ -145,7 +145,7 @@ class InputBuilder:
     def _extent(self, rows: Sequence[Row], mixed: bool) -> Extent:
         """Return the padded sizes of a forward of these rows."""
         longest = max([len(r.tokens) for r in rows])
-        length = 1 if longest == 1 else padded_length(longest)
+        length = self._rectangles.length(longest)
         count = row_count(coarse_count(len(rows)) if mixed else len(rows), self._rectangles.good_counts(length))
         width_of = coarse_width if mixed else table_width
         widths = [width_of(most_blocks_read(rows, self._block_size, window)) for window in self._windows]
@@ -172,6 +172,9 @@ class InputBuilder:
         seats = tuple(draws.seats)
         own = self._index_arrays.once(("seats", seats), lambda: np.array(seats, np.int32))
         operands = Operands(tokens, offset, last, own, places, adapters=route.ids)
+        if self._index_arrays.keeps_states:
+            assert {len(r.tokens) for r in rows} == {length}, "a state has no padding"
+            operands.states = self._index_arrays.states(rows, count)
         if scored:
             operands.targets = padded([r.targets for r in rows], count, length)
         if draws.picked:

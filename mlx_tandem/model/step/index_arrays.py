@@ -19,7 +19,8 @@ KEPT_ARRAYS = 64
 class IndexArrays:
     """The index arrays of rows in all pools of a model, which are made anew only where rows or tables have changed.
 
-    `firsts` and `windows` are each pool's first block and the longest window of its layers; None: they see everything.
+    `firsts` are each pool's first block, and `windows` the longest window of the layers of each pool of keys and
+    values; None: they see everything. A model with states has one more pool.
     """
 
     def __init__(self, num_seats: int, block_size: int, firsts: Sequence[int], windows: Sequence[int | None]):
@@ -27,7 +28,8 @@ class IndexArrays:
         self._block_size = block_size
         self._firsts = firsts
         self._windows = windows
-        self._tables = [SeatTables(num_seats, first) for first in firsts]
+        self._tables = [SeatTables(num_seats, first) for first, _ in zip(firsts, windows, strict=False)]
+        self.keeps_states = len(firsts) > len(windows)
         self._cached: dict[Any, Numbers] = {}  # constants of the present sets of rows
 
     def forget(self, seat: int) -> None:
@@ -78,6 +80,13 @@ class IndexArrays:
             return tokens, offset, places, self.once(("zeros", count), lambda: np.zeros(count, np.int32))
         tokens = padded([r.tokens for r in rows], count, length)
         return tokens, offset, places, np.maximum(lengths - 1, 0)
+
+    def states(self, rows: Sequence[Row], count: int) -> list[Numbers]:
+        """Return the lines of the rows' states, as `Operands` has them. All rows begin, or none does."""
+        bs, first, pads = self._block_size, self._firsts[-1], [0] * (count - len(rows))
+        lines = [[r.tables[-1][(r.start - 1) // bs] - first for r in rows] + pads] if rows[0].start else []
+        lines.append([r.tables[-1][(r.start + len(r.tokens) - 1) // bs] - first for r in rows] + pads)
+        return [np.array(each, np.int32) for each in lines]
 
     def _slots(self, rows: Sequence[Row], pool: int) -> list[int]:
         """Return the slot of each row's first token. For rows of one token this is faster than NumPy's indexing."""

@@ -23,4 +23,5 @@ class StepKey(NamedTuple):
     picks: int = 0  # number of rows that are sampled, padded, in a mixed step
     drafts: int = 0  # of a row that verifies, padded; 0: no row verifies or follows one that the host has not read
     pooled: bool = False  # whether the hidden states of the rows' tokens are wanted
+    goes_on: bool | None = None  # whether rows go on from a state or begin; None: the model keeps no states
     masked: bool = False  # whether rows wait for masks, so that the step ends with the logits

@@ -36,6 +36,11 @@ class Operands(Generic[A]):
     of each table comes in place of the slot mapping.
     """
 
+    states: Sequence[A] = field(default=())
+    """Only of models with states: the line [rows] that each row's state is read from, unless the rows begin, and the
+    line [rows] that it is written to.
+    """
+
     bounds: A | None = None
     """[rows], only with drafts: where a row with slack begins if all drafts before it are accepted, else -1."""
 
@@ -57,7 +62,7 @@ class Operands(Generic[A]):
     def flatten(self) -> list[A]:
         """Return the arrays in the order in which `unflatten` takes them."""
         optional = (self.bounds, self.targets, self.picked, self.picked_seats)
-        arrays = [self.tokens, self.offset, self.last, self.seats, *self.places]
+        arrays = [self.tokens, self.offset, self.last, self.seats, *self.places, *self.states]
         arrays += [array for array in optional if array is not None]
         arrays += self.drafts
         if self.adapters is not None:
@@ -70,9 +75,13 @@ class Operands(Generic[A]):
         tokens, offset, last, seats, *rest = arrays
         pools = 2 * len(key.widths)
         places, rest = rest[:pools], rest[pools:]
+        of_states = 0 if key.goes_on is None else 1 + key.goes_on
+        states, rest = rest[:of_states], rest[of_states:]
         bounds = rest.pop(0) if key.drafts else None
         targets = rest.pop(0) if key.scores >= 0 else None
         picked, picked_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, None)
         drafts, rest = (rest[:DRAFT_ARRAYS], rest[DRAFT_ARRAYS:]) if key.drafts else ([], rest)
         adapters = rest.pop(0) if rest else None
-        return Operands(tokens, offset, last, seats, places, bounds, targets, picked, picked_seats, drafts, adapters)
+        return Operands(
+            tokens, offset, last, seats, places, states, bounds, targets, picked, picked_seats, drafts, adapters
+        )

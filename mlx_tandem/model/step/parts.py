@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_tandem.engine.plan import Bytes, StepPlan
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.step.draw import Undrawn
-from mlx_tandem.model.step.inputs import Sent
+from mlx_tandem.model.step.inputs import Numbers, Sent
 from mlx_tandem.model.step.sampler import SamplingFlags
 from mlx_tandem.model.step.verify import take_verified
 from mlx_tandem.types import TokenLogprob
@@ -104,6 +104,11 @@ def saving(pool: KVPools, blocks: Sequence[int]) -> list[Part]:
 def loading(pool: KVPools, loads: Sequence[tuple[int, Bytes]]) -> list[Part]:
     """Return a part that writes the contents of blocks."""
     return [Part([], SamplingFlags(), [], pool.write(loads))]
+
+
+def putting(pool: KVPools, rows: Numbers, lines: Sequence[mx.array]) -> list[Part]:
+    """Return a part that writes the states that the part before it has computed."""
+    return [Part([], SamplingFlags(), [], pool.put_states(mx.array(rows), lines))]
 
 
 @dataclass(frozen=True, slots=True)

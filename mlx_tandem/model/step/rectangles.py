@@ -27,14 +27,23 @@ class Rectangles:
     """
 
     def __init__(
-        self, block_size: int, window: int | None, fused_length: int, limits: StepLimits, row_counts: Sequence[int]
+        self,
+        block_size: int,
+        window: int | None,
+        fused_length: int,
+        limits: StepLimits,
+        row_counts: Sequence[int],
+        *,
+        unpadded: bool = False,
     ):
+        """Create it. `unpadded`: the tokens of rows are not padded, and rows that begin are apart from others."""
         self.fused_length = fused_length
         self.limits = limits
         self.common_offsets = not device.is_cpu()
         self._block_size = block_size
         self._window = window  # of the first pool
         self._row_counts = row_counts
+        self.unpadded = unpadded
 
     def of(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the indices of the rows of each forward.
@@ -42,29 +51,43 @@ class Rectangles:
         Rows are grouped by padded length, apart if they need the logits of all positions, and split where their
         contexts differ much. Groups that would need more memory than the limits allow are cut.
         """
-        decodes = [i for i, r in enumerate(rows) if goes_with_decodes(r)]
-        usual = (1, False, False, None)
-        by_length: dict[tuple[int, bool, bool, int | None], list[int]] = {usual: decodes} if decodes else {}
+        decodes = [i for i, r in enumerate(rows) if self._goes_with_decodes(r)]
+        usual = (1, False, False, None, False)
+        by_length: dict[tuple[int, bool, bool, int | None, bool], list[int]] = {usual: decodes} if decodes else {}
         for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
-            n = len(r.tokens)
-            if goes_with_decodes(r):
+            if self._goes_with_decodes(r):
                 continue
             common_offset = self.common_offset([r])
             apart = None if common_offset is None else i if common_offset else -1
-            length = 1 if n == 1 else padded_length(n)
-            by_length.setdefault((length, bool(r.targets), r.pooling is not None, apart), []).append(i)
+            begins = self.unpadded and r.start == 0
+            length = self.length(len(r.tokens))
+            by_length.setdefault((length, bool(r.targets), r.pooling is not None, apart, begins), []).append(i)
         pieces = []
         for (length, *_), group in by_length.items():
             if length <= self.fused_length:
-                pieces.append(group)
+                pieces += self._within_rows(group)
                 continue
             blocks = {i: blocks_read(rows[i], self._block_size, self._window) for i in group}
             if length == 1:  # each token of such a row reads its blocks by itself
                 blocks = {i: n * len(rows[i].tokens) for i, n in blocks.items()}
             positions = min(self.limits.positions, self.limits.pairs // length)
             for part in split_by_context(group, blocks):
-                pieces += cut(part, blocks, positions // self._block_size, self.good_counts(length))
+                for piece in cut(part, blocks, positions // self._block_size, self.good_counts(length)):
+                    pieces += self._within_rows(piece)
         return pieces
+
+    def _within_rows(self, group: list[int]) -> list[list[int]]:
+        """Return the rows in pieces of at most as many as may be in one forward."""
+        most = max(self.limits.rows, 1)
+        return [group] if len(group) <= most else [group[i : i + most] for i in range(0, len(group), most)]
+
+    def length(self, tokens: int) -> int:
+        """Return the length of a forward whose longest row has so many tokens."""
+        return tokens if self.unpadded or tokens == 1 else padded_length(tokens)
+
+    def _goes_with_decodes(self, row: Row) -> bool:
+        """Return whether the tokens of a row are computed in the forward of the decoding rows."""
+        return goes_with_decodes(row) and not (self.unpadded and row.start == 0)
 
     def good_counts(self, length: int) -> Sequence[int]:
         """Return the good row counts for rows of one token; padding longer rows would cost much."""

@@ -31,6 +31,8 @@ from mlx_tandem.engine.plan import Wait
 from mlx_tandem.engine.trainers import PAUSE
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.model import footprint
+from mlx_tandem.model.cache.states import keeps_state, leaves
+from mlx_tandem.model.loader import first_line
 from mlx_tandem.model.step.inputs import Inputs, receive, specs
 from mlx_tandem.training.device import completions, losses, pages, rows
 from mlx_tandem.training.device.backward import MicroBatch, Positions, Weights
@@ -78,7 +80,10 @@ class MLXTrainers:
         self.micro_batch_tokens = micro_batch_tokens
         self._most_tokens = most_tokens
         self._cutting = cutting
-        self._windows = [getattr(cache, "max_size", None) for cache in make_prompt_cache(self._tree.model)]
+        caches = list(leaves(make_prompt_cache(self._tree.model)))
+        self._windows = [getattr(cache, "max_size", None) for cache in caches]
+        self._has_states = any(keeps_state(cache) for cache in caches)
+        self._problem = self._find_problem()
         self._prepare = prepare
         self._inputs = Inputs()
         self._trainers: dict[str, TrainedAdapter] = {}
@@ -101,6 +106,8 @@ class MLXTrainers:
         It has the state that was saved in `folder`, else the weights given, else fresh ones.
         """
         _check_spec(spec)
+        if self._problem:
+            raise InvalidRequest(self._problem, param="model")
         linears = self._chosen(spec.targets)
         if weights is not None and not spec.targets:
             linears |= {path: shape for path, shape in self._tree.head.items() if path in weights.tensors}
@@ -304,7 +311,9 @@ class MLXTrainers:
         mixed = not self._tree.has_experts
         items = items_of(batches)
         # With dropout equal tokens are not computed alike.
-        alike = self._cutting.mask_axes and not any(self._get(b.trainer).spec.options.dropout for b in batches)
+        # A page reads the keys of the pages before it, and has no state to go on from.
+        shares = self._cutting.mask_axes and not self._has_states
+        alike = shares and not any(self._get(b.trainer).spec.options.dropout for b in batches)
         if alike and (width := pages.width_for(items)):
             for part in evenly(lambda most: pages.filled_up(items, width, most, mixed), tokens):
                 yield rows.of_pages(part, pages.chained(part, width))
@@ -312,6 +321,21 @@ class MLXTrainers:
             cutter = Cutter(tokens, mixed, self._cutting.few_shapes, self._most_tokens)
             for part in cutter.cut(batches):
                 yield rows.of_sequences(part, cutter.shape(part))
+
+    def _find_problem(self) -> str:
+        """Return why the model cannot be trained on; empty if it can."""
+        if not self._has_states:
+            return ""
+        self._tree.model.train()  # the layers' own kernels have no gradient
+        try:
+            entry, layers = self._layerwise.enter(mx.zeros((1, 2), mx.int32))
+            for layer in layers:
+                entry = layer(entry)
+            if entry.ndim != 3:
+                raise ValueError("a layer hands on more than states")
+        except Exception as e:
+            return f"this model cannot be trained on: {first_line(e)}"
+        return ""
 
     def _fits(self, tokens: int) -> bool:
         """Return whether the activations of all layers for so many tokens are few enough to be kept."""

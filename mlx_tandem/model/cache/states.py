@@ -1,0 +1,146 @@
+"""The states of recurrent layers as mlx-lm's model modules see them: one cache object for each layer, over the pool.
+
+A layer's state is a few arrays, such as the last inputs of a convolution and the sum of a linear attention. Each has an
+array [rows, width] in the pool, with one line for each row of state. A forward gathers the lines of its rows and
+scatters the new ones, so rows join and leave a batch without copying those of others. Rows that begin have no state, as
+in mlx-lm, and are computed apart from rows that go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.inplace import after, write, zero_of
+
+
+@dataclass(frozen=True, slots=True)
+class StateArray:
+    """One array of a layer's state: `shape` and `dtype` of that of one sequence."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def heads(self) -> int:
+        """Lines of one row of state."""
+        return 1
+
+    def lines(self) -> tuple[tuple[int, mx.Dtype], ...]:
+        """Return width and type of a line."""
+        return ((prod(self.shape), self.dtype),)
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The state of one layer for one sequence."""
+
+    halves: tuple[StateArray, ...]
+
+    def nbytes(self) -> int:
+        """Return the bytes of the state."""
+        return sum(width * dtype.size for array in self.halves for width, dtype in array.lines())
+
+
+class StateView:
+    """The inputs that all recurrent layers share in one forward, and the new states.
+
+    Attributes:
+        read: [rows] int32, the line that each row's state is read from; None: all rows begin.
+        written_to: [rows] int32, the line that each row's state is written to.
+        written: Arrays that depend on the writes so far, where a kernel writes.
+        lines: The new lines of all layers so far, where MLX's own operations write: they would copy an array that the
+            same evaluation reads, so they write when it is done.
+    """
+
+    def __init__(self, read: mx.array | None, written_to: mx.array):
+        self.read = read
+        self.written_to = written_to
+        self.written: list[mx.array] = []
+        self.lines: list[mx.array] = []
+
+
+class StateCache(ArraysCache):
+    """The cache of one recurrent layer, bound to arrays of the pool for each forward.
+
+    It is one of mlx-lm's own caches, without padding: all rows of a forward have the same number of tokens.
+    """
+
+    def __init__(self, shape: StateShape):
+        super().__init__(len(shape.halves))
+        self.shape = shape
+        self._arrays: list[mx.array] = []
+        self._read: list[mx.array] = []
+        self._view: StateView | None = None
+
+    def bind(self, arrays: Sequence[mx.array], view: StateView) -> None:
+        """Bind the cache for a forward. `arrays`: [rows, width] for each array of the state."""
+        self._arrays, self._view = list(arrays), view
+        each = zip(arrays, self.shape.halves, strict=True) if view.read is not None else ()
+        self._read = [pool[view.read].reshape(-1, *array.shape) for pool, array in each]
+        state: Any = self._read or [None] * len(self._arrays)
+        self.cache = list(state)
+
+    def release(self) -> list[mx.array]:
+        """Hand on the new states and drop the arrays, since the next write needs the only reference to them. Return
+        the arrays.
+        """
+        view, arrays, read, state = self._view, self._arrays, self._read, list[Any](self.cache)
+        assert view is not None
+        self._arrays, self._read, self._view, self.cache = [], [], None, [None] * len(arrays)
+        lines = [new.reshape(new.shape[0], -1) for new in state if new is not None]
+        if len(lines) < len(arrays):  # the forward has failed
+            return arrays
+        if inplace.writing().store is None:
+            view.lines += lines
+            return arrays
+        rows = after([zero_of(read)], view.written_to) if read else view.written_to  # no write before the reads
+        for i, new in enumerate(lines):
+            arrays[i], zero = write(arrays[i], rows, new)
+            view.written += [] if zero is None else [zero]
+        return arrays
+
+
+def put(arrays: Sequence[mx.array], rows: mx.array, lines: Sequence[mx.array]) -> tuple[list[mx.array], mx.array]:
+    """Write these lines into the arrays, which nothing in flight may read. Return the arrays, and one to evaluate."""
+    return _put(list(arrays), rows, list(lines))
+
+
+@mx.compile
+def _put(arrays: list[mx.array], rows: mx.array, lines: list[mx.array]) -> tuple[list[mx.array], mx.array]:
+    for array, new in zip(arrays, lines, strict=True):
+        array[rows] = new
+    return arrays, zero_of(arrays)
+
+
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the caches of a model, and those in its lists of caches in place of the lists."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def keeps_state(cache: Any) -> bool:
+    """Return whether a cache that a model's own code made keeps a state instead of positions."""
+    return isinstance(cache, ArraysCache)
+
+
+def arranged(module: Any, positions: Sequence[Any], states: Sequence[Any]) -> list[Any]:
+    """Return these caches, of layers with positions and of layers with states, in the places of the model's own."""
+    kinds = iter(positions), iter(states)
+    return _filled(make_prompt_cache(module), kinds)
+
+
+def _filled(caches: Iterable[Any], kinds: tuple[Iterator[Any], Iterator[Any]]) -> list[Any]:
+    return [
+        CacheList(*_filled(cache.caches, kinds)) if isinstance(cache, CacheList) else next(kinds[keeps_state(cache)])
+        for cache in caches
+    ]

@@ -1,0 +1,161 @@
+"""Families with states through the real runner: they say what mlx-lm says, and states are kept where it is worth it.
+
+Tiny random models in float32, against mlx-lm's own forward over its own cache, one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_tandem.adapters import formats
+from mlx_tandem.config import EngineConfig, ModelConfig, SpeculationConfig
+from mlx_tandem.engine import block_manager
+from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model.build import build
+from mlx_tandem.model.overlap import decode_growth
+from mlx_tandem.model.step import compiled
+from mlx_tandem.model.warm_up import GREEDY
+from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from tests import tiny_models
+from tests.engine.harness import Loop
+from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
+
+_rng = np.random.default_rng(7)
+PROMPTS = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (5, 33, 1, 17)]
+Oracles = dict[str | None, Oracle]
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled() -> Iterator[None]:
+    """Tracing would take longer than the steps; one test compiles them, as serving does."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def ask(
+    number: int, prompt: tuple[int, ...], adapter: str | None = None, *, n: int = 1, max_tokens: int = 10
+) -> Request:
+    """Every third one asks for its prompt's logprobs, too."""
+    scores = 3 if number % 3 == 0 else None
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=5, prompt_logprobs=scores)
+    return Request(number, prompt, params, AdapterRef(adapter, 1, adapter) if adapter else None, n)
+
+
+def serve_with_adapter(folder: Path, family: str) -> tuple[Engine, Oracles, str]:
+    """An engine with an adapter on every linear, the models that say what is right, and the adapter's name."""
+    model = tiny_models.make(folder / "model", family)
+    engine = make_engine(model)
+    linears = engine.built.linears
+    deltas = tiny_models.make_adapter(folder / "a", linears, "mlx-lm", rank=4, seed=1)
+    weights = formats.read(folder / "a", linears, max_rank=16, base_layers=engine.built.layers)
+    name = weights.info.digest
+    engine.weights[name] = weights
+    oracles: Oracles = {None: Oracle.load(model), name: Oracle.load(model)}
+    tiny_models.merge(oracles[name].model, deltas)
+    return engine, oracles, name
+
+
+def cached(loop: Loop, *requests: Request) -> list[int | None]:
+    """How many tokens each of these requests finds, one after the other."""
+    for request in requests:
+        loop.add(request)
+        loop.run()
+    return [loop.cached[request.id] for request in requests]
+
+
+@pytest.mark.parametrize("family", tiny_models.RECURRENT)
+def test_a_family_with_states_is_served_as_mlx_lm_runs_it(
+    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Batched, chunked, preempted, forked, with and without an adapter, one request after the other joining; then
+    alone from a prefix that was there."""
+    engine, oracles, adapter = serve_with_adapter(tmp_path, family)
+    crowd = [ask(1, PROMPTS[1], n=2), ask(2, PROMPTS[1], adapter)]
+    crowd += [ask(i, PROMPTS[i % 4], (None, adapter)[i % 2], max_tokens=24) for i in (4, 6, 7)]
+    crowded = engine.run(crowd, blocks=10, chunks=9, stagger=2)
+    assert crowded.scheduler.preemptions > 0
+    assert len(set(crowded.tokens[1, 0])) > 1, "a model that repeats one token shows little"
+    assert crowded.tokens[1, 0] != crowded.tokens[2, 0], "the adapter changes nothing"
+    ties = assert_agrees(crowded, oracles, "all at once")
+    loop = engine.loop(chunks=9)
+    again = [ask(1, PROMPTS[1]), ask(2, PROMPTS[1]), ask(4, PROMPTS[1], adapter), ask(5, PROMPTS[1], adapter)]
+    assert cached(loop, *again) == [0, 32, 0, 32]
+    ties += assert_agrees(loop, oracles, "a prefix that was there")
+    record_property("near_ties", ties)
+
+
+def test_rows_that_begin_run_beside_rows_that_go_on(tmp_path: Path) -> None:
+    """Chunks of one length, and single tokens, of sequences with a state and without one."""
+    folder = tiny_models.make(tmp_path / "model", "jamba")
+    prompts = [PROMPTS[1][:25], PROMPTS[3][:9], PROMPTS[2], PROMPTS[2]]  # read as 16, 8 and 1; 8 and 1; 1; 1
+    loop = make_engine(folder).run([ask(3 * i + 1, p) for i, p in enumerate(prompts)], stagger=1)
+    assert_agrees(loop, Oracle.load(folder), "beside one another")
+
+
+def test_snapshots_are_where_prompts_end_and_where_they_part(tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / "model", "qwen3_next")
+    engine, first = make_engine(folder), PROMPTS[1]
+    loop = engine.loop(chunks=9)
+    parted = [(*first[:30], *PROMPTS[3]), (*first[:30], *PROMPTS[0])]
+    turns = [ask(1, first), ask(2, first), ask(4, (*first, *PROMPTS[0])), ask(5, parted[0]), ask(7, parted[1])]
+    # The first that parts from another finds nothing, and leaves its state there for the next.
+    assert cached(loop, *turns) == [0, 32, 32, 0, 24]
+    assert_agrees(loop, Oracle.load(folder), "snapshots")
+
+
+def test_a_conversation_that_grows_finds_what_was_said(tmp_path: Path) -> None:
+    """Each turn but for the tokens of its last block, and at most a block of what was drawn."""
+    folder = tiny_models.make(tmp_path / "model", "lfm2")
+    engine = make_engine(folder, num_blocks=64)
+    loop = engine.loop()
+    prompt: tuple[int, ...] = PROMPTS[3]
+    found: list[int | None] = []
+    for turn in range(8):
+        before = len(prompt)
+        found += cached(loop, ask(3 * turn + 1, prompt, max_tokens=9))
+        assert turn == 0 or (found[-1] or 0) > before - len(PROMPTS[0]) - 2 * 8
+        prompt = (*prompt, *loop.tokens[3 * turn + 1, 0], *PROMPTS[0])
+    assert_agrees(loop, Oracle.load(folder), "a conversation")
+
+
+def test_a_prompt_that_others_wait_for_leaves_a_state_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_manager, "WORTH_WAITING", 8)
+    folder = tiny_models.make(tmp_path / "model", "qwen3_next")
+    engine, common = make_engine(folder), PROMPTS[1][:24]
+    several = [ask(3 * i + 1, (*common, 3 + i, *PROMPTS[3])) for i in range(3)]
+    loop = engine.run(several, chunks=9)
+    assert [loop.cached[r.id] for r in several] == [0, 24, 24]
+    assert_agrees(loop, Oracle.load(folder), "a common beginning")
+
+
+def test_compiled_steps_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mx.enable_compile()
+    monkeypatch.setattr(compiled, "USUAL", 0)  # traced when first met
+    folder = tiny_models.make(tmp_path / "model", "qwen3_next")
+    assert_agrees(make_engine(folder).run([ask(1, PROMPTS[3]), ask(2, PROMPTS[3])]), Oracle.load(folder), "compiled")
+
+
+def test_states_are_written_in_place(tmp_path: Path) -> None:
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    built = make_engine(tiny_models.make(tmp_path / "model", "qwen3_next", **sizes), max_num_seqs=60).built
+    states = built.info.memory.pools[-1]
+    assert states.state and states.num_blocks * states.block_bytes > 16 << 20
+    mx.enable_compile()
+    row = Row(RowKind.PROMPT, 0, 0, 0, 0, (0,), ((1,), (built.info.num_blocks + 1,)), True)
+    built.runner.wait(built.runner.launch(StepPlan((row,), seatings=(Seating(0, GREEDY, 0, 1, (0,)),))))
+    assert decode_growth(built.runner, built.info) < 4 << 20
+
+
+def test_drafts_are_refused(tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / "model", "mamba2")
+    settings = SpeculationConfig(method="ngram")
+    with pytest.raises(ModelError, match=r"mamba2.*--spec-decode") as e:
+        build(EngineConfig(model=ModelConfig(path=str(folder)), speculation=settings), {}, lambda stage, fraction: None)
+    assert e.value.param == "speculation"
