@@ -46,7 +46,7 @@ class Drafting:
 
     def waits(self, s: Sequence) -> bool:
         """Return whether `s`, whose newest token is on the device, has no row until the host knows that token."""
-        if s.slack and not self._blocks.floats:
+        if s.slack and not self._blocks.drafts.floats:
             return True
         by = self.proposes
         return by is not None and self._may_draft(s.request, by) and by.needs_newest(s.request, s.choice)
@@ -65,7 +65,7 @@ class Drafting:
             return ()
         proposed = self.proposes.propose(s.request, s.choice, s.tokens, s.pending, most)[:most]
         drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
-        return drafts[: self._blocks.draft(s, len(drafts), self._running)] if drafts else ()
+        return drafts[: self._blocks.drafts.take(s, len(drafts), self._running)] if drafts else ()
 
     def are_predicted(self, s: Sequence) -> bool:
         """Return whether the drafts that `drafts` returned last for `s` are from its request's prediction."""
@@ -80,7 +80,7 @@ class Drafting:
             self.proposer.settle(s.request, s.choice, len(row.tokens) - 1, drawn - 1)
         if s.seat >= 0:  # else it has already given its blocks back
             s.scheduled -= len(row.tokens) - drawn
-            self._blocks.truncate(s, row.start, s.scheduled)
+            self._blocks.drafts.truncate(s, row.start, s.scheduled)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Show the proposer a step that was just read."""

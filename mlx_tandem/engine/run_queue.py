@@ -104,7 +104,7 @@ class RunQueue:
                 match = self._find_room(s, group)
                 if match is None:
                     break
-                waits = self._blocks.leader(s, match) is not None or self._blocks.awaits(s, match)
+                waits = self._blocks.leaders.leader(s, match) is not None or self._blocks.awaits(s, match)
             del self.waiting[0]
             if waits or not self._take_slot(group):
                 blocked.append(s)

@@ -68,7 +68,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
-        self.prefill = Prefill(config, limits, vocab_size, blocks.chunk)
+        self.prefill = Prefill(config, limits, vocab_size, blocks.snapshots.chunk)
         self.drafting = Drafting(blocks, vocab_size, config.max_num_seqs)
         self.mask_maker: MaskMaker | None = None  # the owner sets it before the first request
         self.queue = RunQueue(config, blocks, slots)
@@ -205,7 +205,7 @@ class Scheduler:
         uploads = self.queue.take_uploads()
         constrained = enumerate(rows) if self._num_masked else ()
         masked = tuple([i for i, row in constrained if row.sample and self._sequences[row.sequence].is_masked])
-        return StepPlan(tuple(rows), uploads, self._blocks.take_copies(), tuple(seatings), saves, loads, masked)
+        return StepPlan(tuple(rows), uploads, self._blocks.writes.take_copies(), tuple(seatings), saves, loads, masked)
 
     def masks(self, plan: StepPlan, drawn: Mapping[int, tuple[int, ...]] = _NOTHING) -> list[list[Mask]]:
         """Return the masks for the newest plan, as `Runner.sample` takes them.
@@ -220,7 +220,8 @@ class Scheduler:
         """Return the running sequences whose requests are not left out and whose blocks are loaded."""
         running = self.queue.running
         wanted = [s for s in running if s.request.id not in left_out] if left_out else running
-        return [s for s in wanted if not self._blocks.is_loading(s)] if self._blocks.has_loads else list(wanted)
+        writes = self._blocks.writes
+        return [s for s in wanted if not writes.is_loading(s.tables)] if writes.has_loads else list(wanted)
 
     def _waits_for_token(self, s: Sequence) -> bool:
         """Return whether `s`, a token of which is on the device, has no row until the host knows that token."""

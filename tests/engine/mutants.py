@@ -13,14 +13,18 @@ from msgspec import structs
 from mlx_tandem.adapters.slots import Assignment, SlotTable
 from mlx_tandem.engine import block_manager, drafting, masks, run_queue, scheduler
 from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.draft_blocks import DraftBlocks
 from mlx_tandem.engine.drafting import Drafting
 from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
+from mlx_tandem.engine.prefix_keys import PrefixKeys
+from mlx_tandem.engine.prefix_leaders import PrefixLeaders
 from mlx_tandem.engine.run_queue import RunQueue
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv import prefix
+from mlx_tandem.kv.groups import room_of
 from mlx_tandem.kv.groups.state import StateGroup
 from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
@@ -176,7 +180,7 @@ def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
     """A fork that counts no reader, or copies nothing, or lets the choices write into one last block."""
 
     def fork(self: BlockManager, s: Sequence, f: Sequence) -> bool:
-        copies = dict(self._copies)
+        copies = dict(self.writes.copies)
         if not original(self, s, f):
             return False
         shared = [b for b in f.table if b in s.table]
@@ -187,7 +191,7 @@ def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
             _replace(f, len(f.table) - 1, s.table[len(f.table) - 1])
             self.groups[0].pool.share(f.table[-1:])
         if not copy:
-            self._copies = copies
+            self.writes.copies = copies
         return True
 
     original = BlockManager.fork
@@ -203,9 +207,9 @@ def _copy_a_copy(patch: pytest.MonkeyPatch) -> None:
 
     def fork(self: BlockManager, s: Sequence, f: Sequence) -> bool:
         forked = original(self, s, f)
-        for target in self._copies:
+        for target in self.writes.copies:
             if target in f.table:
-                self._copies[target] = s.table[len(f.table) - 1]
+                self.writes.copies[target] = s.table[len(f.table) - 1]
         return forked
 
     original = BlockManager.fork
@@ -218,14 +222,14 @@ def _hit_everything(patch: pytest.MonkeyPatch) -> None:
     def match(self: BlockManager, s: Sequence) -> Match:
         if not self._caches or s.scores is not None:
             return Match([[]], [0])
-        return prefix.find(self._caches, self._chain(s), s.tokens)
+        return prefix.find(self._caches, self._keys.chain(s), s.tokens)
 
     patch.setattr(BlockManager, "match", match)
 
 
 def _hit_scored(patch: pytest.MonkeyPatch) -> None:
     """A prompt whose logprobs are asked for is not computed where it is there."""
-    patch.setattr(BlockManager, "match", lambda self, s: prefix.find(self._caches, self._chain(s), s.tokens[:-1]))
+    patch.setattr(BlockManager, "match", lambda self, s: prefix.find(self._caches, self._keys.chain(s), s.tokens[:-1]))
 
 
 def _publish_early(patch: pytest.MonkeyPatch) -> None:
@@ -235,7 +239,7 @@ def _publish_early(patch: pytest.MonkeyPatch) -> None:
         made = original(self, s, *args)
         known = s.tokens[: s.scheduled]
         if s.is_pure and self._blocks._caches:
-            self._blocks._caches[0].publish(self._blocks._chain(s), known, s.table)
+            self._blocks._caches[0].publish(self._blocks._keys.chain(s), known, s.table)
         return made
 
     original = Scheduler._row
@@ -245,22 +249,22 @@ def _publish_early(patch: pytest.MonkeyPatch) -> None:
 def _share_by_name(patch: pytest.MonkeyPatch) -> None:
     """The name of an adapter stands for its content."""
 
-    def chain(self: BlockManager, s: Sequence) -> Chain:
+    def chain(self: PrefixKeys, s: Sequence) -> Chain:
         if s.chain is None:
             s.chain = self._caches[0].chain(s.adapter.name if s.adapter else "")
         return s.chain
 
-    patch.setattr(BlockManager, "_chain", chain)
+    patch.setattr(PrefixKeys, "chain", chain)
 
 
 def _write_into_hits(patch: pytest.MonkeyPatch) -> None:
     """A block that agrees in part is shared as it is, and written to."""
 
     def begin(self: BlockManager, s: Sequence) -> None:
-        match, copies = self.match(s), dict(self._copies)
+        match, copies = self.match(s), dict(self.writes.copies)
         original(self, s)
-        if match.extra and self._copies != copies:
-            self._copies = copies
+        if match.extra and self.writes.copies != copies:
+            self.writes.copies = copies
             own, at = s.table[match.whole], match.whole
             self.groups[0].pool.share((match.sources[0],))
             self.groups[0].pool.release((own,))
@@ -283,7 +287,7 @@ def _publish_the_impure(patch: pytest.MonkeyPatch) -> None:
 
 def _trust_after_failure(patch: pytest.MonkeyPatch) -> None:
     """What was in the cache before a failed step can still be found."""
-    patch.setattr(BlockManager, "distrust", lambda self: self._unclean.clear())
+    patch.setattr(BlockManager, "distrust", lambda self: self.writes.distrust())
 
 
 def _evict_in_silence(patch: pytest.MonkeyPatch) -> None:
@@ -294,7 +298,7 @@ def _evict_in_silence(patch: pytest.MonkeyPatch) -> None:
 
 def _wait_for_the_gone(patch: pytest.MonkeyPatch) -> None:
     """Who has left is still waited for."""
-    patch.setattr(BlockManager, "_retract", lambda self, s: None)
+    patch.setattr(PrefixLeaders, "retract", lambda self, s: None)
     patch.setattr(BlockManager, "check", lambda self, sequences: None)
 
 
@@ -493,7 +497,7 @@ def _leave_unclean(patch: pytest.MonkeyPatch) -> None:
 
     def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         outcome = original(self, plan, result)
-        self._blocks._unclean.clear()
+        self._blocks.writes.distrust()
         return outcome
 
     original = Scheduler.update_from_output
@@ -602,19 +606,19 @@ def _drawn(change: Callable[[Row, tuple[int, ...]], tuple[int, ...]]) -> Plant:
 
 def _truncate(positions: int) -> Plant:
     """So many positions more than were accepted are kept."""
-    original = BlockManager.truncate
+    original = DraftBlocks.truncate
     changed = lambda self, s, start, n: original(self, s, start, n + positions)  # noqa: E731
-    return _attribute(BlockManager, "truncate", changed)
+    return _attribute(DraftBlocks, "truncate", changed)
 
 
 def _shorten_without_release(patch: pytest.MonkeyPatch) -> None:
     """The blocks of rejected drafts leave the table and are nobody's."""
 
-    def truncate(self: BlockManager, s: Sequence, start: int, positions: int) -> None:
-        s.tables = tuple(table[: -(-positions // self._size)] for table in s.tables)
-        self._measure(s)
+    def truncate(self: DraftBlocks, s: Sequence, start: int, positions: int) -> None:
+        s.tables = tuple(table[: -(-positions // self._groups[0].pool.block_size)] for table in s.tables)
+        s.room = room_of(self._groups, s.tables)
 
-    patch.setattr(BlockManager, "truncate", truncate)
+    patch.setattr(DraftBlocks, "truncate", truncate)
 
 
 def _stay_behind_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -693,7 +697,7 @@ def _index_drafts(patch: pytest.MonkeyPatch) -> None:
         made = original(self, s, kind, tokens, *args)
         if kind is RowKind.VERIFY and s.is_pure and self._blocks._caches:
             known = [*s.tokens, *tokens[1:]]
-            chain = self._blocks._chain(s).fork()
+            chain = self._blocks._keys.chain(s).fork()
             s.published = self._blocks._caches[0].publish(chain, known, s.table, s.published)
         return made
 
@@ -721,7 +725,7 @@ def _trust_proposers(patch: pytest.MonkeyPatch) -> None:
 
 def _draft_without_blocks(patch: pytest.MonkeyPatch) -> None:
     """Drafts are sent for which there are no blocks."""
-    patch.setattr(BlockManager, "draft", lambda self, s, drafts, running: drafts)
+    patch.setattr(DraftBlocks, "take", lambda self, s, drafts, running: drafts)
 
 
 def _forget_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
@@ -743,11 +747,11 @@ def _forget_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
 def _shorten_under_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
     """Settled drafts give back the blocks of the row that follows them."""
 
-    def truncate(self: BlockManager, s: Sequence, start: int, positions: int) -> None:
+    def truncate(self: DraftBlocks, s: Sequence, start: int, positions: int) -> None:
         original(self, s, start, positions - s.slack)
 
-    original = BlockManager.truncate
-    patch.setattr(BlockManager, "truncate", truncate)
+    original = DraftBlocks.truncate
+    patch.setattr(DraftBlocks, "truncate", truncate)
 
 
 def _settle_for_ever(patch: pytest.MonkeyPatch) -> None:

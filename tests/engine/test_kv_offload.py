@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from mlx_tandem.engine import block_manager, run_queue
+from mlx_tandem.engine import prefix_leaders, run_queue
 from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.block_writes import BlockWrites
 from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.engine.kv_offload.reads import KVReads
 from mlx_tandem.engine.kv_offload.saves import KVSaves
@@ -28,7 +29,7 @@ WHOLE = (len(PROMPT) - 1) // 4  # blocks of it that can be found
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_queue, "OVERTAKEN_FOR_SLOT", PATIENCE)
-    monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
+    monkeypatch.setattr(prefix_leaders, "WORTH_WAITING", 1)
     monkeypatch.setattr(reads, "WORTH_READING", 1)
 
 
@@ -128,7 +129,7 @@ def _publish_before_loaded(patch: pytest.MonkeyPatch) -> None:
 
 def _run_before_loaded(patch: pytest.MonkeyPatch) -> None:
     """A sequence runs when the first of its blocks are there."""
-    patch.setattr(BlockManager, "is_loading", lambda self, s: False)
+    patch.setattr(BlockWrites, "is_loading", lambda self, tables: False)
 
 
 def _load_for_nobody(patch: pytest.MonkeyPatch) -> None:

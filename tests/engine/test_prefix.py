@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from mlx_tandem.engine import block_manager
+from mlx_tandem.engine import prefix_leaders
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.workloads import Engine, assert_exact, expected, make_engine
 
@@ -16,7 +16,7 @@ PROMPT = tuple(i * i % 13 for i in range(50))
 
 @pytest.fixture(autouse=True)
 def _wait_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_manager, "WORTH_WAITING", 8)
+    monkeypatch.setattr(prefix_leaders, "WORTH_WAITING", 8)
 
 
 def ask(

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import EngineConfig, ModelConfig, SpeculationConfig
-from mlx_tandem.engine import block_manager
+from mlx_tandem.engine import prefix_leaders
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.build import build
@@ -80,7 +80,7 @@ def test_a_family_with_states_is_served_as_mlx_lm_runs_it(
     crowd = [ask(1, PROMPTS[1], n=2), ask(2, PROMPTS[1], adapter)]
     crowd += [ask(i, PROMPTS[i % 4], (None, adapter)[i % 2], max_tokens=24) for i in (4, 6, 7)]
     crowded = engine.run(crowd, blocks=10, chunks=9, stagger=2)
-    assert crowded.scheduler.preemptions > 0
+    assert crowded.scheduler.queue.preemptions > 0
     assert len(set(crowded.tokens[1, 0])) > 1, "a model that repeats one token shows little"
     assert crowded.tokens[1, 0] != crowded.tokens[2, 0], "the adapter changes nothing"
     ties = assert_agrees(crowded, oracles, "all at once")
@@ -126,7 +126,7 @@ def test_a_conversation_that_grows_finds_what_was_said(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_others_wait_for_leaves_a_state_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_manager, "WORTH_WAITING", 8)
+    monkeypatch.setattr(prefix_leaders, "WORTH_WAITING", 8)
     folder = tiny_models.make(tmp_path / "model", "qwen3_next")
     engine, common = make_engine(folder), PROMPTS[1][:24]
     several = [ask(3 * i + 1, (*common, 3 + i, *PROMPTS[3])) for i in range(3)]

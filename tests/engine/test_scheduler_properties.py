@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.engine import block_manager, prefill, run_queue
+from mlx_tandem.engine import prefill, prefix_leaders, run_queue
 from mlx_tandem.engine.plan import Runner, StepPlan
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import Request, SamplingParams
@@ -27,7 +27,7 @@ PATIENCE = 2
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that random workloads reach it; and they wait for one another's prompts for little."""
     monkeypatch.setattr(run_queue, "OVERTAKEN_FOR_SLOT", PATIENCE)
-    monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
+    monkeypatch.setattr(prefix_leaders, "WORTH_WAITING", 1)
 
 
 # --- random workloads --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.engine import block_manager, run_queue
+from mlx_tandem.engine import block_manager, prefix_leaders, run_queue
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.engine.sequence import Sequence
@@ -33,7 +33,7 @@ LONG = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (70, 5, 
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And steps that are traced anew, which spares a compiler per family."""
     monkeypatch.setattr(run_queue, "OVERTAKEN_FOR_SLOT", 2)
-    monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
+    monkeypatch.setattr(prefix_leaders, "WORTH_WAITING", 1)
     mx.disable_compile()
     yield
     mx.enable_compile()

@@ -137,12 +137,10 @@ MOST_LINES, MOST_ARGUMENTS, MOST_METHODS = 60, 8, 25
 """Limits of a function without its docstring, of a constructor besides `self`, and of a class."""
 
 OPTIONS = "each of its parameters is an option of the command line, with its help"
-NOT_YET = "still to be divided"
 LARGE: dict[str, str] = {
     "mlx_tandem/cli/bench/commands.py: bench_engine": OPTIONS,
     "mlx_tandem/cli/bench/commands.py: bench_serve": OPTIONS,
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
-    "mlx_tandem/engine/block_manager.py: BlockManager": NOT_YET,
 }
 """What may be larger, and why."""
 

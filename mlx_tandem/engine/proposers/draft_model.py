@@ -170,7 +170,7 @@ class DraftModel:
 
     def _first(self, round_: _Round) -> StepPlan:
         """Return the first step of a round, which reads tokens."""
-        return StepPlan(tuple(round_.rows), copies=self._blocks.take_copies(), seatings=tuple(round_.seatings))
+        return StepPlan(tuple(round_.rows), copies=self._blocks.writes.take_copies(), seatings=tuple(round_.seatings))
 
     @staticmethod
     def _decode(s: sequence.Sequence, n: int) -> Row:

@@ -7,7 +7,7 @@ their number nor their kinds.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from mlx_tandem.kv.groups.attention import AttentionGroup
@@ -107,3 +107,8 @@ def open_groups(memory: MemoryBudget, block_size: int) -> tuple[CacheGroup, ...]
             groups.append(AttentionGroup(pool, own.block_bytes))
         first += own.num_blocks
     return tuple(groups)
+
+
+def room_of(groups: Iterable[CacheGroup], tables: Iterable[Table]) -> int:
+    """Return for how many positions all tables of a sequence, one in each group, have blocks."""
+    return min([group.room(table) for group, table in zip(groups, tables, strict=True)])
