@@ -253,13 +253,15 @@ class _Line:
         known = [name for name in given if name in SPECULATIVE]
         if not method or len(known) < len(given) or (method == "draft") != ("model" in given):
             names = ", ".join(SPECULATIVE)
-            raise Refused(flag, f"cannot be kept: the method is ngram, or draft_model with a model; known are {names}")
+            raise Refused(
+                flag, f"cannot be kept: the method is ngram or mtp, or draft_model with a model; known are {names}"
+            )
         yield from ("--spec-decode", method)
         for name, value in given.items():
             yield from (SPECULATIVE[name], str(value))
 
 
-METHODS = {"ngram": "ngram", "draft_model": "draft", "draft": "draft"}
+METHODS = {"ngram": "ngram", "draft_model": "draft", "draft": "draft", "mtp": "mtp"}
 """Methods of vLLM's speculative config, and their names here."""
 
 SPECULATIVE = {

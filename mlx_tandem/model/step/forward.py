@@ -20,6 +20,8 @@ from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.mtp import PredictionHead
+from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.draw import Drawing, drawing
 from mlx_tandem.model.step.head import HeadPositions
 from mlx_tandem.model.step.inputs import ArraySpec, receive
@@ -42,7 +44,8 @@ Step = Callable[..., tuple[Any, ...]]
 class Forward:
     """A model over its paged caches and its states. It makes the pure function of each kind of step.
 
-    `nobody` is the seat in place of the seats of rows that do not draw.
+    nobody: the seat in place of the seats of rows that do not draw; mtp: the model's head for multi-token prediction,
+    whose cache is then the last of `caches`.
     """
 
     def __init__(
@@ -55,17 +58,22 @@ class Forward:
         greedy: Greedy,
         nobody: int,
         states: Sequence[StateCache] = (),
+        mtp: PredictionHead | None = None,
     ):
         self.head = HeadPositions.of(module)
         self._module: Any = module
-        self._caches: Sequence[Any] = [*caches, *states]
-        self._arranged = arranged(module, caches, states)
+        own = caches if mtp is None else caches[:-1]
+        self._ahead = None if mtp is None else HeadStep(mtp, caches[-1], greedy, nobody)
+        self._place = len(own)  # of the head's arrays in the pools
+        self._caches: Sequence[Any] = [*own, *states]
+        self._arranged = arranged(module, own, states)
         self._lora = lora
         self._greedy = greedy
         self._nobody = nobody
         self._merged = merged_in(module)
         self._angles = SharedAngles(module) if device.is_cpu() else None
-        self._pool_of = pool.pool_of
+        self._pool_of = list(pool.pool_of)
+        self._head_pool = 0 if mtp is None else self._pool_of.pop(self._place)
         self._layouts = [
             PoolLayout(own.num_blocks, own.block_size, mask_axes, window)
             for own, window in zip(pool.pools, pool.windows, strict=False)
@@ -80,7 +88,8 @@ class Forward:
 
         It returns the drawn arrays, or the logits of rows that wait for masks and what belongs to them; the scores;
         the arrays to evaluate; the newest token of each seat; with drafts where these tokens are; the token counts;
-        the pools; the order; the lines of new states that are to be written when the step is done.
+        the pools; the order; the lines of new states that are to be written when the step is done; the drafts that the
+        model's head makes, if it makes any.
 
         expected: the specs of its inputs, which follow from the key; pauses: whether it waits for the device after
         every PAUSE layers.
@@ -113,34 +122,39 @@ class Forward:
                 *read, written_to = given.states
                 views.append(StateView(after(order, read[0]) if read else None, written_to))
             self._lora.bind(lora_arrays, given.adapters, layout=key.layout)
-            logits, scored, pool = self._logits(key, tokens, given, views, pool)
+            own, arrays = list(pool), []
+            if self._ahead is not None:
+                arrays = own.pop(self._place)
+            logits, scored, written, hidden = self._logits(key, tokens, given, views, own)
             lines = views[-1].lines if key.goes_on is not None else []
             # What is evaluated first decides the order: states are written while the layers are computed, so that
             # fewer of them are in memory at once.
             states = [zero_of(views[-1].written)] if key.goes_on is not None and views[-1].written else lines
-            order = [zero_of([logits, *states])] if order else []
-            if not key.samples:
-                return (
-                    [],
-                    scored,
-                    [*states, *(scored or [logits[:1, :1]]), *order],
-                    last_tokens,
-                    [],
-                    [],
-                    pool,
-                    order,
-                    lines,
-                )
-            position = offset + given.last + 1
-            position = position if given.picked is None else position[given.picked]
-            seats = given.seats if given.picked_seats is None else given.picked_seats
-            if key.masked:
-                undrawn = [logits, position, seats + 0, *(array + 0 for array in given.drafts)]
-                return undrawn, scored, [*states, *undrawn, *scored, *order], last_tokens, [], [], pool, order, lines
-            drawn = draw(logits, position, seats, last_tokens, sampling, seen, given.drafts, last_places)
-            outputs, last_tokens, known, moved, _ = drawn
-            marker = [*states, *outputs, *scored, last_tokens, *moved, *order]
-            return outputs, scored, marker, last_tokens, moved, known, pool, order, lines
+            outputs: list[mx.array] = []
+            moved: list[mx.array] = []
+            known: list[mx.array] = []
+            marker = scored or [logits[:1, :1]]
+            draws = None
+            if key.samples:
+                position = offset + given.last + 1
+                position = position if given.picked is None else position[given.picked]
+                seats = given.seats if given.picked_seats is None else given.picked_seats
+                if key.masked:
+                    outputs = [logits, position, seats + 0, *(array + 0 for array in given.drafts)]
+                    marker = [*outputs, *scored]
+                else:
+                    drawn = draw(logits, position, seats, last_tokens, sampling, seen, given.drafts, last_places)
+                    outputs, last_tokens, known, moved, _ = drawn
+                    marker = [*outputs, *scored, last_tokens, *moved]
+                    draws = Draws(outputs[0], position, seats)
+            ahead = Ahead([], [], [])
+            if self._ahead is not None:
+                assert hidden is not None
+                ahead = self._ahead(key, given, hidden, views[self._head_pool], arrays, draws, sampling)
+                written.insert(self._place, ahead.written)
+            order = [zero_of([logits, *states, *ahead.marker])] if order else []
+            marker = [*states, *marker, *ahead.marker, *order]
+            return outputs, scored, marker, last_tokens, moved, known, written, order, lines, ahead.drafts
 
         return step
 
@@ -155,12 +169,15 @@ class Forward:
         given: Operands[mx.array],
         views: Sequence[Any],
         pool: Sequence[list[mx.array]],
-    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
-        """Return the logits [sampled rows, vocabulary], the scores or pooled hidden states, and each layer's arrays."""
+    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]], mx.array | None]:
+        """Return the logits [sampled rows, vocabulary], the scores or pooled hidden states, and each layer's arrays;
+        and the hidden states [rows, length, dim] where something reads them.
+        """
         for cache, arrays, own in zip(self._caches, pool, self._pool_of, strict=True):
             cache.bind(arrays, views[own])
+        reads_hidden = key.pooled or self._ahead is not None
         only_last = key.length > 1 and given.targets is None
-        self.head.keep(given.last if only_last else None, given.picked, hidden=key.pooled)
+        self.head.keep(given.last if only_last else None, given.picked, hidden=reads_hidden)
         try:
             with cpu.serving():
                 output = self._module(tokens, cache=self._arranged)
@@ -173,6 +190,7 @@ class Forward:
             for whole in self._merged:
                 whole.clear()
             written = [cache.release() for cache in self._caches]
-        if key.pooled:
-            return logits, self.head.pooled(given.last), written
-        return logits, [] if given.targets is None else score(output, given.targets, key.scores), written
+        hidden = self.head.take_hidden() if reads_hidden else None
+        if key.pooled and hidden is not None:
+            return logits, self.head.pooled(hidden, given.last), written, hidden
+        return logits, [] if given.targets is None else score(output, given.targets, key.scores), written, hidden

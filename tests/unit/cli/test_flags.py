@@ -144,6 +144,8 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("""--speculative-config '{"model": "d", "num_speculative_tokens": 3}'""", "engine.speculation.draft_model", "d"),
     ("""--speculative-config '{"method": "draft_model", "model": "d"}'""", "engine.speculation.method", "draft"),
     ("--spec-decode ngram", "engine.speculation.method", "ngram"),
+    ("--spec-decode mtp", "engine.speculation.method", "mtp"),
+    ("""--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'""", "engine.speculation.method", "mtp"),
     ("--num-speculative-tokens 7", "engine.speculation.num_tokens", 7),
     ("--num-draft-tokens 3", "engine.speculation.num_tokens", 3),
     ("--spec-decode-dynamic --no-spec-decode-dynamic", "engine.speculation.dynamic", False),

@@ -257,3 +257,25 @@ def test_random_tokens_are_hardly_drafted() -> None:
         drafted += len(drafts)
         tokens.append(rng.randrange(300))
     assert drafted < 60
+
+
+def test_a_draft_of_the_head_is_used_where_it_was_made_for() -> None:
+    request, proposer = Request(0, (1, 2, 3), PARAMS), speculation(method="mtp")
+    assert not proposer.needs_newest(request, 0)
+    proposer.offer(request, 0, 4, 9)
+    assert proposer.in_steps and proposer.needs_newest(request, 0)
+    assert not proposer.propose(request, 0, [1, 2, 3], 0, 5), "the token before it is not there yet"
+    assert not proposer.propose(request, 0, [1, 2, 3], 1, 5)
+    assert proposer.propose(request, 0, [1, 2, 3, 4], 0, 5) == (9,)
+    assert not proposer.propose(request, 0, [1, 2, 3, 4, 5], 0, 5), "it was for the token before"
+
+
+def test_a_head_that_is_never_right_is_asked_less_and_less() -> None:
+    request, proposer = Request(0, (1,), PARAMS), speculation(method="mtp")
+    drafted = 0
+    for n in range(1, 500):
+        proposer.offer(request, 0, n, 9)
+        if proposer.propose(request, 0, [1] * n, 0, 5):
+            drafted += 1
+            proposer.settle(request, 0, 1, 0)
+    assert 3 < drafted < 20
