@@ -206,15 +206,12 @@ class Speculation:
             drafter.pause = min(1 << drafter.misses, LONGEST_PAUSE)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in a step that was just read.
-
-        Steps of new shapes count, too: drafts that need ever new shapes do not pay.
-        """
+        """Take in a step that was just read."""
         if not (self.for_all or self._drafters):
             return
         usual = not (plan.saves or plan.loads or plan.masked or plan.slice or plan.background_share)
         usual = usual and bool(plan.rows) and all(row.kind is not RowKind.PROMPT for row in plan.rows)
-        self.payoff.note(1e3 * self._clock(), sum(map(len, result.tokens)), usual=usual)
+        self.payoff.note(1e3 * self._clock(), sum(map(len, result.tokens)), usual=usual, new=result.first_use)
 
     def forget(self, request: Request, choice: int) -> None:
         """Drop what is known about a sequence that has ended."""
