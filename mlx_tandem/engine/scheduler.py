@@ -186,12 +186,12 @@ class Scheduler:
         drafting.begin(self.queue.running, wanted)
         for s in wanted:
             # A row before this one may have taken the sequence's blocks, and then the sequence has lost its seat.
-            if s.seat < 0 or not s.wants_decode or s.siblings or (s.pending and self._waits_for_token(s)):
+            if s.seat < 0 or not s.wants_decode or s.siblings or (s.pending and drafting.waits(s)):
                 continue
             if not self.queue.reserve(s, s.scheduled + 1, rows):
                 continue
             newest = _CARRIED if s.pending else (s.tokens[-1],)
-            drafts = () if drafting.proposes is None or (s.pending and s.is_masked) else drafting.drafts(s, rows)
+            drafts = () if drafting.proposes is None else drafting.drafts(s, rows)
             rows.append(self._row(s, _VERIFY if drafts else _DECODE, newest + drafts))
         self._plan_prefill(rows, left_out)
         saves = self._blocks.take_saves()
@@ -220,10 +220,6 @@ class Scheduler:
         running = self.queue.running
         wanted = [s for s in running if s.request.id not in left_out] if left_out else running
         return [s for s in wanted if not self._blocks.is_loading(s)] if self._blocks.has_loads else list(wanted)
-
-    def _waits_for_token(self, s: Sequence) -> bool:
-        """Return whether `s`, a token of which is on the device, has no row until the host knows that token."""
-        return (s.slack > 0 and s.is_masked) or self.drafting.waits(s)
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
         """Add the chunks of prompts for this plan to its rows."""
