@@ -295,6 +295,8 @@ def test_no_row_hides_an_option() -> None:
         (["--lora-modules", json.dumps({"name": "a", "path": 3})], "--lora-modules"),
         (["--adapter-path"], "--adapter-path"),
         (["--draft-model"], "--draft-model"),
+        (["--spec-decode", "base"], "--spec-decode"),
+        (["--spec-decode"], "--spec-decode"),
         (["--speculative-config", "[]"], "--speculative-config"),
         (["--speculative-config", "{"], "--speculative-config"),
         (["--speculative-config", '{"method": "eagle"}'], "--speculative-config"),
@@ -307,7 +309,7 @@ def test_no_row_hides_an_option() -> None:
         (["--mode"], "--mode"),
     ],
 )
-def test_a_value_that_is_missing(words: list[str], flag: str) -> None:
+def test_a_value_that_is_missing_or_not_supported(words: list[str], flag: str) -> None:
     with pytest.raises(Refused) as refused:
         translate(words, {})
     assert refused.value.flag == flag
