@@ -47,7 +47,7 @@ LOADS = ("off", "wrong", "right")
 class Known:
     """A proposer that knows what each row says, and errs on purpose."""
 
-    for_all, together = True, False
+    for_all, together, in_steps = True, False, False
 
     def __init__(self, drafts: int, accept: float):
         self.load = "off"
@@ -64,6 +64,9 @@ class Known:
 
     def prepare(self, asked: Sequence[Asked]) -> None:
         """Do nothing: drafts are made row by row."""
+
+    def offer(self, request: Request, choice: int, tokens: int, draft: int) -> None:
+        """Do nothing: steps make no drafts."""
 
     def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:
         """Return drafts for a row that only ever says one token."""

@@ -65,7 +65,8 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Drafts of tokens, which a step verifies together; they change the speed and nothing of the answers."""
 
-    method: Literal["none", "ngram", "draft"] = "none"  # ngram: from prompt and answer; draft: by a smaller model
+    # ngram: from prompt and answer; draft: by a smaller model; mtp: by the model's head for multi-token prediction
+    method: Literal["none", "ngram", "draft", "mtp"] = "none"
     draft_model: str = ""  # the smaller model's folder
     num_tokens: int = 5  # drafts of a sequence at first, of a draft model at most; without `dynamic` always
     dynamic: bool = True  # as many drafts as are accepted, and none where steps without them bring more tokens

@@ -277,6 +277,7 @@ def _open_blocks(
     # A model is identified by one digest of all its files, which takes a while to compute. Keys of blocks in memory do
     # not need it, since there is one model. On the drive each model has an index of its own, and blocks name it (see
     # KVOffload).
+    heads = "a head's keys" if config.speculation.method == "mtp" else ""
     namespace = Namespace(
         weights="",
         tokenizer="",
@@ -284,7 +285,8 @@ def _open_blocks(
         block_size=info.block_size,
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
-        layout="windows apart" if len(groups) > 1 else "",  # a record on the drive holds a block of each group
+        # A record on the drive holds a block of each group, and the keys of a head where one is used.
+        layout=", ".join(filter(None, ("windows apart" if len(groups) > 1 else "", heads))),
     )
     caches = [PrefixCache(group, namespace) for group in groups] if config.cache.prefix_caching else []
     if config.disk.on and any(group.snapshots for group in groups):

@@ -59,6 +59,11 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     thoughts: ThoughtBudget | None = None  # None: thoughts may have any length
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether what was said before changes what is drawn, by a penalty."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0 or self.top_p == 0.0

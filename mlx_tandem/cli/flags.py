@@ -232,6 +232,14 @@ class _Line:
         value = self._value("--mode")
         yield from ("--mode", MODES.get(value, value))
 
+    def spec_decode(self) -> Iterator[str]:
+        """Yield --spec-decode. Raise Refused for a method that was tried and does not pay."""
+        value = self._value("--spec-decode")
+        if value == "base":
+            reason = "the base takes about as long for a draft as an adapter for a token, so drafts of it cannot pay"
+            raise Refused("--spec-decode", f"--spec-decode base is not supported: {reason}")
+        yield from ("--spec-decode", value)
+
     def draft_model(self) -> Iterator[str]:
         """Yield mlx-lm's flag for a draft model, which is used when it is named."""
         yield from ("--spec-decode", "draft", "--draft-model-path", self._value("--draft-model"))
@@ -253,13 +261,15 @@ class _Line:
         known = [name for name in given if name in SPECULATIVE]
         if not method or len(known) < len(given) or (method == "draft") != ("model" in given):
             names = ", ".join(SPECULATIVE)
-            raise Refused(flag, f"cannot be kept: the method is ngram, or draft_model with a model; known are {names}")
+            raise Refused(
+                flag, f"cannot be kept: the method is ngram or mtp, or draft_model with a model; known are {names}"
+            )
         yield from ("--spec-decode", method)
         for name, value in given.items():
             yield from (SPECULATIVE[name], str(value))
 
 
-METHODS = {"ngram": "ngram", "draft_model": "draft", "draft": "draft"}
+METHODS = {"ngram": "ngram", "draft_model": "draft", "draft": "draft", "mtp": "mtp"}
 """Methods of vLLM's speculative config, and their names here."""
 
 SPECULATIVE = {
@@ -282,6 +292,7 @@ SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
     "--mode": _Line.mode,
     "--draft-model": _Line.draft_model,
     "--no-adaptive-k": _Line.no_adaptive_k,
+    "--spec-decode": _Line.spec_decode,
     "--speculative-config": _Line.speculative_config,
 }
 """Flags of other servers that are spelled differently here."""

@@ -210,8 +210,8 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "engine.speculation.method",
             "--spec-decode",
-            "Verify drafts of several tokens in one step: none, ngram, which copies from prompt and answer, or draft, "
-            "which asks a smaller model.",
+            "Verify drafts of several tokens in one step: none, ngram, which copies from prompt and answer, draft, "
+            "which asks a smaller model, or mtp, which asks the head that some checkpoints carry.",
         ),
         Option(
             "engine.speculation.draft_model",

@@ -35,6 +35,16 @@ class Drafting:
                 if self.proposer.together:
                     self.proposer.prepare(self._asked(wanted, self.proposer))
 
+    @property
+    def drafts_in_steps(self) -> bool:
+        """Whether the steps of the plan that is being made should draft for later ones."""
+        return self.proposes is not None and self.proposes.in_steps
+
+    def offer(self, s: Sequence, draft: int) -> None:
+        """Show the proposer a draft that a step made for what follows all tokens of `s`."""
+        if self.proposer is not None:
+            self.proposer.offer(s.request, s.choice, len(s.tokens), draft)
+
     def _asked(self, wanted: Collection[Sequence], by: Proposer) -> list[Asked]:
         """Return the sequences that may draft in this plan, each with a fair part of what a step may draw."""
         able = [s for s in wanted if s.wants_decode and not s.siblings and self._may_draft(s.request, by)]

@@ -18,6 +18,9 @@ CARRY = -1
 still on the device.
 """
 
+UNKNOWN = -1
+"""Placeholder for a token that nobody knows yet."""
+
 Bytes = bytes | memoryview
 """The content of a block."""
 
@@ -78,6 +81,9 @@ class Row(Struct, frozen=True, gc=False):
     it begins where that row's last accepted token is, which the device knows: at `start` if all drafts were accepted,
     and up to `slack` positions before `start` if not. The tables have blocks for the former.
 
+    `following` is the prompt's token after the last of `tokens`, where the row does not draw that one; a head for
+    multi-token prediction reads it.
+
     `version` and `background` say for whom the row runs, and `predicted` where its drafts come from; the runner ignores
     them.
     """
@@ -97,6 +103,7 @@ class Row(Struct, frozen=True, gc=False):
     slack: int = 0
     pooling: Pooling | None = None
     predicted: bool = False  # its drafts are from its request's prediction
+    following: int = UNKNOWN
 
     @property
     def draws(self) -> int:
@@ -139,6 +146,7 @@ class StepPlan:
     loads: tuple[tuple[int, Bytes], ...] = ()  # (block, bytes that it gets)
     masked: tuple[int, ...] = ()  # indices of rows that draw by the masks that `Runner.sample` is given
     slice: Slice | None = None
+    proposes: bool = False  # the model's head for multi-token prediction drafts for the rows that draw
 
     @property
     def has_step(self) -> bool:
@@ -178,7 +186,8 @@ class StepResult:
     A row that does not sample has no tokens; a VERIFY row has its accepted drafts and one more token. The last token of
     a row is NOT_A_NUMBER where the logits of any of its positions, accepted or not, were not finite. `scores` has the
     logprobs of the rows' `targets`, by the row's index. `pooled` has for each row with `pooling` the sum of its tokens'
-    hidden states for a mean, or the last token's hidden state.
+    hidden states for a mean, or the last token's hidden state. `drafts` has by the row's index what the model's head
+    expects after the row's last token, if the plan `proposes`; masked rows have none.
     """
 
     tokens: list[tuple[int, ...]]
@@ -187,6 +196,7 @@ class StepResult:
     saves: list[bytes] = field(default_factory=list)  # of each of the plan's `saves`
     first_use: bool = False  # a shape was used for the first time, so the time of the step says nothing
     pooled: dict[int, list[float]] = field(default_factory=dict)
+    drafts: dict[int, int] = field(default_factory=dict)
 
 
 class DeviceError(Exception):

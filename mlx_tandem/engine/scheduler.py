@@ -21,8 +21,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from msgspec import structs
-
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.block_manager import BlockManager
@@ -32,7 +30,7 @@ from mlx_tandem.engine.drafting import Drafting, predicted_of
 from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.masks import MaskMaker, masks_of_plan
 from mlx_tandem.engine.outcome import StepOutcome
-from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Mask, Row, RowKind, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, UNKNOWN, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Chunk, Prefill
 from mlx_tandem.engine.request_check import check_request
 from mlx_tandem.engine.run_queue import RunQueue
@@ -188,12 +186,12 @@ class Scheduler:
         drafting.begin(self.queue.running, wanted)
         for s in wanted:
             # A row before this one may have taken the sequence's blocks, and then the sequence has lost its seat.
-            if s.seat < 0 or not s.wants_decode or s.siblings or (s.pending and self._waits_for_token(s)):
+            if s.seat < 0 or not s.wants_decode or s.siblings or (s.pending and drafting.waits(s)):
                 continue
             if not self.queue.reserve(s, s.scheduled + 1, rows):
                 continue
             newest = _CARRIED if s.pending else (s.tokens[-1],)
-            drafts = () if drafting.proposes is None or (s.pending and s.is_masked) else drafting.drafts(s, rows)
+            drafts = () if drafting.proposes is None else drafting.drafts(s, rows)
             rows.append(self._row(s, _VERIFY if drafts else _DECODE, newest + drafts))
         self._plan_prefill(rows, left_out)
         saves = self._blocks.take_saves()
@@ -205,7 +203,8 @@ class Scheduler:
         uploads = self.queue.take_uploads()
         constrained = enumerate(rows) if self._num_masked else ()
         masked = tuple([i for i, row in constrained if row.sample and self._sequences[row.sequence].is_masked])
-        return StepPlan(tuple(rows), uploads, self._blocks.writes.take_copies(), tuple(seatings), saves, loads, masked)
+        copies, proposes = self._blocks.writes.take_copies(), drafting.drafts_in_steps
+        return StepPlan(tuple(rows), uploads, copies, tuple(seatings), saves, loads, masked, proposes=proposes)
 
     def masks(self, plan: StepPlan, drawn: Mapping[int, tuple[int, ...]] = _NOTHING) -> list[list[Mask]]:
         """Return the masks for the newest plan, as `Runner.sample` takes them.
@@ -222,10 +221,6 @@ class Scheduler:
         wanted = [s for s in running if s.request.id not in left_out] if left_out else running
         writes = self._blocks.writes
         return [s for s in wanted if not writes.is_loading(s.tables)] if writes.has_loads else list(wanted)
-
-    def _waits_for_token(self, s: Sequence) -> bool:
-        """Return whether `s`, a token of which is on the device, has no row until the host knows that token."""
-        return (s.slack > 0 and s.is_masked) or self.drafting.waits(s)
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
         """Add the chunks of prompts for this plan to its rows."""
@@ -258,13 +253,9 @@ class Scheduler:
             tables = tuple([own + spare for own, spare in zip(tables, s.spare, strict=True)])
             predicted = self.drafting.are_predicted(s)
         version = s.adapter.version if request.follow and s.adapter is not None else 0
-        background = request.background
-        row = Row(
-            kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, piggybacked, slack
-        )
-        if request.pooling is None and not predicted:
-            return row
-        return structs.replace(row, pooling=request.pooling, predicted=predicted)
+        following = UNKNOWN if sample else s.tokens[s.scheduled]
+        own = kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, request.background
+        return Row(*own, piggybacked, slack, request.pooling, predicted, following)
 
     def _start(self, s: Sequence) -> None:
         """Note that the first row of the request of `s` is planned."""
@@ -332,6 +323,8 @@ class Scheduler:
             )
             if finish:
                 self._end(s)
+            elif i in result.drafts:
+                self.drafting.offer(s, result.drafts[i])
         self.generated_tokens += sum([len(delta.tokens) for delta in deltas])
         if spoiled:
             self._blocks.spoil(spoiled)

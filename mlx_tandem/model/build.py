@@ -114,7 +114,7 @@ def build(
     started = time.monotonic()
     limit = device.memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
-    model = load_unread(config.model, report)
+    model = load_unread(config.model, report, mtp=config.speculation.method == "mtp")
     subject = _check_fit(config, limit, model, given)
     read_weights(model, report)
     candidates = fused.available() if backends is None else backends
@@ -132,8 +132,8 @@ def build(
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
 
     def run_first_steps(cost: CostModel) -> Choices:
-        drafts = config.speculation.method != "none"
-        pace = warm_up(runner, info, cost, report, limit.size, None if given is None else given.pace, drafts=drafts)
+        method = config.speculation.method
+        pace = warm_up(runner, info, cost, report, limit.size, None if given is None else given.pace, method=method)
         return Choices(subject, kernels.choices(), tuned, pace)
 
     return Built(
@@ -205,7 +205,7 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
         ModelError: The model cannot be served with these settings on this device.
     """
     limit = device.memory_limit(config.memory_limit_gb)
-    model = load_unread(config.model, lambda stage, fraction: None)
+    model = load_unread(config.model, lambda stage, fraction: None, mtp=config.speculation.method == "mtp")
     found = examine(config, model, evaluate=False)
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))

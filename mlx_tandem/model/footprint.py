@@ -25,7 +25,7 @@ from mlx_tandem.model import device
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.cache.states import StateShape
-from mlx_tandem.model.loader import LoadedModel, weights
+from mlx_tandem.model.loader import LoadedModel, every_weight, weights
 from mlx_tandem.model.lora.adapted import find_targets
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "cuda": 1536, "metal": 512}
@@ -88,7 +88,7 @@ def needs(
     `layers` are the shapes in which keys and values lie in the pool, and `states` those of recurrent layers.
     """
     lora = config.lora
-    weight_bytes = sum(p.nbytes for p in weights(model.module))
+    weight_bytes = sum(p.nbytes for p in every_weight(model))
     learning = 0
     if config.duty.trainer_rank:
         learning = config.duty.trainers * trainer_bytes(linears, config.duty.trainer_rank)

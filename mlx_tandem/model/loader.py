@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from mlx_tandem import limits
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model.mtp import PredictionHead, load_head
 from mlx_tandem.small_files import read_object
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ class LoadedModel:
     heads: int
     """Number of query heads."""
 
+    mtp: PredictionHead | None = None
+    """The head for multi-token prediction, if it was asked for."""
+
 
 def load(config: ModelConfig, report: Report) -> LoadedModel:
     """Return the model of `config.path` with its weights in memory. Raise ModelError if it cannot be loaded."""
@@ -73,11 +77,12 @@ def load(config: ModelConfig, report: Report) -> LoadedModel:
     return model
 
 
-def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
+def load_unread(config: ModelConfig, report: Report, *, mtp: bool = False) -> LoadedModel:
     """Return the model of `config.path` with its weights unread.
 
     Its arrays have shapes, but nothing may be computed with them before `read_weights`. `report(stage, fraction)` is
-    told how far loading is. Raise ModelError if the model cannot be loaded.
+    told how far loading is. With `mtp` it has its head for multi-token prediction. Raise ModelError if the model cannot
+    be loaded.
     """
     path = Path(config.path)
     file = path / CONFIG
@@ -92,6 +97,7 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
                 module, settings = load_model(plain, lazy=True, get_model_classes=lambda config: _classes(config, file))
         module.eval()
         dtype = _cast(module, config)
+        head = load_head(module, settings, _stored(path), dtype, str(path)) if mtp else None
     text = settings.get("text_config") or settings
     limit = _first(text, "max_position_embeddings") or DEFAULT_MAX_MODEL_LEN
     if config.max_model_len > limit:
@@ -109,7 +115,14 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
         _eos(settings),
         min(config.max_model_len or limit, limit),
         _first(text, "num_attention_heads", "n_head") or 32,
+        head,
     )
+
+
+def _stored(path: Path) -> dict[str, mx.array]:
+    """Return all weights of a folder by their names there, unread."""
+    files: list[Any] = [mx.load(str(file)) for file in path.glob("model*.safetensors")]
+    return {name: array for arrays in files for name, array in arrays.items()}
 
 
 @contextmanager
@@ -283,11 +296,16 @@ def weights(module: nn.Module) -> list[mx.array]:
     return [p for _, p in leaves]
 
 
+def every_weight(model: LoadedModel) -> list[mx.array]:
+    """Return every parameter array of a model and of its head for multi-token prediction."""
+    return weights(model.module) + ([] if model.mtp is None else weights(model.mtp))
+
+
 def read_weights(model: LoadedModel, report: Report) -> None:
     """Read all weights into memory. `report(stage, fraction)` is told how far it is. Raise ModelError if they are
     unreadable.
     """
-    arrays = weights(model.module)
+    arrays = every_weight(model)
     total = sum(p.nbytes for p in arrays) or 1
     done, size = 0, 0
     batch: list[mx.array] = []

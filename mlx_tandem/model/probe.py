@@ -33,7 +33,7 @@ class Examined(NamedTuple):
     """The results of examining a model."""
 
     layers: list[LayerShape]
-    """What each layer with attention caches."""
+    """What each layer with attention caches, and behind these what the head for multi-token prediction does."""
 
     vocab_size: int
     mask_axes: int
@@ -52,7 +52,8 @@ def examine(model: LoadedModel, *, evaluate: bool = True) -> Examined:
     """
     with blamed_on(model.folder / CONFIG, "the model cannot be run", model.settings):
         (layers, states), vocab_size = layer_shapes(model), vocabulary(model)
-        return Examined(layers, vocab_size, mask_axes(model, layers, vocab_size, states) if evaluate else 0, states)
+        axes = mask_axes(model, layers, vocab_size, states) if evaluate else 0
+        return Examined([*layers, *_head_shapes(model)], vocab_size, axes, states)
 
 
 def layer_shapes(model: LoadedModel) -> tuple[list[LayerShape], list[StateShape]]:
@@ -103,6 +104,17 @@ def count_layers(model: LoadedModel) -> int:
     """Return the number of layers, as adapters' configurations count them."""
     layers = getattr(model.module, "layers", None)
     return len(make_prompt_cache(model.module) if layers is None else layers)
+
+
+def _head_shapes(model: LoadedModel) -> list[LayerShape]:
+    """Return what the model's head for multi-token prediction writes into its cache, if the model has one."""
+    if model.mtp is None:
+        return []
+    cache = ProbeCache()
+    hidden = mx.zeros((1, 1, model.mtp.width), model.dtype)
+    model.mtp(hidden, mx.zeros((1, 1), mx.int32), cache)
+    assert cache.shape is not None, "a head's layer keeps keys and values"
+    return [cache.shape]
 
 
 def windows(model: LoadedModel) -> list[int]:

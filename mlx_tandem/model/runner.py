@@ -9,7 +9,7 @@ function, `compiled` keeps it, and `dispatch` brings it to the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -99,10 +99,13 @@ class MLXRunner:
         self.rectangles = Rectangles(
             sizes.block_size, windows[0], fused_length, sizes.limits, sizes.row_counts, unpadded=bool(states)
         )
+        mtp = model.mtp is not None
         self._index_arrays = IndexArrays(sizes.max_num_seqs, sizes.block_size, self._pool.firsts, windows)
-        self._builder = InputBuilder(self._seats, lora, self._index_arrays, self.rectangles, windows, sizes.block_size)
+        self._builder = InputBuilder(
+            self._seats, lora, self._index_arrays, self.rectangles, windows, sizes.block_size, mtp=mtp
+        )
         self._forward = Forward(
-            model.module,
+            model,
             caches,
             lora,
             self._pool,
@@ -208,6 +211,7 @@ class MLXRunner:
         scores: dict[int, list[TokenLogprob]] = {}
         pooled: dict[int, list[float]] = {}
         saves: list[bytes] = []
+        drafts: dict[int, int] = {}
         try:
             for part in handle.parts:
                 self._finish(part)
@@ -220,13 +224,15 @@ class MLXRunner:
                 if not part.drawn:
                     continue
                 part.take_drawn(plan, tokens)
+                if part.drafts:
+                    drafts |= part.drafted(plan, tokens)
                 if part.flags.logprobs >= 0:
                     logprobs = logprobs or [None] * len(tokens)
                     for i, found in part.logprobs(plan).items():
                         logprobs[i] = found[: len(tokens[i])]
         except Exception as e:
             raise compiler.device_error(e) from e
-        return StepResult(tokens, logprobs, scores, saves, handle.first_use, pooled)
+        return StepResult(tokens, logprobs, scores, saves, handle.first_use, pooled, drafts)
 
     def reset(self) -> None:
         """Drop everything in flight, all compiled steps and all contents of the pool, after a failed step."""
@@ -255,7 +261,7 @@ class MLXRunner:
         rare = given.mixed or (key.goes_on is not None and key.length > 1)
         step = self.compiled.step(key, numbers, given.in_place, rare=rare, pauses=pauses)
         sent = self.inputs.send(numbers)
-        drawn, scored, marker, self._last, moved, seen, self._pool.layers, self._order.zeros, lines = step(
+        drawn, scored, marker, self._last, moved, seen, self._pool.layers, self._order.zeros, lines, drafts = step(
             sent.arrays,
             self._last,
             [self._places_of_last] if given.verifies else [],
@@ -267,7 +273,7 @@ class MLXRunner:
         )
         self._seats.remember(seen)
         self._move(moved)
-        parts = [self._part(given, drawn, scored, marker, sent)]
+        parts = [replace(self._part(given, drawn, scored, marker, sent), drafts=drafts)]
         if lines:
             parts += putting(self._pool, given.operands.states[-1], lines)
         return parts

@@ -29,7 +29,7 @@ CHUNKS = ((8, 0), (64, 0), (256, 0), (8, 1024), (64, 1024), (256, 1024), (64, 61
 """Prompt chunks that are timed: the number of tokens, and the number of positions before them."""
 
 _DRAFTS = 4
-"""Tokens of the rows that verify drafts."""
+"""Tokens of the rows that verify drafts, unless a head of the model makes one draft at a time."""
 
 RUNS = 4
 """Most runs of each timed step. The first pays for tracing and does not count."""
@@ -49,7 +49,7 @@ def warm_up(
     device_bytes: int,
     given: Pace | None = None,
     *,
-    drafts: bool = False,
+    method: str = "none",
 ) -> Pace:
     """Run the first steps, fit `cost` to the times of prompt chunks and decodes, and decide whether steps may overlap.
 
@@ -63,7 +63,7 @@ def warm_up(
         report: Is told how far it is.
         device_bytes: The memory of the device.
         given: The pace of another process that runs the same model on the same kind of device.
-        drafts: Whether steps will verify drafts.
+        method: Where the drafts come from that steps will verify, as in `SpeculationConfig`.
     """
     if given is None:
         chunks, decodes = tuple(_time_chunks(runner, info, report)), tuple(_time_decodes(runner, info))
@@ -76,8 +76,8 @@ def warm_up(
         for plan in _usual_steps(info):
             runner.wait(runner.launch(plan))
         _sample_once(runner, info)
-    if drafts:
-        _verify_some(runner, info)
+    if method != "none":
+        _verify_some(runner, info, 2 if method == "mtp" else _DRAFTS, proposes=method == "mtp")
     cost.fit(list(pace.chunks), list(pace.decodes))
     # Serving hardly asks again for arrays of these sizes; and with so much kept in the cache, what serving frees would
     # go back to the system each time.
@@ -175,26 +175,26 @@ def _sample_once(runner: MLXRunner, info: EngineInfo) -> None:
     runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, SAMPLED, 0, 1, (0,)),))))
 
 
-def _verify_some(runner: MLXRunner, info: EngineInfo) -> None:
-    """Run steps that verify drafts, each behind the one before it, so that their kernels are compiled.
+def _verify_some(runner: MLXRunner, info: EngineInfo, tokens: int, *, proposes: bool) -> None:
+    """Run steps that verify drafts in rows of so many tokens, each behind the one before it, so that their kernels are
+    compiled.
 
-    A kind of such steps is traced when it has run USUAL times.
+    A kind of such steps is traced when it has run USUAL times. proposes: whether they make drafts, too.
     """
     size = info.block_size
-    blocks = range(1, 1 + -(-2 * _DRAFTS // size))
+    blocks = range(1, 1 + -(-2 * tokens // size))
     pools = [group.pool for group in open_groups(info.memory, size)]
-    if info.max_model_len < 2 * _DRAFTS or len(blocks) > min(pool.usable_blocks for pool in pools):
+    if info.max_model_len < 2 * tokens or len(blocks) > min(pool.usable_blocks for pool in pools):
         return
     tables = tables_of(info, *blocks)
     for params in (GREEDY, SAMPLED):
         for _ in range(USUAL + 1):
-            first = Row(RowKind.VERIFY, 0, 0, 0, 0, (0,) * _DRAFTS, tables, True)
-            behind = Row(
-                RowKind.VERIFY, 0, 0, 0, _DRAFTS, (CARRY, *(0,) * (_DRAFTS - 1)), tables, True, slack=_DRAFTS - 1
-            )
+            first = Row(RowKind.VERIFY, 0, 0, 0, 0, (0,) * tokens, tables, True)
+            carried = (CARRY, *(0,) * (tokens - 1))
+            behind = Row(RowKind.VERIFY, 0, 0, 0, tokens, carried, tables, True, slack=tokens - 1)
             flights = [
-                runner.launch(StepPlan((first,), seatings=(Seating(0, params, 0, 1, (0,)),))),
-                runner.launch(StepPlan((behind,))),
+                runner.launch(StepPlan((first,), seatings=(Seating(0, params, 0, 1, (0,)),), proposes=proposes)),
+                runner.launch(StepPlan((behind,), proposes=proposes)),
             ]
             for flight in flights:
                 runner.wait(flight)

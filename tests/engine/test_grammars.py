@@ -15,10 +15,11 @@ from mlx_tandem.engine.grammars import masks
 from mlx_tandem.engine.grammars.compiling import compiled
 from mlx_tandem.engine.grammars.masks import Grammars
 from mlx_tandem.engine.masks import Place
-from mlx_tandem.engine.plan import Mask, StepPlan, StepResult
+from mlx_tandem.engine.plan import Mask
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import Grammar, Request, SamplingParams
 from tests.engine.front import Front
+from tests.engine.guessing import RowByRow
 from tests.engine.reference import alone
 from tests.engine.workloads import VOCAB, digest_of, make_engine
 
@@ -80,22 +81,11 @@ def expected(request: Request, choice: int) -> list[int]:
     return alone(request.prompt, request.params, choice, digest_of(request), VOCAB, (EOS,), mask_of=mask_of)
 
 
-class Guesses:
+class Guesses(RowByRow):
     """A proposer that is right as often as not."""
-
-    for_all, together = True, False
 
     def __init__(self, rng: Random):
         self._rng = rng
-
-    def prepare(self, asked: object) -> None:
-        raise AssertionError("drafts are made one by one")
-
-    def is_from_prediction(self, request: Request, choice: int) -> bool:
-        return False
-
-    def is_on(self, rows: int) -> bool:
-        return True
 
     def needs_newest(self, request: Request, choice: int) -> bool:
         return self._rng.random() < 0.7
@@ -104,15 +94,6 @@ class Guesses:
         said = expected(request, choice)[len(tokens) + unread - len(request.prompt) :]
         guesses = [t if self._rng.random() < 0.7 else self._rng.randrange(VOCAB) for t in said]
         return guesses[: min(most, self._rng.randint(0, 5))]
-
-    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
-        pass
-
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        pass
-
-    def forget(self, request: Request, choice: int) -> None:
-        pass
 
 
 def play(rng: Random) -> tuple[int, int, int, int]:

@@ -91,6 +91,21 @@ def test_what_a_mask_forbids_is_never_drawn(engine: Engine, name: str, options: 
     assert drafted.accepted
 
 
+@pytest.mark.parametrize("name", ["penalties", "hot"])
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_masked_drafts_follow_tokens_that_the_host_has_not_read(engine: Engine, name: str, wrong: int) -> None:
+    """The masks of a plan are made when the plan before it has been read, so its drafts may be behind other drafts."""
+
+    class All(Turns):
+        def constrains(self, request: Request) -> bool:
+            return True
+
+    free = serve(engine, requests(name), All())
+    drafted = serve(engine, requests(name), All(), Oracle(free, wrong))
+    assert_same(drafted, free)
+    assert drafted.accepted and drafted.floated
+
+
 def test_a_mask_that_forbids_everything_ends_its_request_alone(engine: Engine) -> None:
     class Nothing(Same):
         def allowed(self, tokens: Sequence[int]) -> Sequence[int]:

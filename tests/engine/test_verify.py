@@ -13,12 +13,12 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.config import SpeculationConfig
-from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
+from tests.engine.guessing import RowByRow
 from tests.engine.harness import Loop
 from tests.engine.mlx_engine import TOLERANCE, Engine, make_engine
 from tests.kernels import shim
@@ -34,34 +34,11 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-class Oracle:
+class Oracle(RowByRow):
     """A proposer that knows what each choice will say and errs in one token of `wrong`; 0: in none."""
-
-    for_all, together = True, False
 
     def __init__(self, said: Loop, wrong: int):
         self._said, self._rng, self._wrong = said.tokens, Random(5), wrong
-
-    def prepare(self, asked: object) -> None:
-        raise AssertionError("drafts are made one by one")
-
-    def is_from_prediction(self, request: Request, choice: int) -> bool:
-        return False
-
-    def stats(self) -> None:
-        return None
-
-    def is_on(self, rows: int) -> bool:
-        return True
-
-    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
-        pass
-
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        pass
-
-    def forget(self, request: Request, choice: int) -> None:
-        pass
 
     def needs_newest(self, request: Request, choice: int) -> bool:
         return self._rng.random() < 0.4

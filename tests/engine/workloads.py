@@ -32,6 +32,7 @@ from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterRef, Pooling, Request, SamplingParams
 from tests.engine import drive as drives
+from tests.engine.guessing import RowByRow
 from tests.engine.harness import Choice, Loop
 from tests.engine.hosts import Learning
 from tests.engine.reference import (
@@ -250,13 +251,11 @@ def assert_exact(loop: Loop, eos: tuple[int, ...] = (), windows: Windows = (None
             assert request_id not in loop.prompt_logprobs or tokens == [], f"{where}: nobody asked"
 
 
-class Guesses:
+class Guesses(RowByRow):
     """A proposer that knows what each choice will say, and is right about each token as often as `right`.
 
     Some of what it proposes is junk: more than is asked for, tokens behind the end, tokens that do not exist.
     """
-
-    for_all, together = True, False
 
     def __init__(self, rng: Random, eos: tuple[int, ...], windows: Windows, masks: Masks | None):
         self._rng, self._eos, self._windows, self._masks = rng, eos, windows, masks
@@ -264,15 +263,6 @@ class Guesses:
         self._longest = rng.choice((1, 3, 9))
         self._said: dict[Choice, list[int]] = {}
         self.guessed: list[list[int]] = []  # what sequences would have said, had all drafts been accepted
-
-    def prepare(self, asked: object) -> None:
-        raise AssertionError("drafts are made one by one")
-
-    def is_from_prediction(self, request: Request, choice: int) -> bool:
-        return False
-
-    def stats(self) -> None:
-        return None
 
     def is_on(self, rows: int) -> bool:
         return self._rng.random() < 0.9

@@ -226,7 +226,7 @@ def bench_engine(
         typer.Option(help="As for `tandem serve`.", rich_help_panel=_ENGINE),
     ] = "auto",
     spec: Annotated[
-        Literal["none", "ngram", "draft"],
+        Literal["none", "ngram", "draft", "mtp"],
         typer.Option(help="Measure the engine with drafts, too, in turn with itself.", rich_help_panel=_ENGINE),
     ] = "none",
     draft_model: Annotated[

@@ -78,7 +78,7 @@ class EngineLoad:
     adapters: int = 0
     bits: int | None = None  # bits of the weights of a model made by shape; None: not quantised
     peer: bool = True
-    spec: Literal["none", "ngram", "draft"] = "none"
+    spec: Literal["none", "ngram", "draft", "mtp"] = "none"
     draft_model: str = ""  # folder, for drafts by a smaller model
     text: Text = "free"
 

@@ -32,6 +32,9 @@ class Proposer(Protocol):
     together: bool
     """Whether the drafts of all sequences of a plan are made together, by `prepare`."""
 
+    in_steps: bool
+    """Whether the model's own steps make drafts, which `offer` brings."""
+
     def is_on(self, rows: int) -> bool:
         """Return whether sequences draft in the plan that is being made, in which so many run; 0: none may draft."""
 
@@ -47,6 +50,9 @@ class Proposer(Protocol):
 
         Some of them may not be asked for their drafts, and `most` may be less then.
         """
+
+    def offer(self, request: Request, choice: int, tokens: int, draft: int) -> None:
+        """Take in what a step expects after the first `tokens` tokens of a sequence, which are all that it has."""
 
     def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:
         """Return guesses of a sequence's next tokens, `most` of which are used at most.

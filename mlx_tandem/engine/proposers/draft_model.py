@@ -18,7 +18,6 @@ from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Runner, Seating, StepPlan
 from mlx_tandem.engine.proposers import Asked
 from mlx_tandem.kv.groups import CacheGroup
-from mlx_tandem.types import Request
 
 READ_AT_ONCE = 256
 """Most tokens of one sequence that the draft model reads before a plan. Until it has read the others, there are no
@@ -114,7 +113,7 @@ class DraftModel:
         s.tokens, s.scheduled = list(tokens[: first + len(chunk)]), first
         if positions > self._longest or not self._has_room(reader, positions, keys, round_, tokens):
             return
-        if complete and _counts_tokens(asked.request) and not any(x.seat == s.seat for x in round_.seatings):
+        if complete and asked.request.params.counts_tokens and not any(x.seat == s.seat for x in round_.seatings):
             round_.seatings.append(_seating(s, tokens))  # the runner has counted drafts that were rejected
         row = Row(RowKind.PROMPT, s.id, s.seat, 0, first, chunk, s.tables, complete, piggybacked=len(chunk) <= TOGETHER)
         s.scheduled = first + len(chunk)
@@ -187,12 +186,6 @@ def _agreed(reader: _Reader, tokens: Sequence[int]) -> int:
     news = tokens[reader.known : reader.known + len(computed)]
     agreed = next((n for n, (own, token) in enumerate(zip(computed, news, strict=False)) if own != token), len(news))
     return min(reader.known + agreed, len(tokens) - 1)
-
-
-def _counts_tokens(request: Request) -> bool:
-    """Return whether a runner counts the tokens that a request has drawn."""
-    p = request.params
-    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
 
 def _seating(s: sequence.Sequence, tokens: Sequence[int]) -> Seating:

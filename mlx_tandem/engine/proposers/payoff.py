@@ -16,6 +16,10 @@ SKIPPED = 2
 SHORTEST, LONGEST = 128, 4096
 """Steps between two probes: the number doubles each time that the probe changes nothing."""
 
+NEW = 64
+"""Steps of new shapes that are left out for each size of batch. Where more and more of them come, they are what drafts
+cost, and count."""
+
 WORTHWHILE = 1.02
 """Least gain for which drafts are used; smaller differences are noise."""
 
@@ -37,6 +41,7 @@ class _Size:
     interval: int = SHORTEST
     left: int = FIRST
     skip: int = SKIPPED
+    new: int = NEW  # steps of new shapes that may still be left out
     tokens: float = 0.0
     ms: float = 0.0
 
@@ -73,12 +78,13 @@ class Payoff:
         self._size = _Size()
         self._rows = 1
         self._last: float | None = None  # milliseconds at the end of the step before, if it was usual
+        self._held: tuple[float, float] | None = None  # tokens a row and milliseconds of that step, not counted yet
 
     def uses_drafts(self, rows: int) -> bool:
         """Return whether sequences should draft in a batch of so many; the next `note` is about this batch."""
         size = self._sizes.setdefault(rows.bit_length(), _Size())
         if size is not self._size:
-            self._size, self._last = size, None
+            self._size, self._last, self._held = size, None, None
         self._rows = max(rows, 1)
         return size.drafts
 
@@ -86,13 +92,20 @@ class Payoff:
         """Leave out the step that comes next, since nothing drafts in it."""
         self._last = None
 
-    def note(self, now: float, tokens: int, *, usual: bool) -> None:
+    def note(self, now: float, tokens: int, *, usual: bool, new: bool = False) -> None:
         """Take in a step that ended at `now`, in milliseconds, and drew so many tokens.
 
-        Only steps are measured that are `usual`, as the step before them was: that read no prompt, for example.
+        Only steps are measured that are `usual`, as the step before them was: that read no prompt, for example. A step
+        of `new` shapes is not measured, nor is the step before it, which may have run while the host traced it.
         """
-        if usual and self._last is not None:
-            self._size.note(tokens / self._rows, now - self._last)
+        held, self._held = self._held, None
+        if new and self._size.new:
+            self._size.new -= 1
+        else:
+            if held is not None:
+                self._size.note(*held)
+            if usual and self._last is not None:
+                self._held = tokens / self._rows, now - self._last
         self._last = now if usual else None
 
     @property

@@ -1,6 +1,7 @@
 """The server's proposer: as many drafts for each sequence as it accepts, and none where they do not pay.
 
-They are copied from the sequence's own tokens and from what its request predicts, or a smaller model makes them.
+They are copied from the sequence's own tokens and from what its request predicts, or a smaller model makes them, or a
+head of the model itself.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ WORTH_WAITING = 1.0
 WITHOUT_MODEL = 8
 """Tokens during which a sequence does not wait for a draft model that had nothing for it."""
 
+PATIENCE = {"draft": 1, "mtp": 2}
+"""Rows in a row of which no draft was accepted that lead to no pause, by the method; 0 for the others."""
+
 LONGEST_PAUSE = 64
 """Most tokens during which a sequence does not draft after drafts of which none was accepted."""
 
@@ -51,6 +55,7 @@ class _Drafter:
     pause: int = 0  # tokens to let pass
     resume: int = 0  # number of tokens from which on it drafts again
     awaits_model: bool = False  # whether the draft model is expected to have drafts once its newest token is known
+    offered: tuple[int, int] = (0, 0)  # a draft of the model's head, and how many tokens are before it
 
 
 @dataclass(slots=True)
@@ -76,7 +81,8 @@ class Speculation:
         self._model = model
         self._drafted: dict[Key, tuple[int, ...]] = {}  # by the model for this plan
         self.together = model is not None
-        self._patience = 0 if model is None else 1  # misses in a row that lead to no pause
+        self.in_steps = config.method == "mtp"
+        self._patience = PATIENCE.get(config.method, 0)
         self._clock = clock
         self._longest = max(config.ngram_min, config.ngram_max)
         self._drafters: dict[tuple[int, int], _Drafter] = {}
@@ -97,7 +103,7 @@ class Speculation:
         drafter = self._drafters.get((request.id, choice))
         if drafter is None:
             return False
-        if self._model is not None:
+        if self._model is not None or self.in_steps:
             return drafter.awaits_model
         return not drafter.is_copying and drafter.accepted >= WORTH_WAITING
 
@@ -115,6 +121,12 @@ class Speculation:
                 drafter.awaits_model = False
                 drafter.resume = len(a.tokens) + WITHOUT_MODEL
 
+    def offer(self, request: Request, choice: int, tokens: int, draft: int) -> None:
+        """Take in what the model's head expects after the first `tokens` tokens of a sequence."""
+        drafter = self._drafters.get((request.id, choice)) or self._open(request, choice)
+        drafter.offered = draft, tokens
+        drafter.awaits_model = request.speculate and not self._pauses(drafter, tokens)
+
     def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:
         """Return what follows the newest tokens in the prediction, or where they stood before if more agree there.
 
@@ -131,6 +143,9 @@ class Speculation:
             earlier, agrees = drafter.index.find(tokens, tokens)
             if agrees > length:
                 place, length, drafter.is_predicted = earlier, agrees, False
+        if not length and self.in_steps:
+            draft, behind = drafter.offered
+            return (draft,) if behind == len(tokens) and not unread else ()
         if not length:
             return self._drafted.pop((request.id, choice), ())[:most] if not unread else ()
         most = self._number(drafter, most, length)
@@ -191,15 +206,12 @@ class Speculation:
             drafter.pause = min(1 << drafter.misses, LONGEST_PAUSE)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in a step that was just read.
-
-        Steps of new shapes count, too: drafts that need ever new shapes do not pay.
-        """
+        """Take in a step that was just read."""
         if not (self.for_all or self._drafters):
             return
         usual = not (plan.saves or plan.loads or plan.masked or plan.slice or plan.background_share)
         usual = usual and bool(plan.rows) and all(row.kind is not RowKind.PROMPT for row in plan.rows)
-        self.payoff.note(1e3 * self._clock(), sum(map(len, result.tokens)), usual=usual)
+        self.payoff.note(1e3 * self._clock(), sum(map(len, result.tokens)), usual=usual, new=result.first_use)
 
     def forget(self, request: Request, choice: int) -> None:
         """Drop what is known about a sequence that has ended."""

@@ -241,6 +241,10 @@ class PagedCache:
         arrays, self._arrays, self._view, self._fetched, self._after = self._arrays, [], None, (), []
         return arrays
 
+    def written(self) -> list[mx.array]:
+        """Return arrays that depend on what was written in this forward and share no memory with the pool."""
+        return self._after or [zero_of(self._arrays)]
+
     # called by mlx-lm's modules
 
     @property

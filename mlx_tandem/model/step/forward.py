@@ -7,10 +7,9 @@ nothing else holds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_tandem.engine.plan import CARRY
 from mlx_tandem.model import cpu, device
@@ -19,7 +18,9 @@ from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.linears.merged import merged_in
+from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.draw import Drawing, drawing
 from mlx_tandem.model.step.head import HeadPositions
 from mlx_tandem.model.step.inputs import ArraySpec, receive
@@ -39,15 +40,78 @@ Step = Callable[..., tuple[Any, ...]]
 """A function as `Forward.step` returns it."""
 
 
+class StepArrays(NamedTuple):
+    """The results of a step. A compiled step returns them as a plain tuple.
+
+    Attributes:
+        drawn: The drawn arrays, or the logits of rows that wait for masks and what belongs to them.
+        scored: The scores, or the pooled hidden states.
+        marker: The arrays to evaluate.
+        last_tokens: The newest token of each seat.
+        moved: With drafts, where these tokens are.
+        known: The token counts.
+        pool: The arrays of the pools.
+        order: The order of writes; empty where none is kept.
+        lines: New states that are to be written when the step is done.
+        drafts: The drafts that the model's head makes, if it makes any.
+    """
+
+    drawn: list[mx.array]
+    scored: list[mx.array]
+    marker: list[mx.array]
+    last_tokens: mx.array
+    moved: list[mx.array]
+    known: list[mx.array]
+    pool: list[list[mx.array]]
+    order: list[mx.array]
+    lines: list[mx.array]
+    drafts: list[mx.array]
+
+
+class _Drawn(NamedTuple):
+    """The part of a step's results that its draws change, and what a head needs of the draws."""
+
+    outputs: list[mx.array]
+    marker: list[mx.array]
+    last_tokens: mx.array
+    moved: list[mx.array]
+    known: list[mx.array]
+    draws: Draws | None
+
+
+def _drawn(
+    key: StepKey,
+    given: Operands[mx.array],
+    offset: mx.array,
+    logits: mx.array,
+    last_tokens: mx.array,
+    draw: Callable[[mx.array, mx.array], Any],
+) -> _Drawn:
+    """Return what the rows draw, or the logits of rows that wait for masks.
+
+    draw: takes the positions and the seats of the tokens to be drawn.
+    """
+    position = offset + given.last + 1
+    position = position if given.picked is None else position[given.picked]
+    seats = given.seats if given.picked_seats is None else given.picked_seats
+    if key.masked:
+        outputs = [logits, position, seats + 0, *(array + 0 for array in given.drafts)]
+        return _Drawn(outputs, [*outputs], last_tokens, [], [], None)
+    outputs, last_tokens, known, moved, _ = draw(position, seats)
+    marker = [*outputs, last_tokens, *moved]
+    return _Drawn(outputs, marker, last_tokens, moved, known, Draws(outputs[0], position, seats))
+
+
 class Forward:
     """A model over its paged caches and its states. It makes the pure function of each kind of step.
 
-    `nobody` is the seat in place of the seats of rows that do not draw.
+    nobody: the seat in place of the seats of rows that do not draw. If the model has a head for multi-token prediction,
+    its cache is the last of `caches`.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        model: LoadedModel,
         caches: Sequence[PagedCache],
         lora: LoraState,
         pool: KVPools,
@@ -56,16 +120,21 @@ class Forward:
         nobody: int,
         states: Sequence[StateCache] = (),
     ):
+        module, mtp = model.module, model.mtp
         self.head = HeadPositions.of(module)
         self._module: Any = module
-        self._caches: Sequence[Any] = [*caches, *states]
-        self._arranged = arranged(module, caches, states)
+        own = caches if mtp is None else caches[:-1]
+        self._ahead = None if mtp is None else HeadStep(mtp, caches[-1], greedy, nobody)
+        self._place = len(own)  # of the head's arrays in the pools
+        self._caches: Sequence[Any] = [*own, *states]
+        self._arranged = arranged(module, own, states)
         self._lora = lora
         self._greedy = greedy
         self._nobody = nobody
         self._merged = merged_in(module)
         self._angles = SharedAngles(module) if device.is_cpu() else None
-        self._pool_of = pool.pool_of
+        self._pool_of = list(pool.pool_of)
+        self._head_pool = 0 if mtp is None else self._pool_of.pop(self._place)
         self._layouts = [
             PoolLayout(own.num_blocks, own.block_size, mask_axes, window)
             for own, window in zip(pool.pools, pool.windows, strict=False)
@@ -76,11 +145,7 @@ class Forward:
         return drawing(flags, self._greedy, self._nobody, num_new)
 
     def step(self, key: StepKey, expected: Sequence[ArraySpec], in_place: Ranges, *, pauses: bool) -> Step:
-        """Return the step as a pure function of arrays and lists of arrays.
-
-        It returns the drawn arrays, or the logits of rows that wait for masks and what belongs to them; the scores;
-        the arrays to evaluate; the newest token of each seat; with drafts where these tokens are; the token counts;
-        the pools; the order; the lines of new states that are to be written when the step is done.
+        """Return the step as a pure function of arrays and lists of arrays, which returns a `StepArrays`.
 
         expected: the specs of its inputs, which follow from the key; pauses: whether it waits for the device after
         every PAUSE layers.
@@ -105,44 +170,52 @@ class Forward:
             tokens = after(order, given.tokens)  # everything in the forward depends on the tokens
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[given.seats][:, None], tokens)
-            views: list[Any] = [
-                StepView(offset, slots, tables, own, run, key.common_offset, PAUSE * pauses)
-                for slots, tables, own, run in zip(places[::2], places[1::2], self._layouts, in_place, strict=True)
-            ]
-            if key.goes_on is not None:
-                *read, written_to = given.states
-                views.append(StateView(after(order, read[0]) if read else None, written_to))
+            views = self._views(key, given, offset, places, in_place, order, pauses=pauses)
             self._lora.bind(lora_arrays, given.adapters, layout=key.layout)
-            logits, scored, pool = self._logits(key, tokens, given, views, pool)
+            own = list(pool)
+            arrays = [] if self._ahead is None else own.pop(self._place)
+            logits, scored, written, hidden = self._logits(key, tokens, given, views, own)
             lines = views[-1].lines if key.goes_on is not None else []
             # What is evaluated first decides the order: states are written while the layers are computed, so that
             # fewer of them are in memory at once.
             states = [zero_of(views[-1].written)] if key.goes_on is not None and views[-1].written else lines
-            order = [zero_of([logits, *states])] if order else []
-            if not key.samples:
-                return (
-                    [],
-                    scored,
-                    [*states, *(scored or [logits[:1, :1]]), *order],
-                    last_tokens,
-                    [],
-                    [],
-                    pool,
-                    order,
-                    lines,
-                )
-            position = offset + given.last + 1
-            position = position if given.picked is None else position[given.picked]
-            seats = given.seats if given.picked_seats is None else given.picked_seats
-            if key.masked:
-                undrawn = [logits, position, seats + 0, *(array + 0 for array in given.drafts)]
-                return undrawn, scored, [*states, *undrawn, *scored, *order], last_tokens, [], [], pool, order, lines
-            drawn = draw(logits, position, seats, last_tokens, sampling, seen, given.drafts, last_places)
-            outputs, last_tokens, known, moved, _ = drawn
-            marker = [*states, *outputs, *scored, last_tokens, *moved, *order]
-            return outputs, scored, marker, last_tokens, moved, known, pool, order, lines
+            drawn = _Drawn([], scored or [logits[:1, :1]], last_tokens, [], [], None)
+            if key.samples:
+                held = last_tokens, sampling, seen, given.drafts, last_places
+                drawn = _drawn(key, given, offset, logits, last_tokens, lambda *at: draw(logits, *at, *held))
+                drawn.marker.extend(scored)
+            ahead = Ahead([], [], [])
+            if self._ahead is not None:
+                assert hidden is not None
+                ahead = self._ahead(key, given, hidden, views[self._head_pool], arrays, drawn.draws, sampling)
+                written.insert(self._place, ahead.written)
+            order = [zero_of([logits, *states, *ahead.marker])] if order else []
+            marker = [*states, *drawn.marker, *ahead.marker, *order]
+            changed = drawn.last_tokens, drawn.moved, drawn.known, written, order
+            return StepArrays(drawn.outputs, scored, marker, *changed, lines, ahead.drafts)
 
         return step
+
+    def _views(
+        self,
+        key: StepKey,
+        given: Operands[mx.array],
+        offset: mx.array,
+        places: Sequence[mx.array],
+        in_place: Ranges,
+        order: list[mx.array],
+        *,
+        pauses: bool,
+    ) -> list[Any]:
+        """Return what the caches of each pool are bound to, those of states at the end."""
+        views: list[Any] = [
+            StepView(offset, slots, tables, own, run, key.common_offset, PAUSE * pauses)
+            for slots, tables, own, run in zip(places[::2], places[1::2], self._layouts, in_place, strict=True)
+        ]
+        if key.goes_on is not None:
+            *read, written_to = given.states
+            views.append(StateView(after(order, read[0]) if read else None, written_to))
+        return views
 
     def _places_at(self, offset: mx.array, given: Sequence[mx.array]) -> list[mx.array]:
         """Return the places of `Operands` for tokens at `offset` [rows], in all pools."""
@@ -155,12 +228,15 @@ class Forward:
         given: Operands[mx.array],
         views: Sequence[Any],
         pool: Sequence[list[mx.array]],
-    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
-        """Return the logits [sampled rows, vocabulary], the scores or pooled hidden states, and each layer's arrays."""
+    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]], mx.array | None]:
+        """Return the logits [sampled rows, vocabulary], the scores or pooled hidden states, and each layer's arrays;
+        and the hidden states [rows, length, dim] where something reads them.
+        """
         for cache, arrays, own in zip(self._caches, pool, self._pool_of, strict=True):
             cache.bind(arrays, views[own])
+        reads_hidden = key.pooled or self._ahead is not None
         only_last = key.length > 1 and given.targets is None
-        self.head.keep(given.last if only_last else None, given.picked, hidden=key.pooled)
+        self.head.keep(given.last if only_last else None, given.picked, hidden=reads_hidden)
         try:
             with cpu.serving():
                 output = self._module(tokens, cache=self._arranged)
@@ -173,6 +249,7 @@ class Forward:
             for whole in self._merged:
                 whole.clear()
             written = [cache.release() for cache in self._caches]
-        if key.pooled:
-            return logits, self.head.pooled(given.last), written
-        return logits, [] if given.targets is None else score(output, given.targets, key.scores), written
+        hidden = self.head.take_hidden() if reads_hidden else None
+        if key.pooled and hidden is not None:
+            return logits, self.head.pooled(hidden, given.last), written, hidden
+        return logits, [] if given.targets is None else score(output, given.targets, key.scores), written, hidden

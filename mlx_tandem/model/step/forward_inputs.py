@@ -84,7 +84,11 @@ class Draws(NamedTuple):
 
 
 class InputBuilder:
-    """Makes the inputs of the forwards of plans. `windows` has each pool's longest window; None: it has none."""
+    """Makes the inputs of the forwards of plans.
+
+    windows: each pool's longest window; None: it has none. mtp: whether the model has a head for multi-token prediction
+    that is used.
+    """
 
     def __init__(
         self,
@@ -94,7 +98,10 @@ class InputBuilder:
         rectangles: Rectangles,
         windows: Sequence[int | None],
         block_size: int,
+        *,
+        mtp: bool = False,
     ):
+        self._mtp = mtp
         self._seats = seats
         self._lora = lora
         self._index_arrays = index_arrays
@@ -122,6 +129,9 @@ class InputBuilder:
             starts = [plan.rows[i].start if plan.rows[i].slack else -1 for i in indices]
             operands.bounds = np.array(starts + [-1] * (extent.rows - len(rows)), np.int32)
             operands.drafts = drafts_of([r for r in whole if r.sample], len(draws.drawn_seats))
+        masked = bool(plan.masked) and not set(plan.masked).isdisjoint(indices)
+        if self._mtp:
+            operands.following = padded([(*r.tokens[1:], r.following) for r in rows], extent.rows, extent.length)
         key = StepKey(
             extent.rows,
             extent.length,
@@ -136,7 +146,8 @@ class InputBuilder:
             operands.drafts[0].shape[1] if verifies else 0,
             rows[0].pooling is not None,
             rows[0].start > 0 if self._index_arrays.keeps_states else None,
-            bool(plan.masked) and not set(plan.masked).isdisjoint(indices),
+            plan.proposes and min(draws.seats) < self._seats.padding and not masked if self._mtp else None,
+            masked,
         )
         if draws.picked:
             indices, rows = [indices[at] for at in draws.picked], [rows[at] for at in draws.picked]

@@ -39,7 +39,7 @@ class HeadPositions:
         return positions
 
     def keep(self, last: mx.array | None, rows: mx.array | None = None, *, hidden: bool = False) -> None:
-        """Set what the head computes in the forward that is being traced. With `hidden`, `pooled` follows.
+        """Set what the head computes in the forward that is being traced. `hidden`: whether its input is kept.
 
         last: [rows] int32, the index of the sampled position in each row; None: all positions. rows: the indices of the
         rows that are sampled, all of which have one position; None: all rows.
@@ -55,13 +55,19 @@ class HeadPositions:
             return output[:, 0]
         return _pick(output, last)[:, 0]
 
-    def pooled(self, last: mx.array) -> list[mx.array]:
+    def take_hidden(self) -> mx.array:
+        """Return the input [rows, length, dim] that the head had since `keep`, which asked for it."""
+        assert self._hidden is not None, "only a model whose head is used is asked for hidden states"
+        hidden, self._hidden = self._hidden, None
+        return hidden
+
+    @staticmethod
+    def pooled(hidden: mx.array, last: mx.array) -> list[mx.array]:
         """Return the sum of each row's hidden states up to position last [rows], and the state there: [rows, dim] each.
 
-        The hidden states are the input that the head had since `keep`, in float32.
+        hidden: [rows, length, dim]. The results are float32.
         """
-        assert self._hidden is not None, "only a model whose head is used is asked for hidden states"
-        h, self._hidden = self._hidden.astype(mx.float32), None
+        h = hidden.astype(mx.float32)
         real = mx.arange(h.shape[1]) <= last[:, None]
         return [mx.where(real[..., None], h, 0.0).sum(1), _pick(h, last)[:, 0]]
 

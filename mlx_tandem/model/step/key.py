@@ -24,4 +24,5 @@ class StepKey(NamedTuple):
     drafts: int = 0  # of a row that verifies, padded; 0: no row verifies or follows one that the host has not read
     pooled: bool = False  # whether the hidden states of the rows' tokens are wanted
     goes_on: bool | None = None  # whether rows go on from a state or begin; None: the model keeps no states
+    proposes: bool | None = None  # whether the model's head drafts; None: the model has no head that is used
     masked: bool = False  # whether rows wait for masks, so that the step ends with the logits

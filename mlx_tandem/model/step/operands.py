@@ -56,6 +56,11 @@ class Operands(Generic[A]):
     drafts: Sequence[A] = field(default=())
     """The arrays of `verify.Drafts`, only where rows verify drafts or follow rows that do."""
 
+    following: A | None = None
+    """[rows, length], only with a head for multi-token prediction: the token after each position as far as the host
+    knows it, else UNKNOWN.
+    """
+
     adapters: A | None = None
     """The ids of the rows' adapters as `lora.routes` packs them; None if no row has an adapter."""
 
@@ -65,6 +70,8 @@ class Operands(Generic[A]):
         arrays = [self.tokens, self.offset, self.last, self.seats, *self.places, *self.states]
         arrays += [array for array in optional if array is not None]
         arrays += self.drafts
+        if self.following is not None:
+            arrays.append(self.following)
         if self.adapters is not None:
             arrays.append(self.adapters)
         return arrays
@@ -81,7 +88,20 @@ class Operands(Generic[A]):
         targets = rest.pop(0) if key.scores >= 0 else None
         picked, picked_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, None)
         drafts, rest = (rest[:DRAFT_ARRAYS], rest[DRAFT_ARRAYS:]) if key.drafts else ([], rest)
+        following = rest.pop(0) if key.proposes is not None else None
         adapters = rest.pop(0) if rest else None
         return Operands(
-            tokens, offset, last, seats, places, states, bounds, targets, picked, picked_seats, drafts, adapters
+            tokens,
+            offset,
+            last,
+            seats,
+            places,
+            states,
+            bounds,
+            targets,
+            picked,
+            picked_seats,
+            drafts,
+            following,
+            adapters,
         )

@@ -39,6 +39,7 @@ class Part:
     verifies: bool = False  # whether rows have drafts; each token of such a row has an entry in `rows`
     is_pooled: bool = False  # whether `scored` has pooled hidden states and not scores
     saves: tuple[int, ...] = ()  # blocks whose contents the marker holds
+    drafts: list[mx.array] = field(default_factory=list)  # what the model's head expects behind each of `drawn`
 
     def take_drawn(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> None:
         """Set the entries of the part's rows in `tokens`, which has the drawn tokens of each row of the plan."""
@@ -49,6 +50,14 @@ class Part:
         for i, token in zip(self.rows, drawn, strict=False):
             if plan.rows[i].sample:
                 tokens[i] = (token,)
+
+    def drafted(self, plan: StepPlan, tokens: Sequence[tuple[int, ...]]) -> dict[int, int]:
+        """Return the drafts for what follows the rows' tokens, as `take_drawn` has set them, by the row of the plan."""
+        values: Any = self.drafts[0].tolist()
+        own: dict[int, list[int]] = {}
+        for i, draft in zip(self.rows, values, strict=False):
+            own.setdefault(i, []).append(draft)
+        return {i: several[len(tokens[i]) - 1] for i, several in own.items() if plan.rows[i].sample}
 
     def logprobs(self, plan: StepPlan) -> dict[int, tuple[TokenLogprob, ...]]:
         """Return the logprobs of the drawn tokens by the row of the plan, for rows that want them."""

@@ -39,6 +39,7 @@ class Seats:
         self._stops: dict[int, tuple[int, frozenset[int]]] = {}  # (position, tokens that are not drawn before it)
         self._allowed: dict[int, tuple[int, ...]] = {}
         self._xtc_kept: dict[int, tuple[int, ...]] = {}
+        self._counts = np.zeros(n, np.bool_)  # which seats have a penalty
         self._window = np.zeros(n, np.int32)  # of the repetition penalty; 0: all tokens
         self.generation = 0
         """Number that changes whenever a seat changes: arrays made before are stale."""
@@ -81,7 +82,8 @@ class Seats:
             self._xtc_kept[i] = p.xtc_kept
         if p.min_tokens and seating.stop_ids:
             self._stops[i] = seating.prompt_length + p.min_tokens, seating.stop_ids
-        if self._has_penalty(np.array([i])):
+        self._counts[i] = p.counts_tokens
+        if p.counts_tokens:
             self._count(seating)
 
     def reset(self) -> None:
@@ -117,7 +119,7 @@ class Seats:
             top_k=bool((self._top_k[at] < self._vocab_size).any()),
             top_p_rounds=SamplingFlags.rounds_for(float(top_p.min())),
             top_p_rows=min(padded(int((top_p < 1.0).sum())), len(at)),
-            penalties=self._has_penalty(at),
+            penalties=bool(self._counts[at].any()),
             bias=any(int(s) in self._bias for s in seats),
             min_tokens=any(int(s) in self._stops for s in seats),
             allowed=any(int(s) in self._allowed for s in seats),
@@ -213,13 +215,6 @@ class Seats:
     def wanted_prompt_logprobs(self, seat: int) -> int:
         """Return how many alternatives to a token of the prompt the seat wants logprobs of; -1: none at all."""
         return int(self._prompt_logprobs[seat])
-
-    def _has_penalty(self, at: np.ndarray) -> bool:
-        """Return whether any of these seats has a penalty."""
-        v = self._values
-        return bool(
-            (v["repetition"][at] != 1.0).any() or (v["presence"][at] != 0).any() or (v["frequency"][at] != 0).any()
-        )
 
     def _count(self, seating: Seating) -> None:
         """Count the tokens of a sequence so far; steps add those that they draw."""

@@ -134,6 +134,7 @@ def token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[in
                 r.tables,
                 r.sample and at >= first,
                 slack=r.slack,
+                following=r.tokens[at + 1] if at + 1 < len(r.tokens) else r.following,
             ),
         )
         for i, r in zip(indices, rows, strict=True)

@@ -144,6 +144,8 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("""--speculative-config '{"model": "d", "num_speculative_tokens": 3}'""", "engine.speculation.draft_model", "d"),
     ("""--speculative-config '{"method": "draft_model", "model": "d"}'""", "engine.speculation.method", "draft"),
     ("--spec-decode ngram", "engine.speculation.method", "ngram"),
+    ("--spec-decode mtp", "engine.speculation.method", "mtp"),
+    ("""--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'""", "engine.speculation.method", "mtp"),
     ("--num-speculative-tokens 7", "engine.speculation.num_tokens", 7),
     ("--num-draft-tokens 3", "engine.speculation.num_tokens", 3),
     ("--spec-decode-dynamic --no-spec-decode-dynamic", "engine.speculation.dynamic", False),
@@ -293,6 +295,8 @@ def test_no_row_hides_an_option() -> None:
         (["--lora-modules", json.dumps({"name": "a", "path": 3})], "--lora-modules"),
         (["--adapter-path"], "--adapter-path"),
         (["--draft-model"], "--draft-model"),
+        (["--spec-decode", "base"], "--spec-decode"),
+        (["--spec-decode"], "--spec-decode"),
         (["--speculative-config", "[]"], "--speculative-config"),
         (["--speculative-config", "{"], "--speculative-config"),
         (["--speculative-config", '{"method": "eagle"}'], "--speculative-config"),
@@ -305,7 +309,7 @@ def test_no_row_hides_an_option() -> None:
         (["--mode"], "--mode"),
     ],
 )
-def test_a_value_that_is_missing(words: list[str], flag: str) -> None:
+def test_a_value_that_is_missing_or_not_supported(words: list[str], flag: str) -> None:
     with pytest.raises(Refused) as refused:
         translate(words, {})
     assert refused.value.flag == flag

@@ -223,6 +223,31 @@ def test_a_change_is_noticed() -> None:
     assert run(payoff, 10_000, 2.0)[-1]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_first_use_of_a_shape_does_not_count(waits: bool) -> None:
+    """Drafts bring more once their shapes are known. The host traces a step in the time of the step before it, unless
+    that one was read first."""
+    payoff, now, shapes = Payoff(), 0.0, 12
+    for step in range(200):
+        assert payoff.uses_drafts(1), step
+        new = step % 2 == 1 and step < 2 * shapes
+        traced = step % 2 == waits and step < 2 * shapes
+        now += 50.0 if traced else 1.0
+        payoff.note(now, 2, usual=True, new=new)
+        if payoff.state["tokens_per_s_with"]:
+            break
+    assert payoff.state["tokens_per_s_with"] == pytest.approx(2000)
+
+
+def test_new_shapes_without_an_end_count() -> None:
+    payoff, now, used = Payoff(), 0.0, []
+    for _ in range(3000):
+        used.append(payoff.uses_drafts(1))
+        now += 3.0 if used[-1] else 1.0
+        payoff.note(now, 2 if used[-1] else 1, usual=True, new=used[-1])
+    assert used[500:].count(True) < 100
+
+
 def test_only_usual_steps_are_measured() -> None:
     payoff = Payoff()
     for now in range(0, 10_000, 2):
@@ -235,15 +260,16 @@ def test_only_usual_steps_are_measured() -> None:
 def test_steps_with_prompts_or_saves_are_not_usual() -> None:
     proposer = speculation()
     decode = Row(RowKind.DECODE, 0, 0, 0, 5, (1,), (), True)
-    noted: list[bool] = []
-    proposer.payoff.note = lambda now, tokens, *, usual: noted.append(usual)  # type: ignore[method-assign]
+    noted: list[tuple[bool, bool]] = []
+    proposer.payoff.note = lambda now, tokens, *, usual, new: noted.append((usual, new))  # type: ignore[method-assign]
     for plan, result in (
         (StepPlan((decode,)), StepResult([(1,)])),
         (StepPlan((decode, Row(RowKind.PROMPT, 1, 1, 0, 0, (1, 2), (), False))), StepResult([(1,), ()])),
         (StepPlan((decode,), saves=(1,)), StepResult([(1,)])),
+        (StepPlan((decode,)), StepResult([(1,)], first_use=True)),
     ):
         proposer.observe(plan, result)
-    assert noted == [True, False, False]
+    assert noted == [(True, False), (False, False), (False, False), (True, True)]
 
 
 def test_random_tokens_are_hardly_drafted() -> None:
@@ -257,3 +283,25 @@ def test_random_tokens_are_hardly_drafted() -> None:
         drafted += len(drafts)
         tokens.append(rng.randrange(300))
     assert drafted < 60
+
+
+def test_a_draft_of_the_head_is_used_where_it_was_made_for() -> None:
+    request, proposer = Request(0, (1, 2, 3), PARAMS), speculation(method="mtp")
+    assert not proposer.needs_newest(request, 0)
+    proposer.offer(request, 0, 4, 9)
+    assert proposer.in_steps and proposer.needs_newest(request, 0)
+    assert not proposer.propose(request, 0, [1, 2, 3], 0, 5), "the token before it is not there yet"
+    assert not proposer.propose(request, 0, [1, 2, 3], 1, 5)
+    assert proposer.propose(request, 0, [1, 2, 3, 4], 0, 5) == (9,)
+    assert not proposer.propose(request, 0, [1, 2, 3, 4, 5], 0, 5), "it was for the token before"
+
+
+def test_a_head_that_is_never_right_is_asked_less_and_less() -> None:
+    request, proposer = Request(0, (1,), PARAMS), speculation(method="mtp")
+    drafted = 0
+    for n in range(1, 500):
+        proposer.offer(request, 0, n, 9)
+        if proposer.propose(request, 0, [1] * n, 0, 5):
+            drafted += 1
+            proposer.settle(request, 0, 1, 0)
+    assert 3 < drafted < 20
