@@ -26,7 +26,7 @@ from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.files import StorageError
 from mlx_tandem.printable import printable
-from mlx_tandem.types import AdapterSource, EngineInfo, MemoryBudget
+from mlx_tandem.types import AdapterSource, EngineInfo, MemoryBudget, ModelSummary
 
 if TYPE_CHECKING:
     from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
@@ -407,6 +407,21 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:
 
     try:
         return *planned(config), device.describe()
+    finally:
+        device.leave_thread()
+
+
+def summary(config: EngineConfig, *, check: bool) -> tuple[ModelSummary, MemoryBudget, int, str]:
+    """Return what the model's folder holds, and what `plan` returns, with the same errors.
+
+    Weights are read only to `check` the model's answers. The calling thread cannot use MLX afterwards.
+    """
+    from mlx_tandem.model import device
+    from mlx_tandem.model.build import plan as planned
+    from mlx_tandem.model.summary import summarise
+
+    try:
+        return summarise(config, check=check), *planned(config), device.describe()
     finally:
         device.leave_thread()
 

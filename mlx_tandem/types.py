@@ -172,6 +172,27 @@ class PoolBudget(Struct, frozen=True):
     state: bool = False  # a block is the state of recurrent layers after the last token in it
 
 
+class CacheGroupInfo(Struct, frozen=True):
+    """What the layers of one kind keep of a sequence."""
+
+    kind: Literal["attention", "window", "state"]
+    layers: int
+    nbytes: int  # of all of them, for each token; of a state for each sequence
+    window: int = 0  # positions that the layers see; 0: every one
+
+
+class ModelSummary(Struct, frozen=True):
+    """What a model folder holds, as far as can be told without its weights."""
+
+    model_type: str
+    dtype: str
+    quantization: str | None
+    parameters: int
+    layers: int
+    groups: tuple[CacheGroupInfo, ...]
+    unsupported: tuple[str, ...]  # what the server does for other models and not for this one
+
+
 class MemoryBudget(Struct, frozen=True):
     """The division of the device's memory in bytes, decided once at start."""
 

@@ -16,6 +16,7 @@ from mlx_tandem.cli.command import Background, DryRun, File, Folder, Root, Serve
 from mlx_tandem.cli.demo.commands import demo
 from mlx_tandem.cli.help import Command, group
 from mlx_tandem.cli.learn import learn
+from mlx_tandem.cli.models import models
 from mlx_tandem.cli.train import train
 
 app = group("One base model in memory, many LoRA adapters served from it in one batch.")
@@ -83,6 +84,9 @@ def restart(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
     from mlx_tandem.cli.daemon import restart as again
 
     raise SystemExit(again(port, timeout))
+
+
+app.command(cls=Command)(models)
 
 
 @app.command(cls=Command)

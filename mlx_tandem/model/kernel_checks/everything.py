@@ -87,7 +87,7 @@ def choose(
     products = skinny_check.choose(modules)
     if products.chosen is not None:
         skinny.speed_up(modules, merged, products.chosen)
-    _prepare()
+    prepare()
     report("checking the model", 0.0)
     found = examine(config, model)
     report("checking attention", 0.0)
@@ -120,7 +120,7 @@ def _install(
         few = skinny_check.made(_forms(given.products.base), _forms(given.products.adapted))
         products = Choice(few, given.products.reason)
         skinny.speed_up(skinny.candidates(model.module, merged), merged, few)
-    _prepare()
+    prepare()
     found = examine(config, model, evaluate=False)
     chosen = attention.made(given.attention, found.layers, config.cache.block_size, candidates)
     if any(chosen.layers) and not given.own_blocks:
@@ -146,7 +146,7 @@ def examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) 
     return found._replace(layers=[s.quantised(config.cache.kv_bits, config.cache.kv_group_size) for s in found.layers])
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """Have the model's attention and its functions on a CPU go through this package."""
     hook.install()
     if device.is_cpu():

@@ -1,0 +1,33 @@
+"""`tandem models` as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import tiny_models
+
+
+def models(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlx_tandem", "models", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_it_says_what_a_hybrid_caches_and_lacks(tmp_path: Path) -> None:
+    done = models(str(tiny_models.make(tmp_path / "model", "qwen3_next")))
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0].split()[:2] == ["model", "qwen3_next,"]
+    assert "as far as can be told without its weights" in said[1]
+    assert "cache                attention to all positions in 1 layer: 256 bytes a token" in said
+    assert "cache                a state in 1 layer: 3,200 bytes a sequence" in said
+    assert any(line.startswith("not supported") and "--spec-decode" in line for line in said)
+    assert any(line.startswith("states ") and "states of 3,200 bytes each" in line for line in said)
+
+
+def test_the_check_refuses_what_a_start_refuses(tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / "model", "gpt_bigcode")
+    done = models(str(folder), "--check")
+    assert done.returncode == 1 and not done.stdout
+    assert "'gpt_bigcode' is not supported yet" in done.stderr
