@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_tandem.model import device
 from mlx_tandem.model.step.parts import Part
 
-MANY_TOKENS = 64
+MANY_TOKENS = 128
 """Tokens of a forward from which on its matrix products use every core of a CPU."""
 
 
