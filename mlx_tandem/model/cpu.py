@@ -109,7 +109,8 @@ def _gated_gradients(gate: mx.array, x: mx.array, share: mx.array, cotangent: mx
 def _gated_vjp(
     primals: Sequence[mx.array], cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
 ) -> tuple[mx.array, mx.array]:
-    gradients: tuple[mx.array, mx.array] = _gated_gradients(*primals, outputs[1], cotangents[0])
+    (gate, x), (cotangent, _), (_, share) = primals, cotangents, outputs
+    gradients: tuple[mx.array, mx.array] = _gated_gradients(gate, x, share, cotangent)
     return gradients
 
 
