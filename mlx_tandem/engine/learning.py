@@ -124,7 +124,7 @@ class BatchResult(Struct, frozen=True):
     tokens: int
     logprobs: tuple[tuple[float, ...], ...]  # the trainer's, of each completion token, at the datum's temperature
     model_logprobs: tuple[tuple[float, ...], ...]  # the same at temperature 1
-    kl_base: float = 0.0  # mean k3 to the base; 0 when kl_coef is
+    kl_reference: float = 0.0  # mean k3 to the reference of the loss; 0 when kl_coef is
 
 
 class StepDone(Struct, frozen=True):

@@ -13,9 +13,9 @@ from mlx_tandem.engine.plan import scored_positions
 from mlx_tandem.engine.sequence import Sequence
 
 _HURRY = 8
-"""Number of decoding streams that one waiting prompt outweighs. With eight or more streams, a single prompt gets the
-plain share of their time. A burst of prompts gets more, since every chunk has a fixed cost and a batch that is not full
-wastes more time.
+"""Number of decoding streams that one waiting choice outweighs. With eight or more streams, a prompt of one choice gets
+the plain share of their time. A burst of prompts gets more, and so does a prompt of many choices, since every chunk has
+a fixed cost and a batch that is not full wastes more time.
 """
 
 _PIGGYBACKED_END = 1024
@@ -85,13 +85,13 @@ class Prefill:
         """
         most = self._config.prefill_batch_size or len(reading)
         if streams and self._piggybacked and len(reading) <= streams:
-            room = self.cost.tokens(self._share(len(reading), streams))
+            room = self.cost.tokens(self._share(reading, streams))
             reading = self._plan_piggybacked(reading, min(self._piggybacked, max(room, LENGTHS[0])), most, take)
         if not reading:
             return
         budget = idle = self.idle_ms()
         if streams:
-            budget = min(idle, self._saved + self._share(len(reading), streams))
+            budget = min(idle, self._saved + self._share(reading, streams))
             if budget < min(idle, self.cost.least()) and _WHOLE * budget < self._whole(reading[0]):
                 self._saved = budget
                 return
@@ -102,9 +102,10 @@ class Prefill:
         """Return the milliseconds of a step of prompts while nobody decodes."""
         return self._config.idle_prefill_ms or min(max(_IDLE_MS, _FIXED_SHARE * self.cost.fixed()), _MOST_IDLE_MS)
 
-    def _share(self, prompts: int, streams: int) -> float:
-        """Return the milliseconds per step that so many streams give to so many prompts."""
-        return self._config.prefill_share * max(1.0, _HURRY * prompts / streams) * self.cost.decode(streams)
+    def _share(self, reading: Iterable[Sequence], streams: int) -> float:
+        """Return the milliseconds per step that so many streams give to prompts."""
+        choices = sum(1 + len(s.siblings) for s in reading)
+        return self._config.prefill_share * max(1.0, _HURRY * choices / streams) * self.cost.decode(streams)
 
     def _plan_piggybacked(self, reading: Iterable[Sequence], room: int, most: int, take: Take) -> list[Sequence]:
         """Piggyback up to `room` tokens of the first prompts; return the prompts that need a forward of their own.

@@ -1,15 +1,17 @@
-"""Fast exp, attention and SwiGLU for decode steps on the CPU back end, which spend most of their time in exp.
+"""Fast exp, attention and SwiGLU for the CPU back end, where decode steps spend most of their time in exp.
 
 MLX's exp takes 11 ns per element on an x86-64 CPU, one element at a time. Written out as the operations below, fused
 by `mx.compile` and vectorised by the compiler, it takes 2 ns with a relative error under 1e-6
-(docs/decisions/cpu-arithmetic.md).
+(docs/decisions/cpu-arithmetic.md). A step is compiled as a whole; learning is not, and has exp and SwiGLU compiled by
+themselves, the latter with a gradient.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +27,7 @@ _ROUND = 12582912.0
 
 
 def exp(x: mx.array) -> mx.array:
-    """Return e to the x in float32, with x clipped to [-87, 88]. It has no gradient: it is for serving only."""
+    """Return e to the x in float32, with x clipped to [-87, 88]. It has no gradient, and is fast only when compiled."""
     x = mx.clip(x, -87.0, 88.0)
     shifted = x * _LOG2E + _ROUND
     k = shifted - _ROUND
@@ -67,14 +69,67 @@ def attend(
 WORTH = 2048
 """Number of scores from which `attend` is faster than MLX's softmax, which has fewer operations to launch."""
 
+LARGE = 1 << 15
+"""Number of elements from which learning uses the functions of this module: each new size is traced once."""
+
+KEPT_SIZES = 64
+"""Most sizes for which a traced function is kept. MLX itself would keep all of them."""
+
+
+@lru_cache(maxsize=KEPT_SIZES)
+def _traced(function: Callable[..., Any], size: int) -> Callable[..., Any]:
+    """Return a function of arrays of one axis with `size` elements, compiled."""
+    return mx.compile(lambda *arrays: function(*arrays))
+
+
+def fused_exp(x: mx.array) -> mx.array:
+    """Return `exp` of x in float32, compiled by itself."""
+    if x.size < LARGE:
+        return mx.exp(mx.clip(x, -87.0, 88.0))
+    result: mx.array = _traced(exp, x.size)(x.reshape(-1)).reshape(x.shape)
+    return result
+
+
+def _gated(gate: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return SwiGLU and the sigmoid of the gate, which the gradient needs."""
+    share = 1.0 / (1.0 + exp(-gate))
+    return gate * share * x, share
+
+
+def _gated_at_once(gate: mx.array, x: mx.array) -> list[mx.array]:
+    return [y.reshape(gate.shape) for y in _traced(_gated, gate.size)(gate.reshape(-1), x.reshape(-1))]
+
+
+@partial(mx.compile, shapeless=True)
+def _gated_gradients(gate: mx.array, x: mx.array, share: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
+    shared = cotangent * share
+    return shared * x * (1.0 + gate * (1.0 - share)), shared * gate
+
+
+def _gated_vjp(
+    primals: Sequence[mx.array], cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
+) -> tuple[mx.array, mx.array]:
+    (gate, x), (cotangent, _), (_, share) = primals, cotangents, outputs
+    gradients: tuple[mx.array, mx.array] = _gated_gradients(gate, x, share, cotangent)
+    return gradients
+
+
+_with_gradient: Any = mx.custom_function(_gated_at_once)
+_with_gradient.vjp(_gated_vjp)
+
+
 _original_swiglu: Any = activations.swiglu
 _serving = False
 
 
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    if _serving and gate.dtype == mx.float32:
-        return gate / (1.0 + exp(-gate)) * x
-    result: mx.array = _original_swiglu(gate, x)
+    if gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape:
+        if _serving:
+            return gate / (1.0 + exp(-gate)) * x
+        if gate.size >= LARGE:
+            result: mx.array = _with_gradient(gate, x)[0]
+            return result
+    result = _original_swiglu(gate, x)
     return result
 
 
@@ -87,9 +142,7 @@ def install() -> None:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Use the fast activation while a step is traced; outside of it, as in training, models compute as mlx-lm wrote
-    them.
-    """
+    """Use the activation without a gradient while a step is traced, which is fused with what is around it."""
     global _serving
     _serving = True
     try:

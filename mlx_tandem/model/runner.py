@@ -291,7 +291,7 @@ class MLXRunner:
             undrawn = Undrawn(
                 logits, position, seats, flags, given.sampling, drafts, given.indices, wanted, given.verifies
             )
-        read = key.rows * key.length
+        read = key.rows * key.length if key.length > 1 else 0
         return Part(
             given.indices,
             flags,

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.client.process import EngineProcess, process_launch
+from mlx_tandem.model.loader import load_unread
+from mlx_tandem.model.lora.adapted import find_targets
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.update import Pending
 from mlx_tandem.training.store.records import Began
@@ -160,13 +162,22 @@ def test_live_completions_are_learned_under_the_distribution_that_drew_them(tmp_
         assert 0 < report["mismatch_k3"] < 1e-8, "measured on tokens of version 2"
 
 
-@pytest.mark.parametrize("kind", ["base", "accepted"])
+@pytest.mark.parametrize("kind", ["base", "init", "accepted"])
 def test_the_divergence_is_from_the_reference_that_was_chosen(kind: str, tmp_path: Path) -> None:
-    """An update's record has the logprobs of a reference that is not the base, so that it can be computed again."""
+    """An update's record has the logprobs of a reference that is not the base, so that it can be computed again.
+
+    With "init" learning begins with an adapter that is far from the base.
+    """
 
     async def go() -> None:
         whole = settings(tmp_path, tmp_path / kind)
         training = replace(whole.rl_training, kl_coef=0.1, kl_reference=kind)
+        if kind == "init":
+            model = load_unread(whole.engine.model, lambda stage, fraction: None).module
+            linears = {path: target.shape for path, target in find_targets(model).items()}
+            tiny_models.make_adapter(tmp_path / "begun", linears, "peft", rank=4, seed=1)
+            training = replace(training, init_from="begun")
+            whole = replace(whole, adapters=(("begun", str(tmp_path / "begun")),))
         process = Process(replace(whole, rl_training=training), 0)
         began: list[Began] = []
         learner = process.learner._learner
@@ -181,9 +192,9 @@ def test_the_divergence_is_from_the_reference_that_was_chosen(kind: str, tmp_pat
             learner.ledger.begin = note  # type: ignore[method-assign]
             await process.learn(UPDATES)
             given = [bool(d.reference) for record in began for b in record.batches for d in b.data]
-            assert given and all(found == (kind == "accepted") for found in given)
-            moved = [report.kl_base for report in learner.history]
-            assert moved[0] < 1e-9 < moved[-1], "the first version is the base, and is accepted"
+            assert given and all(found == (kind != "base") for found in given)
+            moved = [report.kl_reference for report in learner.history]
+            assert moved[0] < 1e-9 < moved[-1], "the first version is the reference"
         finally:
             await process.end()
 

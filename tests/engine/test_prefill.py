@@ -92,6 +92,26 @@ def test_a_burst_of_prompts_is_not_dripped_in() -> None:
     assert steps <= 32  # an eighth of what eight tokens a step would take
 
 
+@pytest.mark.parametrize(("choices", "most_steps"), [(1, 32), (8, 8)])
+def test_a_prompt_of_many_choices_is_read_as_if_so_many_prompts_waited(choices: int, most_steps: int) -> None:
+    """All of its choices wait for the prompt, and the batch is not full without them."""
+    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=64)
+    loop, scheduler = engine.loop, engine.scheduler
+    scheduler.prefill.cost.fit([(length, 0, float(length)) for length in (8, 64, 256, 1024)], [(1, 20.0)])
+    for i in range(8):
+        loop.add(request(i, (1,), max_tokens=100))
+    loop.step()
+    loop.step()
+    for i in range(8, 12):
+        loop.add(replace(request(i, tuple((i + j) % 13 for j in range(60)), max_tokens=100), n=choices))
+    steps = 0
+    while any(not loop.tokens[i, 0] for i in range(8, 12)):
+        loop.step()
+        steps += 1
+    assert steps <= most_steps
+    assert choices > 1 or steps > 8, "prompts of one choice leave streams their share of the time"
+
+
 def test_a_prompt_is_read_beside_streams_however_dear_a_chunk_is() -> None:
     """A chunk that is worth its fixed cost may be more than any step has time for."""
     engine = make_engine(num_blocks=600, block_size=4)

@@ -77,7 +77,7 @@ def _leaves(trainers: MLXTrainers) -> list[Any]:
 def test_a_fresh_trainer_is_the_base(trainers: MLXTrainers) -> None:
     data = some_data()
     (result,) = finish(trainers.run([Batch("a", tuple(data), LossConfig(kl_coef=1.0))], True, 0))
-    assert result.kl_base == 0.0
+    assert result.kl_reference == 0.0
 
 
 def goes_on_from_the_first_step(trainers: MLXTrainers) -> None:

@@ -61,6 +61,15 @@ class _Bound(NamedTuple):
     sorted_slots: list[mx.array]
     """Inside blocks of experts: the slot of each entry, in the order into which the block sorts them."""
 
+    flattened: list[mx.array]
+    """The last input of a linear and the same with two axes: linears that are called one after another share it."""
+
+    def flat(self, x: mx.array) -> mx.array:
+        """Return x [..., inputs] with two axes."""
+        if not self.flattened or self.flattened[0] is not x:
+            self.flattened[:] = x, x.reshape(-1, x.shape[-1])
+        return self.flattened[1]
+
 
 class LoraState:
     """All adapters of one model on one device. It belongs to the thread that runs the model.
@@ -90,6 +99,7 @@ class LoraState:
         self.uploads = Uploads(self.dtype)
         self.rank = 0  # of the stacked arrays
         self._fused, self._few = fused, few
+        self._takes_flat = on_cpu  # elsewhere kernels and merged linears know an input by its shape and identity
         plain = config.backend if config.backend in ("gather", "windows") else "windows" if on_cpu else "gather"
         self.backend = "fused" if fused is not None else plain
         self._targets = find_targets(model)
@@ -243,7 +253,7 @@ class LoraState:
         if self._few is not None:
             self._few.begin()
         pairs = zip(arrays[::2], arrays[1::2], strict=True)
-        self._bound = _Bound(layout, read(ids, layout), dict(zip(self._stacks, pairs, strict=True)), [])
+        self._bound = _Bound(layout, read(ids, layout), dict(zip(self._stacks, pairs, strict=True)), [], [])
         if self._fused is not None and self._bound.ids.tiles is not None:
             self._fused.start(self._bound.ids.tiles, layout.tokens, self._bound.arrays)
 
@@ -274,8 +284,8 @@ class LoraState:
         kind, rows = bound.layout.kind, bound.layout.rows
         if kind == "uniform":
             # Two dimensions throughout: each further axis costs a flatten and an unflatten per product.
-            y = plain(x)
-            flat, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+            flat = bound.flat(x)
+            y = plain(flat) if self._takes_flat else plain(x).reshape(-1, target.shape.outputs)
             u = flat.astype(self.dtype) @ a
             y = mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
             return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -10,7 +10,8 @@ from mlx_tandem.model import device
 from mlx_tandem.model.step.parts import Part
 
 MANY_TOKENS = 64
-"""Tokens of a forward from which on its matrix products use every core of a CPU."""
+"""Prompt tokens of a forward from which on its matrix products use every core of a CPU. Those of rows that decode never
+do: the host launches the next operations on another core meanwhile."""
 
 
 class DispatchQueue:
@@ -54,5 +55,5 @@ class DispatchQueue:
         while self._waiting and not (self.one_at_a_time and self._running is not None):
             self._running = self._waiting.popleft()
             if self.one_at_a_time:
-                device.blas_threads(every_core=self._running.tokens >= MANY_TOKENS)
+                device.blas_threads(every_core=self._running.prompt_tokens >= MANY_TOKENS)
             mx.async_eval(self._running.marker)

@@ -29,7 +29,7 @@ class Part:
     flags: SamplingFlags
     drawn: list[mx.array]  # empty when no row samples
     marker: list[mx.array]
-    tokens: int = 0  # rows times length
+    prompt_tokens: int = 0  # rows times length of chunks of prompts; 0 for rows of one token
     scored: list[mx.array] = field(default_factory=list)
     # These are kept here because the row's seat may belong to another sequence when the part is read.
     wanted: list[int] = field(default_factory=list)

@@ -98,7 +98,7 @@ def evenly(filled: Callable[[int], list[list[Item]]], tokens: int) -> list[list[
     """
     cut = filled(tokens)
     low, high = 0, tokens
-    while high - low > max(tokens >> _EVEN, 1):
+    while len(cut) > 1 and high - low > max(tokens >> _EVEN, 1):
         middle = (low + high) // 2
         more = filled(middle)
         if len(more) > len(cut):

@@ -89,11 +89,11 @@ class Serving(Protocol):
 
 
 class UpdateReport(Struct, frozen=True):
-    """What one update did. `kl`: mean k3 in nats that it moved the policy; `kl_base`: mean k3 to the base model;
-    `mismatch_k3`: between sampler and trainer, of tokens that the trainer's present weights have sampled. Of one that
-    was published, in milliseconds: `ready_ms` until the engine had its weights as a version, beside what it served;
-    `swap_ms` until the name stood for that version. `skipped_groups` and `dropped` count what was not learned from
-    since the update before this one.
+    """What one update did. `kl`: mean k3 in nats that it moved the policy; `kl_reference`: mean k3 to the reference
+    that `kl_coef` keeps to, 0 without `kl_coef`; `mismatch_k3`: between sampler and trainer, of tokens that the
+    trainer's present weights have sampled. Of one that was published, in milliseconds: `ready_ms` until the engine had
+    its weights as a version, beside what it served; `swap_ms` until the name stood for that version. `skipped_groups`
+    and `dropped` count what was not learned from since the update before this one.
     """
 
     step: int  # the optimiser's, afterwards
@@ -106,7 +106,7 @@ class UpdateReport(Struct, frozen=True):
     loss: float
     grad_norm: float
     kl: float
-    kl_base: float
+    kl_reference: float
     mismatch_k3: float
     verdict: Verdict
     outcome: Outcome

@@ -47,7 +47,7 @@ class Finding(Struct, frozen=True):
     loss: float = math.nan
     grad_norm: float = 0.0
     kl: float = 0.0
-    kl_base: float = 0.0
+    kl_reference: float = 0.0
     mismatch_k3: float = 0.0
 
 
@@ -118,7 +118,7 @@ async def attempt(client: EngineClient, pending: Pending, version: int, config: 
         verdict=guard.verdict(k3, config.refuse_mismatch),
         step=began.step - 1,
         loss=sum(r.loss for r in results),
-        kl_base=_mean([r.kl_base for r in results], [r.tokens for r in results]),
+        kl_reference=_mean([r.kl_reference for r in results], [r.tokens for r in results]),
         mismatch_k3=k3 or 0.0,
     )
     if finding.verdict == "refused":
@@ -156,7 +156,7 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
         loss=_finite(finding.loss),
         grad_norm=_finite(finding.grad_norm),
         kl=_finite(finding.kl),
-        kl_base=_finite(finding.kl_base),
+        kl_reference=_finite(finding.kl_reference),
         mismatch_k3=_finite(finding.mismatch_k3),
         verdict=finding.verdict,
         outcome=finding.outcome or "kept",
