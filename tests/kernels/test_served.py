@@ -131,3 +131,15 @@ def test_serving_goes_on_without_a_broken_kernel(tmp_path: Path, calls: list[int
     calls.clear()
     assert_agrees(engine.run(ask()), Oracle.load(folder), "portable")
     assert not calls
+
+
+@pytest.mark.parametrize("by_outputs", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_next", "rwkv7"])
+def test_states_that_kernels_write_say_what_mlx_lm_says(
+    tmp_path: Path, family: str, by_outputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker()), by_outputs=by_outputs))
+    folder = tiny_models.make(tmp_path / "model", family)
+    engine = make_engine(folder, attention_backend="cuda", backends=[Fused("cuda", shim.maker())])
+    engine.built.runner.rectangles.common_offsets = engine.built.runner.inputs.packed = True
+    assert_agrees(engine.run(ask(), chunks=9, stagger=1), Oracle.load(folder), "states by kernels")

@@ -88,6 +88,8 @@ def choose(
     Raises:
         ModelError: The back end asked for does not exist here, cannot serve this model, or is wrong.
     """
+    if not shapes:
+        return AttentionChoice(portable.NAME, "the model has no attention", ())
     nothing: tuple[LayerKernels | None, ...] = (None,) * len(shapes)
     if asked == portable.NAME:
         return AttentionChoice(portable.NAME, "asked for", nothing)
