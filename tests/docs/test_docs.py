@@ -51,6 +51,7 @@ SHORT = {
     "bench serve": ["--num-requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
     "doctor": ["--only", "packages"],  # all of it is run by test_doctor.py
+    "models": [],
     "train sft": ["--epochs", "1", "--batch-size", "2", "--max-length", "64"],
     "benchmarks/peers.py": [*("--shapes", "0.13m", "--concurrency", "1", "--repeats", "1", "--max-tokens", "4")],
     "benchmarks/adapters.py": [
