@@ -23,6 +23,7 @@ from mlx_tandem.engine.prefix_leaders import PrefixLeaders
 from mlx_tandem.engine.run_queue import RunQueue
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
+from mlx_tandem.engine.snapshots import Snapshots
 from mlx_tandem.kv import prefix
 from mlx_tandem.kv.groups import room_of
 from mlx_tandem.kv.groups.state import StateGroup
@@ -1027,6 +1028,9 @@ PLANTS: dict[str, Plant] = {
     "drafts draw by one mask": _mask_drafts_alike,
     "other choices draw without masks": _mask_some_choices,
     "a state is not copied": _share_live_states,
+    "a chunk goes beyond the block that it begins within": _attribute(
+        Snapshots, "chunk", lambda self, s, tokens: tokens
+    ),
     "the state behind rejected drafts is kept": _keep_state_of(lambda start, positions, drafts: start + 1 + drafts),
     "the state before accepted drafts is kept": _keep_state_of(lambda start, positions, drafts: start + 1),
     "the state of one draft too few is kept": _keep_state_of(lambda start, positions, _: max(positions - 1, start + 1)),
@@ -1044,7 +1048,11 @@ PLANTS: dict[str, Plant] = {
 OF_SPOILS = {"blocks are published before their step is read"}
 """Those that show where rows are often not finite."""
 
-OF_STATES = {"each group is asked once what it knows", "a state is not copied"}
+OF_STATES = {
+    "a chunk goes beyond the block that it begins within",
+    "a state is not copied",
+    "each group is asked once what it knows",
+}
 """Plants that only show where layers keep a state."""
 
 FOUND_BY = {
