@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from itertools import takewhile
 
@@ -10,6 +11,8 @@ from mlx_tandem.engine.plan import Row, StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked, Proposer
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.types import Request, SpeculationStats
+
+log = logging.getLogger(__name__)
 
 
 class Drafting:
@@ -73,7 +76,12 @@ class Drafting:
         most = min(s.most_tokens - s.total, room // max(self._running - len(rows), 1)) - 1
         if most < 1:
             return ()
-        proposed = self.proposes.propose(s.request, s.choice, s.tokens, s.pending, most)[:most]
+        try:
+            proposed = self.proposes.propose(s.request, s.choice, s.tokens, s.pending, most)[:most]
+        except Exception as e:  # answers do not depend on drafts
+            log.warning("drafts are off from here on, since their proposer failed: %r", e)
+            self.proposer = self.proposes = None
+            return ()
         drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
         return drafts[: self._blocks.drafts.take(s, len(drafts), self._running)] if drafts else ()
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from msgspec import structs
 
+from mlx_tandem.adapters import formats
 from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.types import Request, SamplingParams
+from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
 from tests.engine.guessing import RowByRow
 from tests.engine.harness import Loop
@@ -149,3 +150,45 @@ def test_drafts_of_several_kinds_of_rows_share_a_step(engine: Engine) -> None:
     mixed = [structs.replace(requests(name)[i % 4], id=i) for i, name in enumerate(PARAMS)]
     free = serve(engine, mixed)
     assert_same(serve(engine, mixed, Oracle(free, 4)), free)
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_drafts_change_nothing_for_adapters_biases_and_cached_prefixes(tmp_path: Path, kv_bits: Literal[16, 8]) -> None:
+    """Rows of two adapters and of the base share steps; prompts that were read before are found again."""
+    folder = tiny_models.make(tmp_path / "model", "qwen3", seed=1)
+    engine = make_engine(folder, max_num_seqs=8, kv_bits=kv_bits, kv_group_size=16)
+    linears = engine.built.linears
+    refs: list[AdapterRef | None] = [None]
+    for seed in (1, 2):
+        tiny_models.make_adapter(tmp_path / str(seed), linears, "peft", rank=4, seed=seed)
+        weights = formats.read(tmp_path / str(seed), linears, max_rank=16, base_layers=engine.built.layers)
+        engine.weights[weights.info.digest] = weights
+        refs.append(AdapterRef(f"a{seed}", 1, weights.info.digest))
+    rng = Random(4)
+    asked = []
+    for i in range(12):
+        biases = tuple((rng.randrange(3, tiny_models.VOCAB), rng.uniform(-9, 9)) for _ in range(i % 3))
+        params = few(rng.choice(list(PARAMS)))
+        params = structs.replace(params, logit_bias=biases, stop_token_ids=(8,), seed=i)
+        asked.append(Request(i, PROMPTS[1 + i % 2], params, refs[i % 3], 1 + i % 2))
+    free = serve(engine, asked)
+    assert len({tuple(said) for said in free.tokens.values()}) > 6
+    loop = serve(engine, asked, Oracle(free, 3))
+    assert_same(loop, free)
+    assert loop.accepted > 0 and any(loop.cached.values())
+
+
+def test_a_proposer_that_fails_is_given_up(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Oracle):
+        def propose(
+            self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int
+        ) -> Sequence[int]:
+            if len(tokens) > 25:
+                raise ValueError("no index")
+            return super().propose(request, choice, tokens, unread, most)
+
+    free = serve(engine, requests("hot"))
+    loop = serve(engine, requests("hot"), Failing(free, 3))
+    assert_same(loop, free)
+    assert loop.accepted > 0 and "drafts are off from here on" in caplog.text
+    assert loop.scheduler.drafting.proposer is None

@@ -28,6 +28,10 @@ MOST_DRAFTS = 63
 SURE, LIKELY = 8, 4
 """Lengths of a match from which on as many drafts are worth trying as were accepted before, and a few."""
 
+FEW_ROWS = 12
+"""Most sequences of a batch in which a match of fewer than LIKELY tokens is tried. Its drafts are right less often than
+a larger batch needs (docs/decisions/speculation.md)."""
+
 WORTH_WAITING = 1.0
 """Accepted drafts a row, on average, from which on a sequence waits for its newest token before it drafts."""
 
@@ -84,6 +88,7 @@ class Speculation:
         self.in_steps = config.method == "mtp"
         self._patience = PATIENCE.get(config.method, 0)
         self._clock = clock
+        self._rows = 0  # sequences of the plan that is being made
         self._longest = max(config.ngram_min, config.ngram_max)
         self._drafters: dict[tuple[int, int], _Drafter] = {}
         self.for_all = config.method != "none"
@@ -92,7 +97,7 @@ class Speculation:
 
     def is_on(self, rows: int) -> bool:
         """Return whether sequences draft in a batch of so many; 0: none of them may."""
-        most = self._config.disable_batch_size
+        most, self._rows = self._config.disable_batch_size, rows
         if not rows or (most and rows > most):
             self.payoff.interrupt()
             return False
@@ -148,6 +153,8 @@ class Speculation:
             return (draft,) if behind == len(tokens) and not unread else ()
         if not length:
             return self._drafted.pop((request.id, choice), ())[:most] if not unread else ()
+        if self._config.dynamic and self._rows > FEW_ROWS and length < LIKELY and not drafter.is_predicted:
+            return ()
         most = self._number(drafter, most, length)
         if drafter.prediction is not None and drafter.is_predicted:
             return drafter.prediction.copy(place, unread, most)

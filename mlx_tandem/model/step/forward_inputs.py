@@ -157,9 +157,11 @@ class InputBuilder:
         """Return the padded sizes of a forward of these rows."""
         longest = max([len(r.tokens) for r in rows])
         length = self._rectangles.length(longest)
-        count = row_count(coarse_count(len(rows)) if mixed else len(rows), self._rectangles.good_counts(length))
-        width_of = coarse_width if mixed else table_width
-        widths = [width_of(most_blocks_read(rows, self._block_size, window)) for window in self._windows]
+        gathers = self._rectangles.gathers
+        padded_rows = coarse_count(len(rows), gathers=gathers) if mixed else len(rows)
+        count = row_count(padded_rows, self._rectangles.good_counts(length))
+        blocks = [most_blocks_read(rows, self._block_size, window) for window in self._windows]
+        widths = [coarse_width(n, gathers=gathers) if mixed else table_width(n) for n in blocks]
         return Extent(count, length, widths)
 
     def _draws(self, rows: Sequence[Row], count: int, mixed: bool) -> Draws:
@@ -167,7 +169,7 @@ class InputBuilder:
         padding = self._seats.padding
         seats = [r.seat if r.sample else padding for r in rows] + [padding] * (count - len(rows))
         picked = [at for at, seat in enumerate(seats) if seat < padding] if mixed else []
-        pads = max(min(coarse_count(len(picked)), padding) - len(picked), 0)
+        pads = max(min(coarse_count(len(picked), gathers=self._rectangles.gathers), padding) - len(picked), 0)
         drawn_seats = [seats[at] for at in picked] + [padding] * pads if picked else seats
         if min(seats) == padding:
             return Draws(seats, picked, drawn_seats, SamplingFlags(), [])

@@ -89,6 +89,11 @@ class Rectangles:
         """Return whether the tokens of a row are computed in the forward of the decoding rows."""
         return goes_with_decodes(row) and not (self.unpadded and row.start == 0)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether keys and values are copied for each row, since no kernel reads the pool."""
+        return not self.fused_length
+
     def good_counts(self, length: int) -> Sequence[int]:
         """Return the good row counts for rows of one token; padding longer rows would cost much."""
         return self._row_counts if length == 1 else ()

@@ -25,11 +25,14 @@ def row_count(rows: int, good: Sequence[int] = ()) -> int:
     return _padded(rows, ((EXACT_ROWS, 1), (16, 2), (64, 4), (128, 8), (256, 16)), 32)
 
 
-def coarse_count(rows: int) -> int:
+def coarse_count(rows: int, *, gathers: bool = False) -> int:
     """Return a coarser `row_count` for mixed steps, which have piggybacked rows or drafts.
 
-    Their number of rows changes with every step, and each count is combined with many numbers of sampled rows.
+    Their number of rows changes with every step, and each count is combined with many numbers of sampled rows. With
+    `gathers` the keys of each row are copied, so that a row of padding costs as much as any, and fewer are added.
     """
+    if gathers:
+        return _padded(rows, ((EXACT_ROWS, 1), (16, 4), (64, 8), (128, 32)), 64)
     return _padded(rows, ((EXACT_ROWS, 1), (16, 8), (64, 16), (128, 32)), 64)
 
 
@@ -42,9 +45,13 @@ def _padded(rows: int, steps: Sequence[tuple[int, int]], beyond: int) -> int:
     return -(-rows // step) * step
 
 
-def coarse_width(blocks: int) -> int:
-    """Return a coarser `table_width` for mixed steps: the next power of two."""
-    return 1 << max(blocks - 1, 0).bit_length()
+def coarse_width(blocks: int, *, gathers: bool) -> int:
+    """Return a coarser `table_width` for mixed steps: the next power of two.
+
+    With `gathers` every block of a table is copied, so the numbers halfway between are taken, too.
+    """
+    whole = 1 << max(blocks - 1, 0).bit_length()
+    return 3 * whole // 4 if gathers and whole >= 4 and blocks <= 3 * whole // 4 else whole
 
 
 def table_width(blocks: int) -> int:

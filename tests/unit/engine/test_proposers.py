@@ -193,6 +193,19 @@ def test_a_large_batch_does_not_draft(rows: int, on: bool) -> None:
     assert speculation(disable_batch_size=8).is_on(rows) == on
 
 
+@pytest.mark.parametrize("rows", [8, 32])
+def test_a_short_match_is_tried_where_few_sequences_run(rows: int) -> None:
+    """A longer one is tried in any batch, and so is the beginning of a prediction."""
+    short, long = Request(0, (1, 2, 3, 4, 1, 2), PARAMS), Request(1, (1, 2, 3, 4, 5, 1, 2, 3, 4), PARAMS)
+    proposer, fixed = speculation(), speculation(dynamic=False)
+    for each in (proposer, fixed):
+        assert each.is_on(rows)
+        assert each.propose(long, 0, long.prompt, 0, 3)
+    assert bool(proposer.propose(short, 0, short.prompt, 0, 3)) == (rows == 8)
+    assert fixed.propose(short, 0, short.prompt, 0, 3)
+    assert proposer.propose(Request(2, (7, 8), PARAMS, prediction=PREDICTED), 0, (7, 8), 0, 3)
+
+
 def run(payoff: Payoff, steps: int, gain: float, rows: int = 4) -> list[bool]:
     """Steps of a millisecond that bring `gain` tokens a row with drafts; without them a token each."""
     now, used = 0.0, []

@@ -1,0 +1,27 @@
+"""The shapes that steps are padded to: few, and not much larger than what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from mlx_tandem.model.step.shapes import coarse_count, coarse_width
+
+
+@pytest.mark.parametrize(
+    ("padded", "kinds", "most"),
+    [
+        (partial(coarse_width, gathers=False), 8, 2.0),
+        (partial(coarse_width, gathers=True), 14, 1.5),  # every block of padding is copied
+        (coarse_count, 11, 1.9),
+        (partial(coarse_count, gathers=True), 15, 1.6),
+    ],
+)
+def test_sizes_of_mixed_steps_are_few_and_their_padding_is_bounded(
+    padded: Callable[[int], int], kinds: int, most: float
+) -> None:
+    sizes = [padded(n) for n in range(1, 129)]
+    assert sizes == sorted(sizes) and len(set(sizes)) <= kinds
+    assert all(n <= size <= most * n for n, size in enumerate(sizes, 1))
