@@ -75,6 +75,9 @@ def test_a_conversation_is_trained_on_as_it_was_drawn(engine):
     talk.ask("Again", repetition_penalty=1.5, max_tokens=2)
     with pytest.raises(InvalidRequest, match="repetition_penalty"):
         talk.datum(1.0)
+    talk.ask("And again", max_tokens=2)
+    with pytest.raises(InvalidRequest, match="repetition_penalty"):  # a later turn without it changes nothing
+        talk.datum(1.0)
     with pytest.raises(InvalidRequest, match="no option"):
         engine.conversation(colour="red")
     trainer.close()

@@ -107,6 +107,33 @@ def test_who_was_killed_before_the_first_item_is_started_again_for_it(tmp_path: 
     with_pool(tmp_path, use)
 
 
+def test_an_item_behind_others_of_a_new_worker_is_asked_again(tmp_path: Path) -> None:
+    """One of those before it may have been the cause."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    readers: list[int] = []
+
+    async def use() -> None:
+        worker = WorkerProcess(Program("tests.fault.worker_program", (str(tmp_path), "60"), decode_answer, 4096))
+
+        def answered(answer: Said | Lost) -> None:
+            """Kill the worker at the first answer; from then on somebody reads what the second item writes."""
+            if not readers:
+                assert worker._child is not None
+                worker._child.kill()
+                worker._child.wait()
+                readers.append(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
+
+        try:
+            assert await worker.ask([b"echo x", b"wait " + bytes(fifo)], answered) == [Said("x"), Said(str(fifo))]
+            assert starts(tmp_path) == 2
+        finally:
+            await worker.stop()
+
+    asyncio.run(asyncio.wait_for(use(), 120))
+    os.close(readers[0])
+
+
 def test_a_lost_worker_is_started_before_the_next_item_comes(tmp_path: Path) -> None:
     async def use(pool: Pool) -> None:
         assert await pool.ask(b"spin") == Lost("timeout")

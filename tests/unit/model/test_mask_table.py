@@ -74,6 +74,15 @@ def test_masks_of_the_same_sum_are_told_apart() -> None:
     assert draw(table, masks, 64, packed=False)[0] == [{1}, {2}]
 
 
+def test_a_mask_of_this_draw_does_not_give_up_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although it was the first in the table, it is the last that goes when it is used again."""
+    monkeypatch.setattr(mask_table, "ROOM", 1)
+    table = MaskTable(40, 4)
+    masks = [mask({n}, 40) for n in range(5)]
+    assert draw(table, masks[:4], 40, packed=False) == ([{0}, {1}, {2}, {3}], 4)
+    assert draw(table, [masks[0], masks[4]], 40, packed=False) == ([{0}, {4}], 1)
+
+
 def test_rows_are_given_their_masks_in_order() -> None:
     """Rows of a forward are named by the plan's row; a row with drafts has a mask for each position."""
     table = MaskTable(40, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import selectors
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 
@@ -25,8 +26,20 @@ GET = b"GET / HTTP/1.1\r\n\r\n"
 LIMITS = ServerConfig()
 
 
+class Selector(selectors.DefaultSelector):
+    """Fails where a loop whose clock stands still would wait for ever, since both ends of a connection are on it."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(0)
+        assert found or timeout == 0, "everybody waits for somebody else"
+        return found
+
+
 class Clock(asyncio.SelectorEventLoop):
     now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(Selector())
 
     def time(self) -> float:
         return self.now
@@ -508,6 +521,32 @@ async def test_half_a_body_behind_an_answer_that_is_due_is_no_request(loop):
         assert [scope["method"] for scope in scopes] == ["GET"]
         while client.connection.tasks:
             await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("behind", "refused"), [(CHUNKED[:-3] + b"nonsense\r\n", [b"400"]), (BODY[:-1], [])])
+def test_what_is_no_request_takes_no_answer_from_whole_ones_before_it(behind, refused):
+    """Several wait while the first is answered, and only the last of them is dropped."""
+
+    @on_clock
+    async def run(loop):
+        go = asyncio.Event()
+
+        async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+            await go.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+            await send({"type": "http.response.body", "body": scope["method"].ljust(4).encode()})
+
+        async with connected(loop, slow) as client:
+            await client.send(GET + GET + behind)
+            client.end()
+            while not client.connection._ended:
+                await asyncio.sleep(0)
+            go.set()
+            answers = (await client.rest()).split(b"HTTP/1.1 ")[1:]
+            assert [a[:3] for a in answers] == [b"200", b"200", *refused]
+            assert [a[-4:] for a in answers[:2]] == [b"GET ", b"GET "]
+
+    run()
 
 
 @on_clock

@@ -64,6 +64,13 @@ def test_advantages_are_those_against_the_baseline() -> None:
     assert [d.weights[0] for d in batch.data] == pytest.approx([0.5, -1.0, 0.5]), "the others alone"
 
 
+def test_turns_of_answers_to_different_prompts_are_compared_with_those_of_the_others_alone() -> None:
+    """An answer's own reward is no part of its baseline here either."""
+    group = [replace(single(i, r), turn_rewards=(r,)) for i, r in enumerate([1.0, 0.0, 1.0])]
+    (batch,) = batches([group], RLTrainingConfig(algorithm="dr_grpo", update_frequency=8))
+    assert [d.weights[0] for d in batch.data] == pytest.approx([0.5, -1.0, 0.5])
+
+
 def test_a_group_across_prompts_is_handed_out_in_pieces_that_vary() -> None:
     buffer = Buffer(100)
     for i in range(6):

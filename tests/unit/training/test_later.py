@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
@@ -12,10 +13,16 @@ from msgspec import structs
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.learning import Truncation
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
+from mlx_tandem.generation.answers import Answer
+from mlx_tandem.generation.events import Finish
+from mlx_tandem.training.live.learning import Learning
+from mlx_tandem.training.live.recorder import Collect, Recorder
 from mlx_tandem.training.online import guard
 from mlx_tandem.training.online.advantages import batches
 from mlx_tandem.training.open_trajectories import Beginning, Exchange, OpenTrajectories
+from mlx_tandem.training.rewards import Scoring
 from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.types import SamplingParams, TokenLogprob
 from tests.unit.learning_fakes import config
 from tests.unit.online_side import Side, on_a_loop, running
 
@@ -166,6 +173,30 @@ async def test_a_reward_that_comes_later_is_learned_from_once(tmp_path: Path) ->
         with pytest.raises(NotFound) as unknown:
             await later.reward("traj-nobody", 1.0)
         assert unknown.value.code == "trajectory_not_found"
+
+
+@on_a_loop
+async def test_a_group_does_not_wait_for_a_choice_that_was_not_kept(tmp_path: Path) -> None:
+    async with running(config(tmp_path)) as side:
+        collect = Collect(
+            keep=True,
+            shown=False,
+            scoring=Scoring("later", ()),
+            metadata={},
+            groups=("g",),
+            shared=False,
+            prompts=("",),
+            params=SamplingParams(2, temperature=1.0),
+            later=True,
+        )
+        end = Finish(0, "stop")
+        said = [Answer(tokens=[7], logprobs=[TokenLogprob(-0.7, -0.5)], versions=[0], finish=end) for _ in range(2)]
+        recorder = Recorder(cast(Learning, SimpleNamespace(learner=side.learner)), collect, [(1, 2)], 3)
+        *kept, empty = await recorder.record([*said, Answer(finish=end)])
+        assert empty == {"trajectory_id": None, "dropped": "empty"}
+        for reward, outcome in enumerate(kept):
+            await side.learner.later.reward(outcome["trajectory_id"], float(reward))
+        assert side.learner._learner.ledger.buffer.usable == 2, "the two are compared with each other"
 
 
 @on_a_loop
