@@ -293,11 +293,10 @@ class Buffer:
         return Taken(tuple(groups), tuple(stale))
 
     def shrink(self, name: str) -> None:
-        """Note that one member of a group of known size will never come."""
+        """Note that one member of a group of known size will never come; a complete group lacks none."""
         group = self._groups.get(name)
-        if group is None or not group.size:
+        if group is None or group.arrived >= group.size:
             return
-        self._usable -= len(group.members) if group.usable else 0
         group.size -= 1
         self._usable += len(group.members) if group.usable else 0
         if group.complete and not group.varies:

@@ -84,19 +84,21 @@ PLANTS: dict[str, Plant] = {
         (decode, others),
     ),
     "a step leaves the order that it found": Plant(
-        text(Forward, "step", "order = [zero_of([logits, *states])] if order else []", "pass"),
+        text(Forward, "step", "order = [zero_of([logits, *states, *ahead.marker])] if order else []", "pass"),
         "short blocks",
         (others, others),
     ),
     "a step leaves an order of its tokens alone": Plant(
-        text(Forward, "step", "zero_of([logits, *states])", "zero_of([tokens])"), "short blocks", (others, others)
+        text(Forward, "step", "zero_of([logits, *states, *ahead.marker])", "zero_of([tokens])"),
+        "short blocks",
+        (others, others),
     ),
     "the next step finds an older order": Plant(
         text(
             MLXRunner,
             "_build_parts",
-            "self._pool.layers, self._order.zeros, lines = step",
-            "self._pool.layers, _, lines = step",
+            "self._pool.layers, self._order.zeros, lines, drafts = step",
+            "self._pool.layers, _, lines, drafts = step",
         ),
         "short blocks",
         (others, others),
@@ -105,8 +107,8 @@ PLANTS: dict[str, Plant] = {
         text(
             MLXRunner,
             "_build_parts",
-            "self._pool.layers, self._order.zeros, lines = step",
-            "self._pool.layers, _, lines = step",
+            "self._pool.layers, self._order.zeros, lines, drafts = step",
+            "self._pool.layers, _, lines, drafts = step",
         ),
         "short blocks",
         (steps.unlike,),
