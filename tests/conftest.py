@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -14,6 +15,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from mlx_tandem.model import device  # noqa: F401  first of all: it loads a fast BLAS before MLX
 from tests.serving import RunningServer, demo_config, serving
+
+# A shell that runs the tests in the background makes them and their children ignore Ctrl-C, which some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example takes as long as a busy machine lets it.
 hypothesis.settings.register_profile("tests", deadline=None)

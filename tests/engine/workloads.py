@@ -496,6 +496,7 @@ def play(
         own = SpeculationConfig(method, dynamic=apart.random() < 0.7, ngram_min=1, prompt_lookup=apart.random() < 0.7)
         smaller = _draft_model(apart, engine) if method == "draft" else None
         scheduler.drafting.proposer = Speculation(own, smaller, clock=apart.random)
+    proposer = scheduler.drafting.proposer
     names = ["a", "b", "c", "d", "e"][: rng.randint(0, 5)]
     adapters: list[AdapterRef | None] = [None, *(AdapterRef(name, 1, name) for name in names)]
     publishes = rng.choice((0.0, 0.1, 0.5)) if names else 0.0
@@ -532,6 +533,7 @@ def play(
         if not busy and len(loop.requests) == total:
             break
     loop.assert_idle()
+    assert scheduler.drafting.proposer is proposer, "the proposer was asked wrongly, and given up"
     messages = 0 if learning is None else learning.finish()
     assert_exact(loop, eos, windows, masks)
     assert masks is None or not masks.open, "the maker of masks keeps choices that have ended"

@@ -70,8 +70,8 @@ def resident(pid: int) -> int:
 
 def test_many_long_texts_at_once_take_little_memory(served: RunningServer) -> None:
     body = {"prompt": "7 " * (MB // 2), "return_token_strs": True}
-    with ThreadPoolExecutor(26) as threads:
-        replies = [threads.submit(served.client.post, "/tokenize", json=body, timeout=120) for _ in range(24)]
+    with ThreadPoolExecutor(14) as threads:
+        replies = [threads.submit(served.client.post, "/tokenize", json=body, timeout=120) for _ in range(12)]
         beside = 0
         while not all(r.done() for r in replies):
             assert served.client.get("/livez").status_code == 200
