@@ -69,7 +69,7 @@ class Evaluation:
     samples: list[dict[str, Any]]  # of the task "capitals"
 
 
-@pytest.fixture(scope="module", params=["base", "shout"])
+@pytest.fixture(scope="module", params=["shout"])
 def evaluation(request, server, tmp_path_factory) -> Evaluation:
     pytest.importorskip("lm_eval", reason="the extra `clients` is not installed")
     model, folder = request.param, tmp_path_factory.mktemp(request.param)

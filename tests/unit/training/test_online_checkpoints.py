@@ -59,7 +59,7 @@ async def act(side: Side, number: int, kind: str, which: int) -> None:
             await (learner.switch(place) if kind == "switch" else learner.rollback(place))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(ACTIONS, st.integers(1, 3))
 def test_exactly_so_many_stay_and_none_is_saved_twice(actions: list[tuple[str, int]], keep: int) -> None:
     """Whatever is learned, saved and rolled back: those that nobody named are `keep`, the newest, each with a content
