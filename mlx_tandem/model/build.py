@@ -161,6 +161,7 @@ def build(
 def build_draft(config: EngineConfig, served: EngineInfo, report: Report) -> Built:
     """Load the draft model of an engine that serves `served`, and return a runner for it. Raises ModelError."""
     built = build(draft_settings(config, served.num_blocks), {}, report)
+    built.runner.compiled.untraced = 0  # its rows read the few tokens that were said since, so that kinds come again
     device.wire(served.memory.total)
     mx.set_cache_limit(served.memory.activations)
     return built

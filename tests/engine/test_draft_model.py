@@ -167,6 +167,20 @@ def test_a_draft_model_with_windows_drafts_for_itself(tmp_path: Path) -> None:
     assert not any(group.pool.used_blocks for group in groups), "blocks leak"
 
 
+def test_time_in_which_the_draft_model_was_traced_is_not_measured(engine: Engine, smaller: Engine) -> None:
+    def traced() -> list[bool]:
+        noted: list[bool] = []
+        proposer = speculation(drafts_of(smaller))
+        proposer.payoff.note = lambda now, tokens, *, usual, new: noted.append(new)  # type: ignore[method-assign]
+        serve(engine, requests("greedy"), proposer)
+        return noted
+
+    while any(traced()):
+        pass  # until all kinds of steps of both models are traced
+    smaller.built.runner.compiled.clear()
+    assert any(traced()) and not any(traced())
+
+
 def test_tokens_that_the_draft_model_has_not_are_not_drafted_for(smaller: Engine) -> None:
     """Neither where they are tokens of the sequence nor where its parameters name them."""
     info, params = smaller.built.info, SamplingParams(max_tokens=12, temperature=1.0, seed=1)

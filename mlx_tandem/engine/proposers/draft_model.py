@@ -53,6 +53,9 @@ class _Round:
 class DraftModel:
     """The draft model's side of all sequences that draft.
 
+    Attributes:
+        first_use: Whether a step of the last round was the first of its kind, or ran without having been traced.
+
     Args:
         runner: The runner of the draft model.
         groups: Its cache groups.
@@ -69,6 +72,7 @@ class DraftModel:
         self._readers: dict[Key, _Reader] = {}  # those that were asked about longest ago first
         self._seats = list(range(seats - 1, -1, -1))
         self._next_id = 0
+        self.first_use = False
 
     def draft(self, asked: Sequence[Asked]) -> dict[Key, tuple[int, ...]]:
         """Return drafts for the sequences that are asked about, as far as there are any.
@@ -155,6 +159,7 @@ class DraftModel:
     def _run(self, round_: _Round) -> list[list[int]]:
         """Run the steps of a round; return the drafts of each of its readers."""
         drawn: list[list[int]] = [[] for _ in round_.readers]
+        self.first_use = False
         if not round_.rows:
             return drawn
         flights = [(list(range(len(drawn))), self._runner.launch(self._first(round_)))]
@@ -163,7 +168,9 @@ class DraftModel:
             rows = tuple([self._decode(round_.readers[i].s, n) for i in members])
             flights.append((members, self._runner.launch(StepPlan(rows))))
         for members, flight in flights:
-            for i, tokens in zip(members, self._runner.wait(flight).tokens, strict=True):
+            result = self._runner.wait(flight)
+            self.first_use = self.first_use or result.first_use
+            for i, tokens in zip(members, result.tokens, strict=True):
                 drawn[i] += tokens
         return drawn
 

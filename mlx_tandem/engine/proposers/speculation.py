@@ -84,6 +84,7 @@ class Speculation:
         self._config = config
         self._model = model
         self._drafted: dict[Key, tuple[int, ...]] = {}  # by the model for this plan
+        self._ran_new = False  # whether the draft model has run new kinds of steps since a step was read
         self.together = model is not None
         self.in_steps = config.method == "mtp"
         self._patience = PATIENCE.get(config.method, 0)
@@ -162,8 +163,12 @@ class Speculation:
 
     def _draft(self, wanted: Sequence[Asked]) -> dict[Key, tuple[int, ...]]:
         """Return the draft model's drafts. A draft model that fails is given up: answers do not depend on it."""
+        if self._model is None:
+            return {}
         try:
-            return {} if self._model is None else self._model.draft(wanted)
+            drafted = self._model.draft(wanted)
+            self._ran_new = self._ran_new or self._model.first_use
+            return drafted
         except Exception as e:
             log.warning("drafts are off from here on, since the draft model failed: %r", e)
             self._model, self.together, self.for_all = None, False, False
@@ -218,7 +223,8 @@ class Speculation:
             return
         usual = not (plan.saves or plan.loads or plan.masked or plan.slice or plan.background_share)
         usual = usual and bool(plan.rows) and all(row.kind is not RowKind.PROMPT for row in plan.rows)
-        self.payoff.note(1e3 * self._clock(), sum(map(len, result.tokens)), usual=usual, new=result.first_use)
+        new, self._ran_new = result.first_use or self._ran_new, False
+        self.payoff.note(1e3 * self._clock(), sum(map(len, result.tokens)), usual=usual, new=new)
 
     def forget(self, request: Request, choice: int) -> None:
         """Drop what is known about a sequence that has ended."""

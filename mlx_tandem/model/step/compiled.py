@@ -18,7 +18,8 @@ MAX_COMPILED = 256
 combinations, and a step takes 0.2 MB of the host's memory for each layer."""
 
 USUAL = 3
-"""Number of times that a rare kind of step runs before it is traced, since most such kinds occur only a few times."""
+"""Number of times that a rare kind of step runs before it is traced, unless the owner says otherwise: most such kinds
+occur only a few times."""
 
 MET = 1024
 """Most rare kinds of steps that are counted."""
@@ -29,9 +30,11 @@ class CompiledSteps:
 
     Attributes:
         first_uses: Number of steps since the start that were traced first, or run as they are.
+        untraced: Number of times that a rare kind of step runs before it is traced.
     """
 
     def __init__(self, forward: Forward):
+        self.untraced = USUAL
         self.first_uses = 0
         self._forward = forward
         self._steps: OrderedDict[StepKey, Step] = OrderedDict()
@@ -81,4 +84,4 @@ class CompiledSteps:
         if len(self._met) >= MET:
             self._met.clear()
         self._met[key] += 1
-        return key in self._steps or self._met[key] > USUAL
+        return key in self._steps or self._met[key] > self.untraced
