@@ -264,7 +264,11 @@ class Engine:
 
 
 def _read(folder: str) -> Weights:
-    return msgspec.json.decode((Path(folder) / "weights.json").read_bytes(), type=Weights)
+    """Return the weights in a folder. Raises InvalidRequest, as an engine does for a folder that is gone."""
+    try:
+        return msgspec.json.decode((Path(folder) / "weights.json").read_bytes(), type=Weights)
+    except FileNotFoundError as e:
+        raise InvalidRequest(f"{folder} cannot be read: {e.strerror}", param="model") from e
 
 
 class SimulatedLearning(Learning):

@@ -99,5 +99,6 @@ def test_the_best_comes_with_live_rewards(tmp_path: Path) -> None:
         update(server, "Sort down: 6 1")
         collect(server, scoring_function=[{"function": "length", "weight": 2, "options": {"target": 3}}], **answers)
         until(lambda: says(server, BEST) == says(server, "policy"))  # another is the best now
+        until(lambda: server.complete("x", model=f"{BEST}@1").status_code == 404)  # its folder has other content
     manifest = Checkpoints(tmp_path / "checkpoints", 2).verify(BEST)
     assert (manifest.version, manifest.reward) == (7, 2.0)

@@ -181,6 +181,7 @@ class Serving(ABC):
             elif models.registry.is_read(info.name) and models.registry.entry(info.name).ref.digest != info.digest:
                 # The name now stands for other content, as "best" does after a better update.
                 models.saved(info.name, source, await self._front.client.load_adapter(source))
+            await models.drop_replaced(info.name)
         for name in before - names:
             self._checkpoints.discard(name)
             await models.unsaved(name, self._source(name))
