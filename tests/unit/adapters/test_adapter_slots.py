@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.adapters.slots import Assignment, SlotTable
 
 DIGESTS = st.sampled_from("abcde")
 
@@ -118,6 +118,23 @@ class Slots(RuleBasedStateMachine):
 
 TestSlots = Slots.TestCase
 TestSlots.settings = settings(max_examples=200, stateful_step_count=50)
+
+
+def test_a_pinned_adapter_is_the_last_to_lose_its_slot() -> None:
+    table = SlotTable(2)
+    for digest in "ab":
+        table.acquire(digest)
+        table.release(digest)
+    table.pin("a", True)
+    for digest, evicted in (("c", "b"), ("d", "c")):
+        got = table.acquire(digest)
+        assert got is not None and got.evicted == evicted, "though the pinned one was used before"
+        table.release(digest)
+    table.pin("d", True)
+    got = table.acquire("e")
+    assert got is not None and got.evicted == "a", "of pinned ones the one that was used the longest ago"
+    table.pin("d", False)
+    assert table.acquire("f") == Assignment(2, upload=True, evicted="d")
 
 
 def test_no_slots() -> None:

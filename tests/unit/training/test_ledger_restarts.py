@@ -27,7 +27,7 @@ SEEN = 20
 """Ids that are remembered in these tests, so that they are forgotten, too."""
 
 IDS = st.integers(0, 9)
-GROUPS = st.sampled_from(["a", "b", "c", ACROSS + "x"])
+GROUPS = st.sampled_from(["a", "b", ACROSS + "x"])
 REWARDS = st.sampled_from([0.0, 1.0])
 SIZES = st.sampled_from([0, 2, 3])
 STEP = st.one_of(
@@ -39,6 +39,7 @@ STEP = st.one_of(
     st.tuples(st.just("forget"), IDS),
     st.tuples(st.just("too old"), IDS),
     st.tuples(st.just("publish")),
+    st.tuples(st.just("take"), st.integers(1, 3)),
     st.tuples(st.just("take"), st.integers(1, 3)),
     st.tuples(st.just("end"), st.sampled_from(["published", "refused", "rolled_back"])),
     st.tuples(st.just("compare"), st.sampled_from([-1.0, 0.5])),
@@ -147,8 +148,8 @@ class Life:
         await self.ledger.save(Manifest(name=f"c{self._saved}", step=1, version=self._version, digest="d"), write)
 
 
-@settings(max_examples=120)
-@given(st.lists(STEP, max_size=50))
+@settings(max_examples=60)
+@given(st.lists(STEP, min_size=30, max_size=60))
 def test_nothing_is_lost_or_doubled_by_a_restart(steps: list[Any]) -> None:
     async def test(folder: Path) -> None:
         life = Life(folder)
