@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from msgspec.structs import asdict
 
 from mlx_tandem.engine.learning import AdamParams
+from mlx_tandem.files import StorageError
 from mlx_tandem.training import trajectories
 from mlx_tandem.training.online.baselines import rewards_across
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.update import Pending
 from mlx_tandem.training.open_trajectories import Beginning, Exchange
+from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.records import Began, Ended, Kept
 from mlx_tandem.training.trajectories import ACROSS, Trajectory
@@ -43,7 +46,7 @@ STEP = st.one_of(
     st.tuples(st.just("take"), st.integers(1, 3)),
     st.tuples(st.just("end"), st.sampled_from(["published", "refused", "rolled_back"])),
     st.tuples(st.just("compare"), st.sampled_from([-1.0, 0.5])),
-    st.tuples(st.just("save")),
+    st.tuples(st.just("save"), st.sampled_from([True, True, False])),
     st.tuples(st.just("new engine")),
     st.tuples(st.just("new process")),
 )
@@ -121,7 +124,7 @@ class Life:
         elif kind == "compare":
             ledger.compared(*what, 0.1)
         elif kind == "save" and ledger.pending is None:
-            await self._save()
+            await self._save(*what)
         elif kind == "new engine":
             await self._same(ledger)
         elif kind == "new process":
@@ -140,12 +143,23 @@ class Life:
         assert state(after) == before
         self.ledger = after
 
-    async def _save(self) -> None:
+    async def _save(self, rotates: bool) -> None:
+        """Make a checkpoint. Unless the journal then `rotates`, it goes on as it is."""
+
         async def write(folder: str) -> None:
             (Path(folder) / "adapter").write_bytes(b"x")
 
+        async def fails(*_: Any) -> None:
+            raise StorageError("the drive is full")
+
         self._saved += 1
-        await self.ledger.save(Manifest(name=f"c{self._saved}", step=1, version=self._version, digest="d"), write)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.nullcontext() if rotates else pytest.raises(StorageError),
+        ):
+            if not rotates:
+                patch.setattr(Journal, "rotate", fails)
+            await self.ledger.save(Manifest(name=f"c{self._saved}", step=1, version=self._version, digest="d"), write)
 
 
 @settings(max_examples=60)

@@ -175,6 +175,7 @@ def test_each_choice_is_collected_or_its_reason_told(
             size = sum(of[j] == of[i] for j in kept) if known else 0
             assert begun == Beginning(groups[of[i]], size, 0.7, {"a": 1}, truncation(PARAMS))
             assert (exchange.given, exchange.tokens) == (prompts[of[i]], tuple(said[i].tokens))
+            assert (exchange.messages, exchange.rendered) == (0, b""), "it is no conversation"
             assert exchange.logprobs == tuple(lp.sampled for lp in said[i].logprobs)
             assert exchange.model_logprobs == tuple(lp.model for lp in said[i].logprobs)
             assert (exchange.versions, exchange.finish_reason) == (tuple(said[i].versions), said[i].reason)
