@@ -75,6 +75,14 @@ def _read(port: int) -> State:
         fail(f"no server that was started with --daemon is on port {port}")
 
 
+def _remove(state: State) -> None:
+    """Remove the file of this server, unless another server has put its own there."""
+    file = _file(state.port)
+    with suppress(OSError, msgspec.DecodeError):
+        if msgspec.json.decode(file.read_bytes(), type=State) == state:
+            file.unlink()
+
+
 def born(pid: int) -> str:
     """Return when the process started, as this system writes it; empty if there is no such process."""
     with suppress(OSError):
@@ -130,12 +138,9 @@ class Detached:
             waiting.write(text)
 
     def end(self) -> None:
-        """Remove the server's file, unless another server has put its own there."""
+        """Remove the server's file."""
         if self.state is not None:
-            file = _file(self.state.port)
-            with suppress(OSError, msgspec.DecodeError):
-                if msgspec.json.decode(file.read_bytes(), type=State) == self.state:
-                    file.unlink()
+            _remove(self.state)
 
 
 # -- The user's side ---------------------------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ def stop(port: int, timeout: float) -> None:
     """End the server on `port`; running requests may finish within `timeout` seconds."""
     state = _read(port)
     if not _alive(state):
-        _file(port).unlink(missing_ok=True)
+        _remove(state)
         print(f"the server on port {port} had ended already")
         return
     _end(state, timeout)
@@ -196,7 +201,7 @@ def restart(port: int, timeout: float) -> int:
     if _alive(state):
         _end(state, timeout)
     status = start(list(state.argv), state.cwd, port)
-    if status:
+    if status and not _file(port).exists():
         _write(state)  # so that another attempt knows how it was started
     return status
 
@@ -208,7 +213,7 @@ def _end(state: State, timeout: float) -> None:
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             if not _alive(state):
-                _file(state.port).unlink(missing_ok=True)
+                _remove(state)
                 return
             time.sleep(POLL_SECONDS)
     fail(f"the server on port {state.port} (process {state.pid}) does not end")

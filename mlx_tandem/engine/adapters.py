@@ -190,6 +190,8 @@ class Adapters:
         """
         digest = tried.digest
         self._reading.discard(digest)
+        if self.store.get(digest) is not None:  # It has come into memory in another way meanwhile.
+            return []
         if self.store.source(digest) is None:
             problem = "was unloaded"
         elif not isinstance(result, TandemError) and result.info.digest == digest:

@@ -26,7 +26,9 @@ from mlx_tandem.engine.messages import (
     Note,
     Occupancy,
     Output,
+    Preempted,
     Progress,
+    Started,
     Submit,
     UnloadAdapter,
 )
@@ -84,6 +86,29 @@ def test_several_prompts_are_one_stream():
         async with client.submit(*requests) as stream:
             peer.say(Output([Delta(i, c, (10 * i + c,), None, "stop") for i in ids for c in (0, 1)]))
             assert await tokens(stream) == [(k, (10 * ids[k // 2] + k % 2,)) for k in range(4)]
+
+    run(body)
+
+
+def test_a_stream_knows_when_its_first_row_was_planned_and_how_often_it_gave_way():
+    """Whatever the engine says of requests that nobody reads."""
+
+    async def body(client, peer, engine):
+        first, second = client.next_ids(2)
+        asked = [Request(id, (1,), SamplingParams(max_tokens=4)) for id in (first, second)]
+        unknown = [Started(999, 1.0), Preempted(999), Failed(999, "invalid_value", "no"), Output([Delta(999, 0, (1,))])]
+        async with client.submit(*asked) as stream:
+            assert (stream.started, stream.preemptions) == (None, 0)
+            peer.say(*unknown, Started(second, 5.0), Started(first, 7.0), Preempted(first), Preempted(second))
+            peer.say(Output([Delta(id, 0, (3,), None, "stop") for id in (first, second)]))
+            assert await tokens(stream) == [(0, (3,)), (1, (3,))]
+            assert (stream.started, stream.preemptions) == (5.0, 2)
+            peer.say(Started(first, 9.0), Preempted(first))
+        r = request(client)
+        async with client.submit(r) as other:
+            peer.say(Output([Delta(r.id, 0, (4,), None, "stop")]))
+            assert await tokens(other) == [(0, (4,))]
+        assert (stream.started, stream.preemptions, other.started) == (5.0, 2, None)
 
     run(body)
 
@@ -370,6 +395,26 @@ def test_an_engine_that_never_gets_ready_is_given_up():
             await client.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [((), "ended 3 times before it was ready"), ((Fatal("engine_error", "the last one's trouble"),), "the last one's")],
+)
+def test_an_engine_that_is_given_up_says_why_the_last_one_ended(words: tuple[Fatal, ...], says: str):
+    """Not what an earlier one had said of its own end."""
+
+    async def body(client, peer, engine):
+        peer.say(Fatal("engine_error", "the first one's trouble"))
+        peer.die()
+        for left in reversed(range(MAX_DEATHS - 1)):
+            peer = await asyncio.to_thread(engine.peer)
+            peer.say(*(words if not left else ()))
+            peer.die()
+        with pytest.raises(EngineError, match=says):
+            await client.wait_dead()
+
+    run(body)
 
 
 @pytest.mark.parametrize(

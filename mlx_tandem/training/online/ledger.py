@@ -117,7 +117,8 @@ class Ledger:
         held = recovery.held_already(records, manifest)
         counters = recovery.counters(manifest)
         empty = Buffer(self.buffer.capacity), _nothing_waits(self._config.rl_training)
-        rebuilt = recovery.rebuild(records, *empty, held, counters.counts)
+        counted = counters.records if counters.follows == opened.checkpoint else 0
+        rebuilt = recovery.rebuild(records, *empty, held, counters.counts, counted)
         counts = self.buffer.counts
         for late in self._late or ():
             if isinstance(late, str):
@@ -286,6 +287,7 @@ class Ledger:
         saved = msgspec.structs.replace(
             self.counters,
             counts=self.buffer.counts,
+            records=_opened(self).count,
             since_checkpoint=self.counters.since_checkpoint if guards else 0,
             checkpoint_saves=self.counters.checkpoint_saves + 1,
         )

@@ -31,6 +31,7 @@ class Counters(Struct):
     follows: str = ""  # the label of the checkpoint that the journal of that moment begins after
     began: int = 0  # updates in that journal, all of them in the checkpoint
     compared: int = 0  # comparisons in that journal, all of them in `trial`
+    records: int = 0  # records in that journal, all of them in `counts`
     updates: int = 0
     publishes: int = 0
     checkpoint_saves: int = 0
@@ -88,16 +89,20 @@ class Rebuilt(Struct):
 
 
 def rebuild(
-    records: Sequence[Record], buffer: Buffer, waiting: OpenTrajectories, held: int | None, counts: Counts
+    records: Sequence[Record],
+    buffer: Buffer,
+    waiting: OpenTrajectories,
+    held: int | None,
+    counts: Counts,
+    counted: int = 0,
 ) -> Rebuilt:
     """Return the buffer and the trajectories without a reward, both empty so far, as they were after the last record.
 
-    `counts`: at the checkpoint.
+    `counts`: at the checkpoint, which was made after the first `counted` records; 0: it came before the journal.
     """
     last: Began | None = None
     begun = 0
-    counted = False
-    for record in records:
+    for number, record in enumerate(records, 1):
         match record:
             case Added():
                 buffer.add(record.trajectory, record.size)
@@ -119,8 +124,10 @@ def rebuild(
                 buffer.counts.taken += len(record.trajectories)
             case Ended():
                 last = None
-        if not counted and isinstance(record, (Seen, Began)) and begun == (held or 0):
-            buffer.counts, counted = msgspec.structs.replace(counts), True
+        if number == counted if counted else isinstance(record, Seen):
+            buffer.counts = msgspec.structs.replace(counts)
+    if counted > len(records):  # the last of them were not written
+        buffer.counts = msgspec.structs.replace(counts)
     if held is None or begun <= held or last is None:
         return Rebuilt(buffer, waiting, None, begun)
     wanted = set(last.trajectories)

@@ -39,8 +39,9 @@ class Journal:
     acknowledged stays in memory and is written again with the next flush.
     """
 
-    def __init__(self, folder: Path, number: int, fd: int, size: int, cut: int, ops: FileOps) -> None:
+    def __init__(self, folder: Path, number: int, fd: int, size: int, count: int, cut: int, ops: FileOps) -> None:
         self.folder = folder
+        self.count = count  # records, those that wait for the drive among them
         self.cut = cut  # bytes of a write that was not acknowledged, removed when the file was opened
         self._number, self._fd, self._ops = number, fd, ops
         self._size = size  # of what is on the drive
@@ -78,7 +79,7 @@ class Journal:
             except BaseException:
                 os.close(fd)
                 raise
-        return Journal(folder, number, fd, size, cut, ops), found
+        return Journal(folder, number, fd, size, len(found), cut, ops), found
 
     @property
     def path(self) -> Path:
@@ -105,6 +106,7 @@ class Journal:
         self._pending.append(records.encode(record))
         self._waiting += len(self._pending[-1])
         self._appended += 1
+        self.count += 1
 
     async def flush(self) -> None:
         """Wait until everything appended before is on the drive. Raises StorageError when it is not."""
@@ -202,6 +204,7 @@ class Journal:
         for _ in range(covered - (self._appended - len(self._pending))):
             self._waiting -= len(self._pending.popleft())
         self._number, self._size, self._carried = self._number + 1, size, size
+        self.count = len(bodies) + len(self._pending)
         os.close(self._fd)
         self._fd = fd
         with contextlib.suppress(OSError):  # the next `open` does it

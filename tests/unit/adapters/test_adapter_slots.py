@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.adapters.slots import Assignment, SlotTable
 
 DIGESTS = st.sampled_from("abcde")
 
@@ -21,6 +21,7 @@ class Slots(RuleBasedStateMachine):
         self.running: dict[int, tuple[str, int]] = {}  # sequence -> (digest, slot)
         self.forgotten: set[str] = set()  # and not asked for since
         self.idle: list[str] = []  # in order of their last release
+        self.pinned: set[str] = set()
         self.next = 0
 
     def users(self, digest: str) -> int:
@@ -41,7 +42,8 @@ class Slots(RuleBasedStateMachine):
         else:
             assert all(slot != got.slot for _, slot in self.running.values()), "a slot in use was given away"
             if got.evicted is not None:
-                assert got.evicted == self.idle[0], "not the least recently used"
+                others = [d for d in self.idle if d not in self.pinned] or self.idle
+                assert got.evicted == others[0], "not the least recently used, and pinned ones last"
                 assert len(self.device) == self.n
             self.idle = [d for d in self.idle if d != got.evicted]
             self.device[got.slot] = digest
@@ -79,6 +81,22 @@ class Slots(RuleBasedStateMachine):
             del self.device[slot]
             self.idle.remove(digest)
 
+    @rule(digest=DIGESTS, pinned=st.booleans())
+    def pin(self, digest: str, pinned: bool) -> None:
+        self.table.pin(digest, pinned)
+        (self.pinned.add if pinned else self.pinned.discard)(digest)
+
+    @rule(digest=DIGESTS)
+    def lose(self, digest: str) -> None:
+        """Its upload failed: whoever was to run under it does not."""
+        slot = self.table.slot(digest)
+        assert self.table.lost(digest) == slot
+        self.running = {s: (d, at) for s, (d, at) in self.running.items() if d != digest}
+        self.forgotten.discard(digest)
+        self.idle = [d for d in self.idle if d != digest]
+        if slot is not None:
+            del self.device[slot]
+
     @rule(digest=DIGESTS)
     def release_what_nobody_has(self, digest: str) -> None:
         if not self.users(digest):
@@ -102,13 +120,21 @@ TestSlots = Slots.TestCase
 TestSlots.settings = settings(max_examples=200, stateful_step_count=50)
 
 
-def test_lost_upload_frees_the_slot() -> None:
-    table = SlotTable(1)
-    got = table.acquire("a")
-    assert got is not None and table.lost("a") == got.slot
-    assert table.lost("a") is None and table.residents() == ()
-    again = table.acquire("b")
-    assert again is not None and again.upload and again.evicted is None
+def test_a_pinned_adapter_is_the_last_to_lose_its_slot() -> None:
+    table = SlotTable(2)
+    for digest in "ab":
+        table.acquire(digest)
+        table.release(digest)
+    table.pin("a", True)
+    for digest, evicted in (("c", "b"), ("d", "c")):
+        got = table.acquire(digest)
+        assert got is not None and got.evicted == evicted, "though the pinned one was used before"
+        table.release(digest)
+    table.pin("d", True)
+    got = table.acquire("e")
+    assert got is not None and got.evicted == "a", "of pinned ones the one that was used the longest ago"
+    table.pin("d", False)
+    assert table.acquire("f") == Assignment(2, upload=True, evicted="d")
 
 
 def test_no_slots() -> None:

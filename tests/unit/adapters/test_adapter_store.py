@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_tandem.adapters.formats import AdapterWeights
-from mlx_tandem.adapters.store import AdapterStore
+from mlx_tandem.adapters.store import MOST_SOURCES, AdapterStore
 from mlx_tandem.types import AdapterInfo, AdapterSource
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 100}
@@ -125,8 +126,24 @@ def test_released_too_often() -> None:
         store.release("a")
 
 
+def test_of_several_folders_the_latest_is_read_and_a_wrong_one_no_more() -> None:
+    store = AdapterStore({}, most_bytes=LIMIT)
+    folders = [AdapterSource(f"/{i}") for i in range(MOST_SOURCES + 2)]
+    for folder in folders:
+        store.know("a", folder, SIZES["a"])
+        assert store.source("a") == folder
+    store.know("a", folders[4], SIZES["a"])
+    assert store.source("a") == folders[4], "it was named last"
+    left = [folders[4], *reversed(folders[5:]), *reversed(folders[2:4])][:MOST_SOURCES]
+    for wrong, other in pairwise(left):
+        assert store.other_source("a", wrong) == store.source("a") == other
+    assert store.other_source("a", left[-1]) is None
+    assert store.source("a") == left[-1], "it may be there again later"
+
+
 class Store(RuleBasedStateMachine):
-    """Against a plain account of users: what is used or pinned is in memory, and the limit holds for the rest."""
+    """Against a plain account of users: what is used or pinned is in memory, and the limit holds for the rest, of which
+    those that were used or loaded the longest ago have gone, and no more than had to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,30 +153,46 @@ class Store(RuleBasedStateMachine):
         self.pinned: set[str] = set()
         self.forgotten: set[str] = set()
         self.only_here: set[str] = set()  # no folder has it
+        self.order: list[str] = []  # the contents, the one that was used or loaded last at the end
 
     digests = st.sampled_from(sorted(SIZES))
 
+    def touch(self, d: str, dropped: list[str], before: set[str], keep: bool = True) -> None:
+        """Content `d` was used or loaded, and `dropped` has left memory, which would hold `before` otherwise."""
+        self.order = [*(x for x in self.order if x != d), d]
+        needed = set(+self.users) | self.pinned | self.only_here
+        left, expected = before, []
+        for each in self.order:
+            if sum(SIZES[x] for x in left) > LIMIT and each in left and each not in needed and not (keep and each == d):
+                left = left - {each}
+                expected.append(each)
+        assert dropped == expected
+        assert set(self.held) == left
+
     @rule(d=digests, pinned=st.booleans())
     def load(self, d: str, pinned: bool) -> None:
-        self.store.know(d, AdapterSource(f"/{d}"), SIZES[d], pinned)
-        self.store.put(weights(d))
         self.forgotten.discard(d)
         self.only_here.discard(d)
         (self.pinned.add if pinned else self.pinned.discard)(d)
+        before = {*self.held, d}
+        dropped = self.store.know(d, AdapterSource(f"/{d}"), SIZES[d], pinned)
+        self.touch(d, dropped + self.store.put(weights(d)), before)
 
     @rule(d=digests)
     def make(self, d: str) -> None:
+        before = {*self.held, d}
         if d not in self.held and self.store.source(d) is None:
             self.only_here.add(d)
-        self.store.hold(weights(d))
         self.forgotten.discard(d)
+        self.touch(d, self.store.hold(weights(d)), before)
 
     @rule(d=digests)
     def save(self, d: str) -> None:
         """What was made is in a folder now."""
         if self.store.knows(d):
-            self.store.know(d, AdapterSource(f"/{d}"), SIZES[d], d in self.pinned)
             self.only_here.discard(d)
+            before = set(self.held)
+            self.touch(d, self.store.know(d, AdapterSource(f"/{d}"), SIZES[d], d in self.pinned), before)
 
     @rule(d=digests)
     def use(self, d: str) -> None:
@@ -171,10 +204,14 @@ class Store(RuleBasedStateMachine):
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         d = data.draw(st.sampled_from(sorted(+self.users)))
-        self.store.release(d)
+        before = set(self.held)
+        dropped = self.store.release(d)
         self.users[d] -= 1
         if d in self.forgotten and not self.users[d]:
             self.only_here.discard(d)
+            assert dropped == [d]
+        else:
+            self.touch(d, dropped, before, keep=False)
 
     @rule(d=digests)
     def forget(self, d: str) -> None:

@@ -2,21 +2,68 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from mlx_tandem.cli.daemon import Detached, State, _file, _write
+from mlx_tandem.cli import daemon
+from mlx_tandem.cli.daemon import Detached, State, _file, _read, _write, born
+
+FOLLOWING = State(pid=2, born="2", port=8000, argv=("next",), cwd="/", log="", key_variable=None)
 
 
-def test_a_server_that_ends_leaves_the_file_of_the_next_one_on_its_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    first = State(pid=1, born="1", port=8000, argv=(), cwd="/", log="", key_variable=None)
-    following = replace(first, pid=2, born="2")
-    for own, is_left in ((first, True), (following, False)):
-        _write(following)
+
+
+@pytest.fixture
+def first() -> Iterator[State]:
+    """A server that runs until somebody ends it."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield replace(FOLLOWING, pid=child.pid, born=born(child.pid), argv=("first",))
+        child.kill()
+
+
+def test_a_server_that_ends_leaves_the_file_of_the_next_one_on_its_port(tmp_path: Path, first: State) -> None:
+    for own, is_left in ((first, True), (FOLLOWING, False)):
+        _write(FOLLOWING)
         Detached(-1, None, tmp_path / "log", None, state=own).end()
         assert _file(8000).exists() == is_left
+
+
+def test_whoever_waits_for_a_server_s_end_leaves_the_file_of_the_next_one_on_its_port(first: State) -> None:
+    _write(FOLLOWING)
+    daemon._end(first, 60.0)
+    assert born(first.pid) == "" and _read(8000) == FOLLOWING
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_server_that_is_stopped_has_no_file(first: State, capsys: pytest.CaptureFixture[str], *, runs: bool) -> None:
+    _write(first if runs else replace(first, born="another process had this number"))
+    daemon.stop(8000, 60.0)
+    assert not _file(8000).exists() and (born(first.pid) == "") == runs
+    assert ("had ended already" in capsys.readouterr().out) != runs
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_after_a_restart_that_fails_another_attempt_knows_how_unless_the_port_is_taken(
+    first: State, monkeypatch: pytest.MonkeyPatch, *, taken: bool
+) -> None:
+    """Whoever has taken the port meanwhile can still be stopped."""
+
+    def start(argv: list[str], cwd: str | None, port: int | None) -> int:
+        assert (argv, cwd, port) == (["first"], "/", 8000)
+        assert not _file(8000).exists()
+        if taken:
+            _write(FOLLOWING)
+        return 1
+
+    monkeypatch.setattr(daemon, "start", start)
+    _write(first)
+    assert daemon.restart(8000, 60.0) == 1
+    assert _read(8000) == (FOLLOWING if taken else first)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.prefix_leaders import WORTH_WAITING
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.hashing import Namespace
@@ -17,8 +20,8 @@ PROMPT = tuple(range(1, 2 * SIZE + 2))
 """Two whole blocks, and the token that each choice computes itself."""
 
 
-def tables() -> BlockManager:
-    group = AttentionGroup(BlockPool(32, SIZE))
+def tables(blocks: int = 32) -> BlockManager:
+    group = AttentionGroup(BlockPool(blocks, SIZE))
     return BlockManager([group], [PrefixCache(group, Namespace("weights", "tokenizer", "float32", SIZE))])
 
 
@@ -66,3 +69,63 @@ def test_a_choice_that_parts_is_found_by_others_only_if_one_version_has_computed
     books.leave(follower)
     assert follower.is_pure, "what it computes when it is seated again is its own"
     books.leave(leader)
+
+
+ENOUGH = WORTH_WAITING // SIZE
+"""Blocks that make waiting worthwhile."""
+
+URGENCY = st.tuples(st.booleans(), st.integers(0, 1))
+"""Whether a sequence is made for training, and its priority: the lower one is more urgent."""
+
+
+def reading(number: int, tokens: range, name: str, urgency: tuple[bool, int]) -> Sequence:
+    background, priority = urgency
+    request = Request(
+        number,
+        tuple(tokens),
+        SamplingParams(8),
+        AdapterRef("p", 1, name),
+        priority=priority,
+        background=background,
+        follow=True,
+    )
+    return Sequence(number, request, 0, frozenset())
+
+
+@given(
+    length=st.integers(1, 3 * WORTH_WAITING),
+    common=st.integers(-1, 4) | st.integers(0, 3 * ENOUGH),
+    own=st.integers(0, 2 * SIZE),
+    computed=st.integers(0, 3 * WORTH_WAITING),
+    urgencies=st.tuples(URGENCY, URGENCY),
+    name=st.sampled_from(["p1", "p1", "p1", "p2"]),
+    moves=st.sampled_from([False, False, True]),
+)
+def test_a_sequence_waits_for_another_that_reads_enough_of_its_prompt_and_is_as_urgent(
+    length: int,
+    common: int,
+    own: int,
+    computed: int,
+    urgencies: tuple[tuple[bool, int], tuple[bool, int]],
+    name: str,
+    moves: bool,
+) -> None:
+    """It shares `common` blocks with the other one's prompt, or one less than is enough, and has a few `own` tokens."""
+    books = tables(256)
+    shared = min((ENOUGH - 1 if common < 0 else common) * SIZE, length)
+    leader = reading(0, range(length), "p1", urgencies[0])
+    books.begin(leader)
+    leader.scheduled = min(computed, length - 1)
+    if moves:
+        leader.next_adapter = AdapterRef("p", 2, "p3")
+    tokens = [*range(shared), *range(1000, 1000 + own + 1)]
+    follower = reading(1, range(0), name, urgencies[1])
+    follower.tokens[:] = tokens
+    saved = min(shared, len(tokens) - 1) // SIZE * SIZE
+    worth = saved >= max(WORTH_WAITING, (length - leader.scheduled) / 2)
+    waits = worth and name == "p1" and not moves and urgencies[0] <= urgencies[1]
+    match = books.match(follower)
+    assert match.whole == 0
+    assert books.leaders.leader(follower, match) is (leader if waits else None)
+    books.publish(leader)
+    assert books.leaders.leader(follower, match) is None, "its blocks are found now, or nobody's"

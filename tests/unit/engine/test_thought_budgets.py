@@ -88,3 +88,49 @@ def test_masks_depend_on_the_tokens_alone(output: list[int], data: st.DataObject
         place = Place(asked, 0, tokens + tail)
         assert maker.masks([place]) == ThoughtBudgets(VOCAB, NoGrammars()).masks([place])
     maker.forget(1, 0)
+
+
+class Grammars(NoGrammars):
+    """A maker that constrains requests with odd numbers. Its mask says of which place it is."""
+
+    def __init__(self) -> None:
+        self.open: set[tuple[int, int]] = set()
+
+    def constrains(self, request: Request) -> bool:
+        return request.id % 2 == 1
+
+    def masks(self, places: Sequence[Place]) -> list[Mask]:
+        assert places and all(self.constrains(place.request) for place in places)
+        self.open |= {(place.request.id, place.choice) for place in places}
+        return [bytes([place.request.id, place.choice, len(place.tokens), *[0] * 5]) for place in places]
+
+    def forget(self, request: int, choice: int) -> None:
+        self.open.discard((request, choice))
+
+
+PLACES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 1), st.lists(st.integers(29, END), max_size=6)), min_size=1, max_size=8
+)
+
+
+@given(st.lists(PLACES, min_size=1, max_size=3), st.lists(st.booleans(), min_size=4, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_each_place_of_a_batch_has_its_own_mask(steps: list[list[tuple[int, int, list[int]]]], has: list[bool]) -> None:
+    """A thought that has to end goes before what else constrains a request, and neither reaches another place."""
+    budget = request(1, is_open=True).params
+    asked = [
+        Request(number, (1, OPEN, 2), budget if has[number] else SamplingParams(max_tokens=100)) for number in range(4)
+    ]
+    others = Grammars()
+    maker = ThoughtBudgets(VOCAB, others)
+    assert [maker.constrains(each) for each in asked] == [has[number] or number % 2 == 1 for number in range(4)]
+    for step in steps:
+        places = [Place(asked[number], choice, [*asked[number].prompt, *output]) for number, choice, output in step]
+        for place, mask in zip(places, maker.masks(places), strict=True):
+            (free,) = ThoughtBudgets(VOCAB, NoGrammars()).masks([place])
+            is_free = free == b"\xff" * len(free)
+            assert mask == (Grammars().masks([place])[0] if is_free and others.constrains(place.request) else free)
+    for number in range(4):
+        for choice in range(2):
+            maker.forget(number, choice)
+    assert not maker._choices and not others.open

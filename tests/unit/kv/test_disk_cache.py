@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.files import Disk, StorageError
 from mlx_tandem.kv.disk import cache as module
-from mlx_tandem.kv.disk.cache import DiskCache
+from mlx_tandem.kv.disk.cache import MAX_PAUSE, DiskCache
 from tests.faulty import FaultFiles
 from tests.unit.disk_tools import block, cache, payload, read
 
@@ -271,6 +274,46 @@ def test_persistent_writes_are_given_up_after_so_many_trials(tmp_path: Path) -> 
     put(disk, 0)
     until(lambda: disk.stats().dropped)
     assert disk.stats().errors == 3
+    disk.close()
+
+
+def test_a_drive_that_fails_again_and_again_is_tried_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has worked for a while."""
+    now = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter))
+    drive = Sick(errno.EIO)
+    disk = cache(tmp_path, drive, async_writes=False, flush_interval_s=4.0)
+    assert disk.settle()
+    numbers = itertools.count()
+
+    def works() -> bool:
+        number, errors = next(numbers), disk.stats().errors
+        took = disk.put(block(number), payload(number))
+        assert disk.stats().errors == errors + (drive.sick != "")
+        return took
+
+    def pauses(seconds: float) -> None:
+        drive.sick = "write"
+        assert disk.room(200) > 0 and not works() and disk.stats().read_only
+        now[0] += seconds - 0.5
+        errors = disk.stats().errors
+        assert disk.room(200) == 0 and not disk.put(block(999), payload(999))
+        assert disk.stats().errors == errors, "it was tried"
+        now[0] += 0.5
+        drive.sick = ""
+
+    for seconds in (4, 8, 16, 32, MAX_PAUSE, MAX_PAUSE):
+        pauses(seconds)
+    assert works() and not disk.stats().read_only
+    pauses(MAX_PAUSE)
+    now[0] += MAX_PAUSE
+    assert works()
+    pauses(MAX_PAUSE)
+    now[0] += MAX_PAUSE + 0.5
+    assert works()
+    pauses(4)
     disk.close()
 
 

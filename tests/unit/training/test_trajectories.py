@@ -20,10 +20,11 @@ from mlx_tandem.strict_json import convert
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.training.external import check_external
 from mlx_tandem.training.online.advantages import RECIPES, batches
-from mlx_tandem.training.trajectories import Buffer, Trajectory, staleness
+from mlx_tandem.training.trajectories import ACROSS, Buffer, Trajectory, staleness
 
 CAPACITY = 10
 MAX_STALENESS = 2
+ENDLESS = ACROSS + "exact_match"
 
 
 def trajectory(id: str, group: str, reward: float = 0.0, version: int = 1) -> Trajectory:
@@ -31,8 +32,8 @@ def trajectory(id: str, group: str, reward: float = 0.0, version: int = 1) -> Tr
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """Groups of known and unknown size arrive in pieces, the version moves, updates take, and now and then everything
-    is made again from what was held and seen, as after a restart."""
+    """Groups of known and unknown size and one across prompts arrive in pieces, the version moves, updates take, and
+    now and then everything is made again from what was held and seen, as after a restart."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,11 +42,37 @@ class BufferMachine(RuleBasedStateMachine):
         self.version = 1
         self.taken: set[str] = set()
         self.gone: set[str] = set()
+        self.forgotten = 0
 
-    @rule(group=st.sampled_from("abc"), reward=st.sampled_from([0.0, 1.0]), size=st.sampled_from([0, 0, 1, 3]))
+    def groups(self) -> dict[str, list[str]]:
+        """The ids that wait, by group, in order."""
+        found: dict[str, list[str]] = {}
+        for t, _ in self.buffer.held:
+            found.setdefault(t.group, []).append(t.id)
+        return found
+
+    @rule(
+        group=st.sampled_from(["a", "b", "c", ENDLESS]),
+        reward=st.sampled_from([0.0, 1.0]),
+        size=st.sampled_from([0, 0, 1, 3]),
+    )
     def arrive(self, group: str, reward: float, size: int) -> None:
         self.ids += 1
-        assert self.buffer.add(trajectory(f"t{self.ids}", group, reward, self.version), size)
+        left, overflow = self.groups(), self.buffer.counts.dropped_overflow
+        came = trajectory(f"t{self.ids}", group, reward, self.version)
+        assert self.buffer.add(came, 0 if group == ENDLESS else size)
+        gone = 0
+        while sum(map(len, left.values())) == CAPACITY:
+            oldest = next((name for name in left if name != group), group)
+            ids = left.pop(oldest)
+            gone += 1 if oldest == ENDLESS else len(ids)
+            if oldest == ENDLESS and len(ids) > 1:
+                left[oldest] = ids[1:]  # the others have their turn before it loses another one
+        left.setdefault(group, []).append(came.id)
+        if group not in (now := self.groups()):
+            del left[group]  # it is complete and does not vary
+        assert list(now.items()) == list(left.items())
+        assert self.buffer.counts.dropped_overflow == overflow + gone
 
     @rule(group=st.sampled_from("de"), rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4))
     def arrive_at_once(self, group: str, rewards: list[float]) -> None:
@@ -64,9 +91,19 @@ class BufferMachine(RuleBasedStateMachine):
         assert self.buffer.held == before
         assert self.buffer.counts.dropped_duplicate == counted + len(again)
 
-    @rule(group=st.sampled_from("abc"))
+    @rule(group=st.sampled_from(["a", "b", "c", ENDLESS]))
     def lose(self, group: str) -> None:
         self.buffer.shrink(group)
+
+    @rule(index=st.integers(0, CAPACITY - 1))
+    def forget(self, index: int) -> None:
+        """Its siblings stay, unless they are all and do not vary."""
+        held = [t for t, _ in self.buffer.held][index:][:1]
+        self.buffer.remove([t.id for t in held])
+        for t in held:
+            assert t.id not in self.groups().get(t.group, [])
+        self.forgotten += len(held)
+        self.gone |= {t.id for t in held}
 
     @rule()
     def publish(self) -> None:
@@ -75,7 +112,15 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 12))
     def take(self, count: int) -> None:
         usable = self.buffer.usable
+        waited = self.groups()
         taken = self.buffer.take(count, self.version, MAX_STALENESS)
+        for g in taken.groups:
+            ids = [t.id for t in g]
+            assert ids == [id for id in waited[g[0].group] if id not in taken.stale][: len(ids)], "the oldest first"
+            if g[0].group != ENDLESS:
+                assert g[0].group not in self.groups(), "whole"
+            elif len(ids) > count:
+                assert len({t.reward for t in g[:-1]}) == 1, "no more than it takes until they vary"
         got = [t for g in taken.groups for t in g]
         assert not {t.id for t in got} & (self.taken | self.gone), "twice"
         assert all(staleness(t.versions, self.version) <= MAX_STALENESS for t in got)
@@ -111,13 +156,16 @@ class BufferMachine(RuleBasedStateMachine):
             g for n, g in groups.items() if len({t.reward for t in g}) > 1 and (not sizes[n] or len(g) >= sizes[n])
         ]
         assert self.buffer.usable == sum(map(len, ready))
+        endless = groups.get(ENDLESS, [])
+        assert self.buffer.alike == (len(endless) if len({t.reward for t in endless}) == 1 else 0)
         assert not any(len(g) >= sizes[n] > 0 and g not in ready for n, g in groups.items()), "it will never vary"
 
     @invariant()
     def every_one_is_counted(self) -> None:
         counts = self.buffer.counts
         skipped = counts.collected - counts.taken - counts.dropped_stale - counts.dropped_overflow - len(self.buffer)
-        assert counts.taken == len(self.taken) and counts.dropped_stale == len(self.gone)
+        skipped -= self.forgotten
+        assert counts.taken == len(self.taken) and counts.dropped_stale == len(self.gone) - self.forgotten
         assert counts.skipped_groups <= skipped <= CAPACITY * counts.skipped_groups
 
 
