@@ -314,6 +314,7 @@ async def settle(server: Server, turns: int = 4000) -> None:
     """Let the server do what is due; at most so many turns, as the loop tries again for ever while a drive is full."""
     learner = server.learning.learner
     for _ in range(turns):
+        await asyncio.sleep(0)  # what was woken by a request that failed at once has its turn
         waits = learner._loop.task is None or not learner._loop.running or learner._loop._wake._waiters
         if server.engine.state != "ready" or (waits and not (learner._work or server.learning._tasks)):
             return
