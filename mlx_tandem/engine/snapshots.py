@@ -37,7 +37,7 @@ class Snapshots:
             len(cache.whole(self._keys.chain(s), s.tokens, last)) for cache in self._caches if cache.group.keeps_all
         ]
         powers = {1 << n for n in range(last.bit_length()) if (1 << n) * self._size >= SNAPSHOT_TOKENS}
-        return {*powers, *shared, s.published, (s.prompt_length - 1) // self._size} - {0}
+        return {*powers, *shared, s.scheduled // self._size, (s.prompt_length - 1) // self._size} - {0}
 
     def thin(self, s: Sequence) -> None:
         """Give back the states of `s` that no later position needs and that are not worth a snapshot.

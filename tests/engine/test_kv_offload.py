@@ -12,11 +12,13 @@ from mlx_tandem.engine import prefix_leaders, run_queue
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.block_writes import BlockWrites
 from mlx_tandem.engine.kv_offload import reads
-from mlx_tandem.engine.kv_offload.reads import KVReads
+from mlx_tandem.engine.kv_offload.forms import RecordForm
+from mlx_tandem.engine.kv_offload.reads import KVReads, Prefix
 from mlx_tandem.engine.kv_offload.saves import KVSaves
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.hashing import Chain
+from mlx_tandem.kv.prefix import Match
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.drive import LateDrive, Store
 from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, make_engine, play, some_workload_fails
@@ -106,13 +108,15 @@ def _keep_what_was_read(patch: pytest.MonkeyPatch) -> None:
     """A sequence that goes on under another version has what was read for the one before."""
     patch.setattr(BlockManager, "forget", lambda self, s: None)
 
-    def take(self: KVReads, sequence: int, chain: Chain, known: int) -> list[memoryview]:
-        fetch = self._fetches.get(sequence)
-        self.forget(sequence)
-        done = fetch is not None and fetch.payloads is not None and fetch.first <= known
-        return fetch.payloads[known - fetch.first :] if done and fetch and fetch.payloads else []
+    original = KVReads.coming
 
-    patch.setattr(KVReads, "take", take)
+    def coming(self: KVReads, sequence: int, chain: Chain, tokens: list[int], match: Match) -> Prefix:
+        fetch = self._fetches.get(sequence)
+        if fetch is not None:
+            fetch.key = chain.key(fetch.end - 1, tokens, 4)
+        return original(self, sequence, chain, tokens, match)
+
+    patch.setattr(KVReads, "coming", coming)
 
 
 def _publish_before_loaded(patch: pytest.MonkeyPatch) -> None:
@@ -121,8 +125,9 @@ def _publish_before_loaded(patch: pytest.MonkeyPatch) -> None:
 
     def begin(self: BlockManager, s: Sequence) -> None:
         original(self, s)
-        if self._loads:
-            self._caches[0].publish(self._chain(s), s.tokens[: s.scheduled], s.table, s.published)
+        if self.writes.has_loads:
+            for cache, table in zip(self._caches, s.tables, strict=True):
+                cache.publish(self._keys.chain(s), s.tokens[: s.scheduled], table, s.published)
 
     patch.setattr(BlockManager, "begin", begin)
 
@@ -137,9 +142,9 @@ def _load_for_nobody(patch: pytest.MonkeyPatch) -> None:
     original = BlockManager.leave
 
     def leave(self: BlockManager, s: Sequence) -> None:
-        loads = dict(self._loads)
+        loads = dict(self.writes._loads)
         original(self, s)
-        self._loads = loads
+        self.writes._loads = loads
 
     patch.setattr(BlockManager, "leave", leave)
 
@@ -148,15 +153,45 @@ def _load_one_further(patch: pytest.MonkeyPatch) -> None:
     """Where the pool has got more of a prompt meanwhile, what was read goes behind it as it is."""
     original = KVReads.take
 
-    def take(self: KVReads, sequence: int, chain: Chain, known: int) -> list[memoryview]:
+    def take(self: KVReads, sequence: int, chain: Chain, tokens: list[int], match: Match) -> Prefix:
         fetch = self._fetches.get(sequence)
-        return (
-            original(self, sequence, chain, fetch.first)
-            if fetch and fetch.first < known
-            else original(self, sequence, chain, known)
-        )
+        if fetch and fetch.payloads and fetch.first < match.whole:
+            fetch.payloads = fetch.payloads[: fetch.end - match.whole]
+            fetch.first = match.whole
+        return original(self, sequence, chain, tokens, match)
 
     patch.setattr(KVReads, "take", take)
+
+
+def _load_the_state_before(patch: pytest.MonkeyPatch) -> None:
+    """The state that is read is that at the end of the block before."""
+    original = KVReads._fetch
+
+    def fetch(self: KVReads, chain: Chain, tokens: list[int], first: int, end: int, *, with_state: bool) -> Any:
+        found = original(self, chain, tokens, first, end, with_state=with_state)
+        if with_state and end > 1:
+            found.records[-1] = original(self, chain, tokens, end - 1, end - 1, with_state=True).records[-1]
+        return found
+
+    patch.setattr(KVReads, "_fetch", fetch)
+
+
+def _go_on_without_its_state(patch: pytest.MonkeyPatch) -> None:
+    """A prefix whose state did not come is used all the same."""
+    original = KVReads.poll
+
+    def poll(self: KVReads) -> None:
+        original(self)
+        for fetch in self._fetches.values():
+            if fetch.payloads is not None and fetch.with_state and len(fetch.payloads) == len(fetch.records) - 1:
+                fetch.payloads = [*fetch.payloads, memoryview(bytes(8))]
+
+    patch.setattr(KVReads, "poll", poll)
+
+
+def _one_key_for_both(patch: pytest.MonkeyPatch) -> None:
+    """The record of a state has the key of the block that it follows."""
+    patch.setattr(RecordForm, "key", lambda self, key: key)
 
 
 def _save_a_step_late(patch: pytest.MonkeyPatch) -> None:
@@ -208,6 +243,9 @@ PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "rows run before their blocks are loaded": _run_before_loaded,
     "blocks are loaded for whoever has left": _load_for_nobody,
     "blocks are loaded in the wrong place": _load_one_further,
+    "another state is loaded": _load_the_state_before,
+    "a state that did not come is missing": _go_on_without_its_state,
+    "a state and its block have one key": _one_key_for_both,
     "blocks are saved after they were overwritten": _save_a_step_late,
     "blocks are saved under another's id": _save_under_the_next_id,
     "what a failed step would have saved is saved": _save_the_lost,
@@ -291,7 +329,8 @@ def test_the_blocks_of_one_prompt_are_loaded_in_several_plans() -> None:
     """A stream beside it gets its tokens meanwhile."""
     engine, _ = server(filled(), depth=0)
     assert engine.scheduler.offload is not None
-    engine.scheduler.offload.link.step_blocks = 2
+    link = engine.scheduler.offload.link
+    link.step_bytes = 2 * link.blocks.nbytes
     loop = engine.loop
     loop.add(Request(1, (9,), SamplingParams(max_tokens=30, seed=1)))
     loop.step()
