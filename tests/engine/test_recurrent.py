@@ -155,6 +155,17 @@ def test_a_conversation_that_grows_finds_what_was_said(tmp_path: Path) -> None:
     assert_agrees(loop, Oracle.load(folder), "a conversation")
 
 
+def test_a_conversation_finds_its_last_message_though_its_answer_began_otherwise(tmp_path: Path) -> None:
+    """As with templates that begin an answer with tokens that later turns do not have."""
+    folder = tiny_models.make(tmp_path / "model", "lfm2")
+    loop, end = make_engine(folder).loop(chunks=9), 2
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, stop_token_ids=(end,), min_tokens=4)
+    said = (*PROMPTS[3], end)
+    prompts = [(*said, *PROMPTS[1][:12]), (*said, *PROMPTS[1][12:24], end, *PROMPTS[1])]
+    assert cached(loop, *(Request(i, prompt, params) for i, prompt in enumerate(prompts))) == [0, len(said) // 8 * 8]
+    assert_agrees(loop, Oracle.load(folder), "another beginning of the answer")
+
+
 def test_a_prompt_that_others_wait_for_leaves_a_state_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_leaders, "WORTH_WAITING", 8)
     folder = tiny_models.make(tmp_path / "model", "qwen3_next")
