@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -17,10 +18,12 @@ from mlx_tandem.engine.kv_offload.reads import KVReads, Prefix
 from mlx_tandem.engine.kv_offload.saves import KVSaves
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.kv.hashing import Chain
-from mlx_tandem.kv.prefix import Match
+from mlx_tandem.kv.disk.records import BlockId
+from mlx_tandem.kv.hashing import ROOT, Chain
+from mlx_tandem.kv.prefix import Match, PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.drive import LateDrive, Store
+from tests.engine.reference import STATE
 from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, make_engine, play, some_workload_fails
 
 PATIENCE = 2
@@ -382,3 +385,85 @@ def test_blocks_that_the_drive_did_not_take_are_saved_when_they_are_given_out() 
     serve(engine, ask(1, tuple(12 - t for t in PROMPT)), ask(2))
     assert engine.loop.cached[2] == 4 * WHOLE
     assert engine.runner.loads > 0
+
+
+# --- states ------------------------------------------------------------------------------------------------------
+
+
+HYBRID = (None, STATE)
+LONGER = (*PROMPT, *PROMPT[:9])
+
+
+def hybrid(store: Store, **options: Any) -> tuple[Engine, LateDrive]:
+    drive = LateDrive(Random(1), store, most=50)
+    return make_engine(num_blocks=100, windows=HYBRID, state_blocks=30, drive=drive, **options), drive
+
+
+def serve_hybrid(engine: Engine, *requests: Request) -> list[int]:
+    """How many tokens each of these finds, one after the other."""
+    for request in requests:
+        engine.loop.add(request)
+        engine.loop.run()
+    engine.loop.assert_idle()
+    assert_exact(engine.loop, windows=HYBRID)
+    return [engine.loop.cached[request.id] for request in requests]
+
+
+def states_of(engine: Engine) -> PrefixCache:
+    return engine.scheduler._blocks._caches[1]
+
+
+def test_only_the_state_is_read_where_memory_has_the_blocks() -> None:
+    engine, drive = hybrid(Store(), write_through=True)
+    serve_hybrid(engine, ask(0))
+    states = states_of(engine)
+    states.drop([entry.block for entry in states.entries()])
+    assert serve_hybrid(engine, ask(1)) == [4 * WHOLE]
+    assert drive.read_blocks == 1
+
+
+def test_only_blocks_are_read_where_memory_has_the_state() -> None:
+    engine, drive = hybrid(Store(), write_through=True)
+    serve_hybrid(engine, ask(0))
+    blocks = engine.scheduler._blocks._caches[0]
+    blocks.drop([entry.block for entry in blocks.entries() if entry.parent != ROOT])
+    assert serve_hybrid(engine, ask(1)) == [4 * WHOLE]
+    assert drive.read_blocks == WHOLE - 1
+
+
+def test_a_damaged_state_is_left_for_the_one_before_it() -> None:
+    """The blocks up to there are read again."""
+    store = Store()
+    engine, _ = hybrid(store, write_through=True)
+    assert serve_hybrid(engine, ask(0), ask(1, LONGER)) == [0, 4 * WHOLE]
+    end = (len(LONGER) - 1) // 4
+    damaged = sha256(b"state" + states_of(engine).chain("").key(end - 1, LONGER, 4)).digest()
+    engine, drive = hybrid(store)
+    find = drive._find
+
+    def damaging(blocks: list[BlockId]) -> list[memoryview]:
+        if blocks[-1].key == damaged:
+            del store.blocks[damaged]
+        return find(blocks)
+
+    drive._find = damaging  # type: ignore[method-assign]
+    assert serve_hybrid(engine, ask(2, LONGER)) == [4 * WHOLE]
+    assert damaged not in store.blocks
+    assert drive.read_blocks == end + WHOLE + 1
+
+
+def test_the_end_of_a_server_saves_each_state_behind_its_blocks() -> None:
+    """The newest first, and no block that leads to no state."""
+    store = Store()
+    engine, drive = hybrid(store)
+    other = tuple(12 - t for t in PROMPT)
+    serve_hybrid(engine, ask(0), ask(1, other))
+    offload = engine.scheduler.offload
+    assert offload is not None and not store.blocks
+    offload.saves.save_all()
+    wanted = [form is offload.link.states for form, _ in offload.saves._wanted.values()]
+    assert wanted.count(True) == len(states_of(engine).entries())
+    engine.loop.run()
+    engine, drive = hybrid(store)
+    assert serve_hybrid(engine, ask(2), ask(3, other)) == [4 * WHOLE] * 2
+    assert drive.read_blocks == 2 * (WHOLE + 1)
