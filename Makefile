@@ -73,6 +73,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/adapters.py --shape 4m --json-out $(RESULTS)/adapters-4m.json
 	$(BIN)/python benchmarks/long_prompt.py --json-out $(RESULTS)/long_prompt.json
 	$(BIN)/python benchmarks/prefix.py --json-out $(RESULTS)/prefix.json
+	$(BIN)/python benchmarks/hybrids.py --json-out $(RESULTS)/hybrids.json
 	$(BIN)/python benchmarks/registry.py --json-out $(RESULTS)/registry.json
 	$(BIN)/python benchmarks/hot_swap.py --json-out $(RESULTS)/hot_swap.json
 	$(BIN)/python benchmarks/overload.py --json-out $(RESULTS)/overload.json

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -269,7 +270,9 @@ def _open_blocks(
 ) -> tuple[BlockManager, Opening | None]:
     """Return the manager of the groups' blocks with their caches, and the KV offload while it is being opened."""
     from mlx_tandem.engine.block_manager import BlockManager
+    from mlx_tandem.engine.budget import size_text
     from mlx_tandem.engine.kv_offload.offload import STEP_BYTES, KVOffload
+    from mlx_tandem.kv.disk.cache import MOST_RECORD_BYTES
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.prefix import PrefixCache
     from mlx_tandem.model import device
@@ -278,6 +281,9 @@ def _open_blocks(
     # not need it, since there is one model. On the drive each model has an index of its own, and blocks name it (see
     # KVOffload).
     heads = "a head's keys" if config.speculation.method == "mtp" else ""
+    positions = [group for group in groups if not group.snapshots]
+    # What a state consists of is decided by mlx-lm's code of the family.
+    states = f"states of mlx-lm {version('mlx-lm')}" if len(positions) < len(groups) else ""
     namespace = Namespace(
         weights="",
         tokenizer="",
@@ -285,15 +291,14 @@ def _open_blocks(
         block_size=info.block_size,
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
-        # A record on the drive holds a block of each group, and the keys of a head where one is used.
-        layout=", ".join(filter(None, ("windows apart" if len(groups) > 1 else "", heads))),
+        # A record on the drive holds a block of each group with positions, and the keys of a head where one is used.
+        layout=", ".join(filter(None, ("windows apart" if len(positions) > 1 else "", heads, states))),
     )
     caches = [PrefixCache(group, namespace) for group in groups] if config.cache.prefix_caching else []
-    if config.disk.on and any(group.snapshots for group in groups):
-        log.warning("nothing is kept on the drive: states of recurrent layers are kept in memory only")
-        opening = None
-    else:
-        opening = _open_offload(config, namespace, wake) if caches else None
+    state_bytes = sum(group.block_bytes for group in groups if group.snapshots)
+    if config.disk.on and state_bytes > MOST_RECORD_BYTES:
+        log.warning("nothing is kept on the drive: a state of this model has %s", size_text(state_bytes))
+    opening = _open_offload(config, namespace, wake) if caches and state_bytes <= MOST_RECORD_BYTES else None
     offload = None
     if opening is not None:
         offload = KVOffload(

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from mlx_tandem.engine.block_writes import BlockWrites
 from mlx_tandem.engine.draft_blocks import DraftBlocks
 from mlx_tandem.engine.kv_offload.offload import KVOffload
+from mlx_tandem.engine.kv_offload.reads import Prefix
 from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.engine.prefix_keys import PrefixKeys
 from mlx_tandem.engine.prefix_leaders import PrefixLeaders
@@ -72,9 +73,12 @@ class BlockManager:
 
         The running sequences need another block soon, so a sequence that took the last blocks would only be preempted.
         """
-        coming = 0 if self.offload is None else self.offload.reads.coming(s.id, self._keys.chain(s), match.whole)
-        for group, blocks in zip(self.groups, match.tables, strict=True):
-            begin, end = self._own(group, s, match, coming)
+        offload = self.offload
+        prefix = Prefix(match.tables, match.whole)
+        if offload is not None:
+            prefix = offload.reads.coming(s.id, self._keys.chain(s), s.tokens, match)
+        for group, blocks in zip(self.groups, prefix.tables, strict=True):
+            begin, end = self._own(group, s, len(blocks), prefix.whole)
             idle = sum(1 for b in blocks if b != SCRATCH and not group.pool.count[b])
             if max(end - begin, 1) + idle + running > group.pool.free_blocks:
                 return group
@@ -94,7 +98,7 @@ class BlockManager:
         """Return whether a waiting sequence should wait for the drive, and begin to read what the drive has of it."""
         if self.offload is None or s.reads_whole_prompt:
             return False
-        return self.offload.reads.awaits(s.id, self._keys.chain(s), s.tokens, match.whole)
+        return self.offload.reads.awaits(s.id, self._keys.chain(s), s.tokens, match)
 
     def forget(self, s: Sequence) -> None:
         """Drop what is being read from the drive for a sequence that does not wait any more."""
@@ -108,14 +112,16 @@ class BlockManager:
         ones. Call it only when no group is `short` or nobody runs.
         """
         match = self.match(s)
-        payloads = [] if self.offload is None else self.offload.reads.take(s.id, self._keys.chain(s), match.whole)
-        extra = 0 if payloads else match.extra
+        prefix = Prefix(match.tables, match.whole)
+        if self.offload is not None:
+            prefix = self.offload.reads.take(s.id, self._keys.chain(s), s.tokens, match)
+        extra = match.extra if prefix.whole == match.whole else 0
         tables = []
-        for group, blocks, source in zip(self.groups, match.tables, match.sources, strict=True):
+        for group, found, source in zip(self.groups, prefix.tables, match.sources, strict=True):
             pool = group.pool
-            begin, end = self._own(group, s, match, len(payloads))
-            seen = group.first_needed((match.whole + len(payloads)) * self._size)
-            blocks = [b if i >= seen else SCRATCH for i, b in enumerate(blocks)]
+            begin, end = self._own(group, s, len(found), prefix.whole)
+            seen = group.first_needed(prefix.whole * self._size)
+            blocks = [b if i >= seen else SCRATCH for i, b in enumerate(found)]
             pool.share(b for b in blocks if b != SCRATCH)
             if extra:
                 pool.share((source,))  # otherwise the allocation below might take it
@@ -125,18 +131,16 @@ class BlockManager:
             if own is None:  # the allocation needs the source block itself
                 extra, own = 0, pool.allocate(end - begin)
             assert own is not None, "an empty engine has room for every request that was queued"
-            tables.append((*blocks, *[SCRATCH] * (begin - match.whole), *own))
+            tables.append((*blocks, *[SCRATCH] * (begin - len(blocks)), *own))
         s.tables = tuple(tables)
         for table, source in zip(s.tables, match.sources, strict=True) if extra else ():
             self.writes.copy(source, table[match.whole])
-        for i, payload in enumerate(payloads, match.whole):
-            assert self.offload is not None
-            for table, part in zip(s.tables, self.offload.parts(payload), strict=True):
-                if table[i] != SCRATCH:
-                    self.writes.load(table[i], part)
+        for i, block, content in prefix.loads:
+            if s.tables[i][block] != SCRATCH:
+                self.writes.load(s.tables[i][block], content)
         s.room = room_of(self.groups, s.tables)
         s.published = match.whole
-        s.scheduled = (s.published + len(payloads)) * self._size + extra
+        s.scheduled = prefix.whole * self._size + extra
         s.boundaries = self.snapshots.boundaries(s)
         self.leaders.announce(s)
 
@@ -253,7 +257,7 @@ class BlockManager:
 
     def take_loads(self) -> tuple[tuple[int, Bytes], ...]:
         """Return the loads (block, its bytes) for the plan that is being made."""
-        return () if self.offload is None else self.writes.take_loads(self.offload.link.step_blocks)
+        return () if self.offload is None else self.writes.take_loads(self.offload.link.step_bytes)
 
     def take_saves(self) -> tuple[int, ...]:
         """Return the blocks whose bytes the plan that is being made should return."""
@@ -284,9 +288,9 @@ class BlockManager:
         self.writes.check()
         self.leaders.check(sequences)
 
-    def _own(self, group: CacheGroup, s: Sequence, match: Match, coming: int) -> tuple[int, int]:
-        """Return the range of new blocks that `s` gets when it begins; `coming` of them are
-        loaded from the drive.
+    def _own(self, group: CacheGroup, s: Sequence, found: int, whole: int) -> tuple[int, int]:
+        """Return the range of new blocks that `s` gets when it begins with `whole` computed blocks, of which the first
+        `found` are in the pool.
         """
-        known = (match.whole + coming) * self._size
-        return max(match.whole, group.first_needed(known)), group.end_at_begin(known, len(s.tokens))
+        known = whole * self._size
+        return max(found, group.first_needed(known)), group.end_at_begin(known, len(s.tokens))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 
 from mlx_tandem.engine.plan import Bytes, Tables
 from mlx_tandem.kv.groups import CacheGroup
@@ -69,11 +68,17 @@ class BlockWrites:
         return copies
 
     def take_loads(self, most: int) -> tuple[tuple[int, Bytes], ...]:
-        """Return at most so many loads (block, its bytes) for the plan that is being made."""
-        loads = tuple(islice(self._loads.items(), most))
+        """Return loads (block, its bytes) of at most `most` bytes, or one, for the plan that is being made."""
+        loads: list[tuple[int, Bytes]] = []
+        size = 0
+        for block, content in self._loads.items():
+            size += len(content)
+            if loads and size > most:
+                break
+            loads.append((block, content))
         for block, _ in loads:
             del self._loads[block]
-        return loads
+        return tuple(loads)
 
     def is_loading(self, tables: Tables) -> bool:
         """Return whether any block in these tables has contents that no plan has loaded yet."""

@@ -182,10 +182,9 @@ class PrefixCache:
         """Return what a block holds; None when it cannot be found."""
         return self._by_block.get(block)
 
-    def holder(self, key: bytes) -> int | None:
-        """Return the block that holds the content with this key; None when there is none."""
-        entry = self._by_key.get(key)
-        return None if entry is None else entry.block
+    def found(self, key: bytes | None) -> Entry | None:
+        """Return the entry of the full block with this key; None when none can be found."""
+        return None if key is None else self._by_key.get(key)
 
     def entries(self) -> list[Entry]:
         """Return the entries of all whole blocks that can be found."""

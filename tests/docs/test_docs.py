@@ -62,6 +62,9 @@ SHORT = {
         *("--shape", "0.13m", "--lengths", "200", "--group-tokens", "100", "--turns", "2", "--repeats", "1"),
         *("--blocks", "256"),
     ],
+    "benchmarks/hybrids.py": [
+        *("--prompt-tokens", "80", "--turns", "2", "--streams", "2", "--max-tokens", "20", "--repeats", "1"),
+    ],
     "benchmarks/make_model.py": [],
     "benchmarks/http_share.py": [
         *("--shape", "0.13m", "--streams", "2", "--num-requests", "4", "--prompt-tokens", "8", "--max-tokens", "4"),

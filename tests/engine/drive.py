@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from random import Random
 
 from mlx_tandem.kv.disk.cache import Read
@@ -18,6 +19,8 @@ class Store:
     """What is on the drive; more than one server may have it, one after the other."""
 
     blocks: dict[bytes, tuple[BlockId, bytes]] = field(default_factory=dict)
+    states: dict[bytes, list[int]] = field(default_factory=dict)
+    """What every state that was ever written is, by its key."""
 
 
 class LateDrive:
@@ -32,7 +35,7 @@ class LateDrive:
         self._fits = fits
         self._reads: dict[int, tuple[int, list[BlockId]]] = {}
         self._last = 0
-        self.tables = 1  # groups with a cell for each token; they come before others
+        self.tables = 1  # groups with a cell for each token
         self.read_blocks = 0
 
     def room(self, size: int) -> int:
@@ -42,9 +45,15 @@ class LateDrive:
         return next((i for i, key in enumerate(keys) if key not in self._store.blocks), len(keys))
 
     def put(self, block: BlockId, payload: Payload) -> bool:
-        """What a block holds is what its id says: these tokens, all computed under one adapter."""
+        """What a block holds is what its id says: these tokens, all computed under one adapter. A state is a number
+        that depends on all tokens before it.
+        """
         cells = cells_of(payload)
-        cells = cells[: self.tables * len(block.tokens)]
+        if block.key == sha256(b"state" + block.parent).digest():
+            assert self._store.states.setdefault(block.key, cells) == cells, "another state than the id says"
+            cells = []
+        else:
+            assert len(cells) == self.tables * len(block.tokens), "a block of each group with tokens"
         assert tuple(c & 0xFFFFF for c in cells) == block.tokens * (len(cells) // len(block.tokens)), (
             "other tokens are saved than the id says"
         )

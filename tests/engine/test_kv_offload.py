@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -12,13 +13,17 @@ from mlx_tandem.engine import prefix_leaders, run_queue
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.block_writes import BlockWrites
 from mlx_tandem.engine.kv_offload import reads
-from mlx_tandem.engine.kv_offload.reads import KVReads
+from mlx_tandem.engine.kv_offload.forms import RecordForm
+from mlx_tandem.engine.kv_offload.reads import KVReads, Prefix
 from mlx_tandem.engine.kv_offload.saves import KVSaves
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.kv.hashing import Chain
+from mlx_tandem.kv.disk.records import BlockId
+from mlx_tandem.kv.hashing import ROOT, Chain
+from mlx_tandem.kv.prefix import Match, PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.drive import LateDrive, Store
+from tests.engine.reference import STATE
 from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, make_engine, play, some_workload_fails
 
 PATIENCE = 2
@@ -106,13 +111,15 @@ def _keep_what_was_read(patch: pytest.MonkeyPatch) -> None:
     """A sequence that goes on under another version has what was read for the one before."""
     patch.setattr(BlockManager, "forget", lambda self, s: None)
 
-    def take(self: KVReads, sequence: int, chain: Chain, known: int) -> list[memoryview]:
-        fetch = self._fetches.get(sequence)
-        self.forget(sequence)
-        done = fetch is not None and fetch.payloads is not None and fetch.first <= known
-        return fetch.payloads[known - fetch.first :] if done and fetch and fetch.payloads else []
+    original = KVReads.coming
 
-    patch.setattr(KVReads, "take", take)
+    def coming(self: KVReads, sequence: int, chain: Chain, tokens: list[int], match: Match) -> Prefix:
+        fetch = self._fetches.get(sequence)
+        if fetch is not None:
+            fetch.key = chain.key(fetch.end - 1, tokens, 4)
+        return original(self, sequence, chain, tokens, match)
+
+    patch.setattr(KVReads, "coming", coming)
 
 
 def _publish_before_loaded(patch: pytest.MonkeyPatch) -> None:
@@ -121,8 +128,9 @@ def _publish_before_loaded(patch: pytest.MonkeyPatch) -> None:
 
     def begin(self: BlockManager, s: Sequence) -> None:
         original(self, s)
-        if self._loads:
-            self._caches[0].publish(self._chain(s), s.tokens[: s.scheduled], s.table, s.published)
+        if self.writes.has_loads:
+            for cache, table in zip(self._caches, s.tables, strict=True):
+                cache.publish(self._keys.chain(s), s.tokens[: s.scheduled], table, s.published)
 
     patch.setattr(BlockManager, "begin", begin)
 
@@ -137,9 +145,9 @@ def _load_for_nobody(patch: pytest.MonkeyPatch) -> None:
     original = BlockManager.leave
 
     def leave(self: BlockManager, s: Sequence) -> None:
-        loads = dict(self._loads)
+        loads = dict(self.writes._loads)
         original(self, s)
-        self._loads = loads
+        self.writes._loads = loads
 
     patch.setattr(BlockManager, "leave", leave)
 
@@ -148,15 +156,45 @@ def _load_one_further(patch: pytest.MonkeyPatch) -> None:
     """Where the pool has got more of a prompt meanwhile, what was read goes behind it as it is."""
     original = KVReads.take
 
-    def take(self: KVReads, sequence: int, chain: Chain, known: int) -> list[memoryview]:
+    def take(self: KVReads, sequence: int, chain: Chain, tokens: list[int], match: Match) -> Prefix:
         fetch = self._fetches.get(sequence)
-        return (
-            original(self, sequence, chain, fetch.first)
-            if fetch and fetch.first < known
-            else original(self, sequence, chain, known)
-        )
+        if fetch and fetch.payloads and fetch.first < match.whole:
+            fetch.payloads = fetch.payloads[: fetch.end - match.whole]
+            fetch.first = match.whole
+        return original(self, sequence, chain, tokens, match)
 
     patch.setattr(KVReads, "take", take)
+
+
+def _load_the_state_before(patch: pytest.MonkeyPatch) -> None:
+    """The state that is read is that at the end of the block before."""
+    original = KVReads._fetch
+
+    def fetch(self: KVReads, chain: Chain, tokens: list[int], first: int, end: int, *, with_state: bool) -> Any:
+        found = original(self, chain, tokens, first, end, with_state=with_state)
+        if with_state and end > 1:
+            found.records[-1] = original(self, chain, tokens, end - 1, end - 1, with_state=True).records[-1]
+        return found
+
+    patch.setattr(KVReads, "_fetch", fetch)
+
+
+def _go_on_without_its_state(patch: pytest.MonkeyPatch) -> None:
+    """A prefix whose state did not come is used all the same."""
+    original = KVReads.poll
+
+    def poll(self: KVReads) -> None:
+        original(self)
+        for fetch in self._fetches.values():
+            if fetch.payloads is not None and fetch.with_state and len(fetch.payloads) == len(fetch.records) - 1:
+                fetch.payloads = [*fetch.payloads, memoryview(bytes(8))]
+
+    patch.setattr(KVReads, "poll", poll)
+
+
+def _one_key_for_both(patch: pytest.MonkeyPatch) -> None:
+    """The record of a state has the key of the block that it follows."""
+    patch.setattr(RecordForm, "key", lambda self, key: key)
 
 
 def _save_a_step_late(patch: pytest.MonkeyPatch) -> None:
@@ -208,6 +246,9 @@ PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "rows run before their blocks are loaded": _run_before_loaded,
     "blocks are loaded for whoever has left": _load_for_nobody,
     "blocks are loaded in the wrong place": _load_one_further,
+    "another state is loaded": _load_the_state_before,
+    "a state that did not come is missing": _go_on_without_its_state,
+    "a state and its block have one key": _one_key_for_both,
     "blocks are saved after they were overwritten": _save_a_step_late,
     "blocks are saved under another's id": _save_under_the_next_id,
     "what a failed step would have saved is saved": _save_the_lost,
@@ -291,7 +332,8 @@ def test_the_blocks_of_one_prompt_are_loaded_in_several_plans() -> None:
     """A stream beside it gets its tokens meanwhile."""
     engine, _ = server(filled(), depth=0)
     assert engine.scheduler.offload is not None
-    engine.scheduler.offload.link.step_blocks = 2
+    link = engine.scheduler.offload.link
+    link.step_bytes = 2 * link.blocks.nbytes
     loop = engine.loop
     loop.add(Request(1, (9,), SamplingParams(max_tokens=30, seed=1)))
     loop.step()
@@ -343,3 +385,85 @@ def test_blocks_that_the_drive_did_not_take_are_saved_when_they_are_given_out() 
     serve(engine, ask(1, tuple(12 - t for t in PROMPT)), ask(2))
     assert engine.loop.cached[2] == 4 * WHOLE
     assert engine.runner.loads > 0
+
+
+# --- states ------------------------------------------------------------------------------------------------------
+
+
+HYBRID = (None, STATE)
+LONGER = (*PROMPT, *PROMPT[:9])
+
+
+def hybrid(store: Store, **options: Any) -> tuple[Engine, LateDrive]:
+    drive = LateDrive(Random(1), store, most=50)
+    return make_engine(num_blocks=100, windows=HYBRID, state_blocks=30, drive=drive, **options), drive
+
+
+def serve_hybrid(engine: Engine, *requests: Request) -> list[int]:
+    """How many tokens each of these finds, one after the other."""
+    for request in requests:
+        engine.loop.add(request)
+        engine.loop.run()
+    engine.loop.assert_idle()
+    assert_exact(engine.loop, windows=HYBRID)
+    return [engine.loop.cached[request.id] for request in requests]
+
+
+def states_of(engine: Engine) -> PrefixCache:
+    return engine.scheduler._blocks._caches[1]
+
+
+def test_only_the_state_is_read_where_memory_has_the_blocks() -> None:
+    engine, drive = hybrid(Store(), write_through=True)
+    serve_hybrid(engine, ask(0))
+    states = states_of(engine)
+    states.drop([entry.block for entry in states.entries()])
+    assert serve_hybrid(engine, ask(1)) == [4 * WHOLE]
+    assert drive.read_blocks == 1
+
+
+def test_only_blocks_are_read_where_memory_has_the_state() -> None:
+    engine, drive = hybrid(Store(), write_through=True)
+    serve_hybrid(engine, ask(0))
+    blocks = engine.scheduler._blocks._caches[0]
+    blocks.drop([entry.block for entry in blocks.entries() if entry.parent != ROOT])
+    assert serve_hybrid(engine, ask(1)) == [4 * WHOLE]
+    assert drive.read_blocks == WHOLE - 1
+
+
+def test_a_damaged_state_is_left_for_the_one_before_it() -> None:
+    """The blocks up to there are read again."""
+    store = Store()
+    engine, _ = hybrid(store, write_through=True)
+    assert serve_hybrid(engine, ask(0), ask(1, LONGER)) == [0, 4 * WHOLE]
+    end = (len(LONGER) - 1) // 4
+    damaged = sha256(b"state" + states_of(engine).chain("").key(end - 1, LONGER, 4)).digest()
+    engine, drive = hybrid(store)
+    find = drive._find
+
+    def damaging(blocks: list[BlockId]) -> list[memoryview]:
+        if blocks[-1].key == damaged:
+            del store.blocks[damaged]
+        return find(blocks)
+
+    drive._find = damaging  # type: ignore[method-assign]
+    assert serve_hybrid(engine, ask(2, LONGER)) == [4 * WHOLE]
+    assert damaged not in store.blocks
+    assert drive.read_blocks == end + WHOLE + 1
+
+
+def test_the_end_of_a_server_saves_each_state_behind_its_blocks() -> None:
+    """The newest first, and no block that leads to no state."""
+    store = Store()
+    engine, drive = hybrid(store)
+    other = tuple(12 - t for t in PROMPT)
+    serve_hybrid(engine, ask(0), ask(1, other))
+    offload = engine.scheduler.offload
+    assert offload is not None and not store.blocks
+    offload.saves.save_all()
+    wanted = [form is offload.link.states for form, _ in offload.saves._wanted.values()]
+    assert wanted.count(True) == len(states_of(engine).entries())
+    engine.loop.run()
+    engine, drive = hybrid(store)
+    assert serve_hybrid(engine, ask(2), ask(3, other)) == [4 * WHOLE] * 2
+    assert drive.read_blocks == 2 * (WHOLE + 1)

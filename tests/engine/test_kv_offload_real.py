@@ -73,7 +73,8 @@ def test_a_hit_on_the_drive_is_a_hit_in_memory(
         assert second.settle()
         again = engine.loop(drive=second)
         assert again.scheduler.offload is not None
-        again.scheduler.offload.link.step_blocks = step_blocks
+        link = again.scheduler.offload.link
+        link.step_bytes = step_blocks * link.blocks.nbytes
         ask(again, 1, second)
         assert again.cached[1] == loop.cached[1] == 40
         assert again.scheduler.offload.reads.hit_tokens >= 40

@@ -6,6 +6,7 @@ Tiny random models in float32, against mlx-lm's own forward over its own cache, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 
 from mlx_tandem.adapters import formats
-from mlx_tandem.config import EngineConfig, ModelConfig, SpeculationConfig
+from mlx_tandem.config import DiskCacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from mlx_tandem.engine import prefix_leaders
+from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
+from mlx_tandem.kv.disk.cache import DiskCache
 from mlx_tandem.model.build import build
 from mlx_tandem.model.overlap import decode_growth
 from mlx_tandem.model.step import compiled
@@ -62,20 +65,37 @@ def serve_with_adapter(folder: Path, family: str) -> tuple[Engine, Oracles, str]
     return engine, oracles, name
 
 
-def cached(loop: Loop, *requests: Request) -> list[int | None]:
+@contextmanager
+def drive(folder: Path) -> Iterator[DiskCache]:
+    """The drive as a server finds it that starts now."""
+    cache = DiskCache(DiskCacheConfig(dir=str(folder)), bytes(32))
+    try:
+        assert cache.settle()
+        yield cache
+        assert cache.settle()
+    finally:
+        cache.close()
+
+
+def cached(loop: Loop, *requests: Request, drive: DiskCache | None = None) -> list[int | None]:
     """How many tokens each of these requests finds, one after the other."""
     for request in requests:
         loop.add(request)
+        assert drive is None or drive.settle()
         loop.run()
     return [loop.cached[request.id] for request in requests]
 
 
 @pytest.mark.parametrize("family", tiny_models.RECURRENT)
 def test_a_family_with_states_is_served_as_mlx_lm_runs_it(
-    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    family: str,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Batched, chunked, preempted, forked, with and without an adapter, one request after the other joining; then
-    alone from a prefix that was there."""
+    alone from a prefix that was there; and from the drive, after a restart and when only states have left memory."""
+    monkeypatch.setattr(reads, "WORTH_READING", 1)
     engine, oracles, adapter = serve_with_adapter(tmp_path, family)
     crowd = [ask(1, PROMPTS[1], n=2), ask(2, PROMPTS[1], adapter)]
     crowd += [ask(i, PROMPTS[i % 4], (None, adapter)[i % 2], max_tokens=24) for i in (4, 6, 7)]
@@ -84,10 +104,20 @@ def test_a_family_with_states_is_served_as_mlx_lm_runs_it(
     assert len(set(crowded.tokens[1, 0])) > 1, "a model that repeats one token shows little"
     assert crowded.tokens[1, 0] != crowded.tokens[2, 0], "the adapter changes nothing"
     ties = assert_agrees(crowded, oracles, "all at once")
-    loop = engine.loop(chunks=9)
     again = [ask(1, PROMPTS[1]), ask(2, PROMPTS[1]), ask(4, PROMPTS[1], adapter), ask(5, PROMPTS[1], adapter)]
-    assert cached(loop, *again) == [0, 32, 0, 32]
-    ties += assert_agrees(loop, oracles, "a prefix that was there")
+    with drive(tmp_path / "kv") as first:
+        loop = engine.loop(chunks=9, drive=first)
+        assert cached(loop, *again, drive=first) == [0, 32, 0, 32]
+        ties += assert_agrees(loop, oracles, "a prefix that was there")
+    engine.built.runner.reset()
+    with drive(tmp_path / "kv") as second:
+        loop = engine.loop(chunks=9, drive=second)
+        assert cached(loop, again[0], again[2], drive=second) == [32, 32]
+        states = loop.scheduler._blocks._caches[-1]
+        states.drop([entry.block for entry in states.entries()])
+        assert cached(loop, again[1], drive=second) == [32]
+        assert loop.scheduler.offload is not None and loop.scheduler.offload.reads.hit_tokens == 3 * 32
+        ties += assert_agrees(loop, oracles, "from the drive")
     record_property("near_ties", ties)
 
 
@@ -123,6 +153,17 @@ def test_a_conversation_that_grows_finds_what_was_said(tmp_path: Path) -> None:
         assert turn == 0 or (found[-1] or 0) > before - len(PROMPTS[0]) - 2 * 8
         prompt = (*prompt, *loop.tokens[3 * turn + 1, 0], *PROMPTS[0])
     assert_agrees(loop, Oracle.load(folder), "a conversation")
+
+
+def test_a_conversation_finds_its_last_message_though_its_answer_began_otherwise(tmp_path: Path) -> None:
+    """As with templates that begin an answer with tokens that later turns do not have."""
+    folder = tiny_models.make(tmp_path / "model", "lfm2")
+    loop, end = make_engine(folder).loop(chunks=9), 2
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, stop_token_ids=(end,), min_tokens=4)
+    said = (*PROMPTS[3], end)
+    prompts = [(*said, *PROMPTS[1][:12]), (*said, *PROMPTS[1][12:24], end, *PROMPTS[1])]
+    assert cached(loop, *(Request(i, prompt, params) for i, prompt in enumerate(prompts))) == [0, len(said) // 8 * 8]
+    assert_agrees(loop, Oracle.load(folder), "another beginning of the answer")
 
 
 def test_a_prompt_that_others_wait_for_leaves_a_state_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -484,7 +484,8 @@ def play(
     apart = Random(str(rng.getstate()))  # what is drawn for learning changes nothing of the rest
     learning = Learning(apart) if apart.random() < settings.trainers else None
     if scheduler.offload is not None:
-        scheduler.offload.link.step_blocks = rng.choice((1, 2, 50))
+        link = scheduler.offload.link
+        link.step_bytes = rng.choice((1, 2, 50)) * link.blocks.nbytes
     if rng.random() < 0.8:
         scheduler.prefill.cost = OddChunks(rng, rng.choice((1, 3, 7)))
     masks = scheduler.mask_maker = Masks(eos, rng.choice((1, 2, 4))) if rng.random() < settings.masks else None

@@ -10,16 +10,19 @@ from mlx_tandem.cli.bench.stats import spread
 
 
 class Timeline:
-    """The tokens of one batch that starts now. `add` costs a clock reading and an append."""
+    """The tokens of one batch that starts now. `add` costs a clock reading and an append.
+
+    `steps` has the time of each step, in seconds of perf_counter, and the rows that got a token.
+    """
 
     def __init__(self, batch: int):
         self._batch = batch
         self._start = perf_counter()
-        self._steps: list[tuple[float, list[int]]] = []
+        self.steps: list[tuple[float, list[int]]] = []
 
     def add(self, rows: list[int]) -> None:
         """Note that a step has given one token to each of these rows."""
-        self._steps.append((perf_counter(), rows))
+        self.steps.append((perf_counter(), rows))
 
     @classmethod
     def of(cls, batch: int, steps: Iterable[list[int]]) -> Timeline:
@@ -32,12 +35,12 @@ class Timeline:
     @property
     def tokens(self) -> int:
         """The number of tokens of all rows."""
-        return sum(len(rows) for _, rows in self._steps)
+        return sum(len(rows) for _, rows in self.steps)
 
     def prefill(self, prompt_tokens: int) -> dict[str, float]:
         """Return the milliseconds until every row had its first token, and the prompt tokens per second until then."""
         waiting = set(range(self._batch))
-        for when, rows in self._steps:
+        for when, rows in self.steps:
             waiting -= set(rows)
             if not waiting:
                 took = when - self._start
@@ -56,7 +59,7 @@ class Timeline:
         begin = end = 0.0
         counted = steps = before = 0
         ended = False
-        for when, rows in self._steps:
+        for when, rows in self.steps:
             if begin and not ended:
                 counted += len(rows)
                 before += sum(got[row] for row in rows)
@@ -82,7 +85,7 @@ class Timeline:
         """
         got = dict.fromkeys(rows, 0)
         begin, counted = 0.0, 0
-        for when, drawn in self._steps:
+        for when, drawn in self.steps:
             own = [row for row in drawn if row in got]
             if begin:
                 counted += len(own)
@@ -99,15 +102,15 @@ class Timeline:
 
         They are tokens per second from the start to the last token, and milliseconds between two tokens of a row.
         """
-        got = Counter(row for _, rows in self._steps for row in rows)
+        got = Counter(row for _, rows in self.steps for row in rows)
         if any(got[row] != max_tokens for row in range(self._batch)):
             raise RuntimeError(f"a request got other than {max_tokens} tokens")
         last: dict[int, float] = {}
         gaps: list[float] = []
-        for when, rows in self._steps:
+        for when, rows in self.steps:
             gaps += [when - last[row] for row in rows if row in last]
             last |= dict.fromkeys(rows, when)
-        took = self._steps[-1][0] - self._start
+        took = self.steps[-1][0] - self._start
         between = spread(gaps, 1e3)
         return {
             "loop_s": took,

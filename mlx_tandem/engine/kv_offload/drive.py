@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import Protocol
 
+from mlx_tandem.engine.kv_offload.forms import RecordForm
 from mlx_tandem.kv.disk.cache import Read
 from mlx_tandem.kv.disk.records import BlockId, Payload
 from mlx_tandem.kv.hashing import ROOT
@@ -39,25 +40,33 @@ class Drive(Protocol):
 class Link:
     """The link to the drive, which saves and reads share; there may be no drive yet.
 
-    A block has `block_bytes` on the drive, over all cache groups. One step saves or loads up to `step_blocks`.
+    `blocks` and `states` are the forms of its records. One step saves or loads up to `step_bytes` of each, or one
+    record.
     """
 
-    def __init__(self, block_bytes: int, step_blocks: int):
-        self.block_bytes = block_bytes
-        self.step_blocks = step_blocks
+    def __init__(self, blocks: RecordForm, states: RecordForm, step_bytes: int):
+        self.blocks = blocks
+        self.states = states
+        self.forms = tuple(form for form in (states, blocks) if form.nbytes)
+        self.step_bytes = step_bytes
         self.drive: Drive | None = None
         self._base = b""
         self._namespaces: dict[bytes, bytes] = {}
 
     def open(self, drive: Drive, base: bytes) -> None:
-        """Begin to use a drive. `base`: the digest of everything that its blocks have in common."""
+        """Begin to use a drive. `base`: the digest of everything that its records have in common."""
         self.drive, self._base = drive, base
 
-    def id(self, namespace: bytes, parent: bytes, key: bytes, tokens: Iterable[int]) -> BlockId:
-        """Return the id of a block on the drive, whose namespace names the model as well."""
-        own = self._namespaces.get(namespace)
+    def id(self, form: RecordForm, namespace: bytes, parent: bytes, key: bytes, tokens: Iterable[int]) -> BlockId:
+        """Return the id of the record of a block, whose namespace names the model as well.
+
+        A state's record has the tokens of the block that it follows, and the block's key as its parent.
+        """
+        name = namespace + form.label
+        own = self._namespaces.get(name)
         if own is None:
             if len(self._namespaces) > MOST_NAMESPACES:
                 self._namespaces.clear()
-            own = self._namespaces[namespace] = sha256(self._base + namespace).digest()
-        return BlockId(own, key, b"" if parent == ROOT else parent, tuple(tokens))
+            own = self._namespaces[name] = sha256(self._base + name).digest()
+        before = key if form.label else parent
+        return BlockId(own, form.key(key), b"" if before == ROOT else before, tuple(tokens))

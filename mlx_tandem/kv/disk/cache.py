@@ -35,6 +35,9 @@ SEGMENT_BYTES = 256 << 20
 MAX_QUEUE_BYTES = 256 << 20
 """Most bytes of blocks that wait to be written."""
 
+MOST_RECORD_BYTES = 255 << 20
+"""Most bytes of a block or a state that is kept: it has to fit into a segment and into the queue."""
+
 CHECKERS = 4
 """Blocks of a chain that are checked at once: hashing them is slower than reading them."""
 
