@@ -25,12 +25,15 @@ from mlx_tandem.model.build import build
 from mlx_tandem.model.cache import turns
 from mlx_tandem.model.cache.turns import Turns
 from mlx_tandem.model.step import compiled, forward, parts
+from mlx_tandem.model.summary import summarise
 from mlx_tandem.model.warm_up import GREEDY
 from mlx_tandem.types import AdapterRef, Request
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, make_engine
 from tests.engine.test_masks import Turns as Masks
 from tests.engine.test_verify import PROMPTS, Oracle, assert_same, few, requests, serve
+from tests.hazards import steps
+from tests.kernels import shim
 
 FAMILIES = ["qwen3_next", "mamba2", "lfm2", "rwkv7"]
 
@@ -269,3 +272,17 @@ def test_a_state_inside_of_attention_is_refused_by_name(tmp_path: Path) -> None:
         build(config, {}, lambda stage, fraction: None)
     assert e.value.param == "speculation"
     assert not make_engine(folder).built.verifies
+    assert "drafts (--spec-decode)" in " ".join(
+        summarise(structs.replace(config, speculation=SpeculationConfig())).unsupported
+    )
+
+
+@pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+def test_a_kernel_writes_the_states_after_accepted_drafts(tmp_path: Path) -> None:
+    """Where a kernel writes the pool, on a device that orders kernels by their outputs alone."""
+    with steps.engine(steps.Kind("lfm2"), tmp_path / "model") as metal:
+        asked = requests("greedy")[:2]
+        free = serve_by(metal.engine, asked, None)
+        loop = serve_by(metal.engine, asked, None, Oracle(free, 3))
+    assert_same(loop, free)
+    assert loop.accepted > 0 and loop.floated > 0

@@ -16,9 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Row, RowKind
+from mlx_tandem.kv.groups.state import MOST_DRAFTS
 from mlx_tandem.model.step.inputs import Numbers
 
-_DRAFTS = (0, 1, 3, 7)
+_DRAFTS = (0, 1, 3, MOST_DRAFTS)
 """Numbers to which the drafts of the longest row are padded, each of which is a turn."""
 
 
