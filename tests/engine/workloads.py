@@ -536,7 +536,6 @@ def play(
     assert scheduler.drafting.proposer is proposer, "the proposer was asked wrongly, and given up"
     messages = 0 if learning is None else learning.finish()
     assert_exact(loop, eos, windows, masks)
-    assert scheduler.drafting.proposer is proposer, "a proposer is asked for what nobody may ask for, and is given up"
     assert masks is None or not masks.open, "the maker of masks keeps choices that have ended"
     # One step ahead, a sequence may end while the row that spoils its blocks is still on the device; else nobody meets
     # what another has spoilt.
