@@ -30,6 +30,7 @@ from mlx_tandem.model.warm_up import GREEDY
 from mlx_tandem.types import AdapterRef, Request
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, make_engine
+from tests.engine.test_draft_model import drafts_of, speculation
 from tests.engine.test_masks import Turns as Masks
 from tests.engine.test_verify import PROMPTS, Oracle, assert_same, few, requests, serve
 from tests.hazards import steps
@@ -82,6 +83,15 @@ def test_drafts_from_own_tokens_and_from_predictions_change_nothing(engine_of: C
     foreseen = [structs.replace(r, prediction=tuple(free.tokens[r.id, 0])) for r in asked]
     assert_same(serve(engine, foreseen, told), free)
     assert copying.counts.accepted > 0 and told.counts.accepted > 0
+
+
+def test_drafts_of_a_smaller_model_change_nothing(engine_of: Callable[[str], Engine], tmp_path: Path) -> None:
+    """Its model has no states; of so few tokens to choose from, some drafts are right by chance."""
+    engine, asked = engine_of("lfm2"), requests("greedy", few("greedy"))
+    smaller = make_engine(tiny_models.make(tmp_path / "draft", "llama"), max_num_seqs=8, max_loras=0)
+    proposer = speculation(drafts_of(smaller))
+    assert_same(serve(engine, asked, proposer), serve(engine, asked))
+    assert 0 < proposer.counts.accepted < proposer.counts.drafted
 
 
 def test_rows_of_adapters_and_rows_that_draw_by_masks_share_steps_with_drafts(tmp_path: Path) -> None:
