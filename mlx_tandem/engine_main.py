@@ -171,7 +171,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     slots = SlotTable(config.lora.max_loras)
     scheduler = _scheduler(config, built, blocks, slots)
     smaller = _draft_model(channel, config, built) if config.speculation.method == "draft" else None
-    if blocks.drafts.floats:
+    if built.verifies:
         scheduler.drafting.proposer = Speculation(config.speculation, smaller)
     time_share = TimeShare(config.duty)
     trainers = _trainers(config, built)

@@ -223,10 +223,8 @@ class BlockManager:
         for group, table in zip(self.groups, s.tables, strict=False):  # `tables` is empty until it has blocks
             self.writes.forget_copies(table)
             group.release(table)
-        for group, spare in zip(self.groups, s.spare, strict=False):
-            group.release(spare)
         self.writes.forget_loads(s.tables)
-        s.tables, s.spare, s.room, s.published, s.scheduled, s.has_drawn, s.is_pure = (), (), 0, 0, 0, False, True
+        s.tables, s.room, s.published, s.scheduled, s.has_drawn, s.is_pure = (), 0, 0, 0, False, True
 
     def mix(self, s: Sequence) -> None:
         """Note that `s` continues under another adapter over its blocks, which nobody else may use from here on."""
@@ -277,9 +275,9 @@ class BlockManager:
         """Assert the invariants; for tests, between steps."""
         sequences = list(sequences)
         begun = [s for s in sequences if s.tables]
-        assert all(len(t) == 0 for s in sequences if s.seat < 0 for t in (*s.tables, *s.spare)), "blocks without a seat"
+        assert all(len(t) == 0 for s in sequences if s.seat < 0 for t in s.tables), "blocks without a seat"
         for i, group in enumerate(self.groups):
-            group.pool.check([*(s.tables[i] for s in begun), *(s.spare[i] for s in begun if s.spare)])
+            group.pool.check([s.tables[i] for s in begun])
         assert all(s.room == min(map(len, s.tables), default=0) * self._size for s in sequences), "room is off"
         for cache in self._caches:
             cache.check()

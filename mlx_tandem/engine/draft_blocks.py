@@ -14,31 +14,24 @@ class DraftBlocks:
     def __init__(self, groups: Iterable[CacheGroup]):
         self._groups = tuple(groups)
 
-    @property
-    def floats(self) -> bool:
-        """Whether a row may begin where only the device knows."""
-        return all(group.floats for group in self._groups)
-
     def take(self, s: Sequence, drafts: int, running: int) -> int:
         """Take blocks for up to `drafts` tokens after the newest of `s`; return for how many there were blocks.
 
         Drafts leave one block to each of the `running` sequences, so that nobody is preempted for a draft.
         """
+        drafts = min([drafts, *(group.most_drafts for group in self._groups)])
         while drafts and not self._has_room_for(s, drafts, running):
             drafts -= 1
         if drafts:
             each = zip(self._groups, s.tables, strict=True)
-            taken = [group.take_drafts(table, s.scheduled, drafts) for group, table in each]
-            s.tables, s.spare = tuple([table for table, _ in taken]), tuple([spare for _, spare in taken])
+            s.tables = tuple([group.take_drafts(table, s.scheduled, drafts) for group, table in each])
             s.room = room_of(self._groups, s.tables)
         return drafts
 
-    def truncate(self, s: Sequence, start: int, positions: int) -> None:
-        """Keep the first `positions` of `s`; give back the other blocks that `take` took for a row from `start` on."""
-        spares = s.spare or [()] * len(self._groups)
-        each = zip(self._groups, s.tables, spares, strict=True)
-        s.tables = tuple([group.truncate(table, spare, start, positions) for group, table, spare in each])
-        s.spare = ()
+    def truncate(self, s: Sequence, positions: int) -> None:
+        """Keep the first `positions` of `s`, and give back the blocks behind them that `take` took."""
+        each = zip(self._groups, s.tables, strict=True)
+        s.tables = tuple([group.truncate(table, positions) for group, table in each])
         s.room = room_of(self._groups, s.tables)
 
     def _has_room_for(self, s: Sequence, drafts: int, running: int) -> bool:

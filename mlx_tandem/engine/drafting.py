@@ -59,8 +59,6 @@ class Drafting:
 
     def waits(self, s: Sequence) -> bool:
         """Return whether `s`, whose newest token is on the device, has no row until the host knows that token."""
-        if s.slack and not self._blocks.drafts.floats:
-            return True
         by = self.proposes
         return by is not None and self._may_draft(s.request, by) and by.needs_newest(s.request, s.choice)
 
@@ -98,7 +96,7 @@ class Drafting:
             self.proposer.settle(s.request, s.choice, len(row.tokens) - 1, drawn - 1)
         if s.seat >= 0:  # else it has already given its blocks back
             s.scheduled -= len(row.tokens) - drawn
-            self._blocks.drafts.truncate(s, row.start, s.scheduled)
+            self._blocks.drafts.truncate(s, s.scheduled)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Show the proposer a step that was just read."""

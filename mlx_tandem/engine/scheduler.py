@@ -246,15 +246,14 @@ class Scheduler:
         if sample:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
-        request, tables, predicted = s.request, s.tables, False
+        request, predicted = s.request, False
         if kind is _VERIFY:
             s.pending += len(tokens) - 1
             s.slack += len(tokens) - 1
-            tables = tuple([own + spare for own, spare in zip(tables, s.spare, strict=True)])
             predicted = self.drafting.are_predicted(s)
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         following = UNKNOWN if sample else s.tokens[s.scheduled]
-        own = kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, request.background
+        own = kind, s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, request.background
         return Row(*own, piggybacked, slack, request.pooling, predicted, following)
 
     def _start(self, s: Sequence) -> None:

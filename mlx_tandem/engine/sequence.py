@@ -45,7 +45,6 @@ class Sequence:
         "siblings",
         "slack",
         "slot",
-        "spare",
         "stop_ids",
         "tables",
         "tokens",
@@ -65,7 +64,6 @@ class Sequence:
         self.pending = 0
         self.slack = 0  # drafts in rows that are on the device
         self.tables: Tables = ()  # while it runs
-        self.spare: Tables = ()  # blocks in each group that only the drafts in flight have
         self.room = 0  # positions for which all tables have blocks
         self.chain: Chain | None = None  # keys of its blocks under its adapter; None until they are needed
         self.published = 0  # whole blocks of the table that it has published or found

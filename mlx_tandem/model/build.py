@@ -35,6 +35,7 @@ from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weigh
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.memory import Limit
+from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts
 from mlx_tandem.model.runner import MLXRunner, RunnerSizes
 from mlx_tandem.model.warm_up import warm_up
 from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse
@@ -87,6 +88,9 @@ class Built:
     slot_room: SlotRoom
     trainer_budget: int
     """Bytes that all trainers may use besides one micro-batch."""
+
+    verifies: bool
+    """Whether steps can verify drafts."""
 
 
 def build(
@@ -155,6 +159,7 @@ def build(
             adapters.linears() | adapters.head(), config.lora.max_loras, adapters.dtype.size, memory.adapter_slots
         ),
         trainer_budget=_trainer_budget(config, model, found, adapters, memory),
+        verifies=verifies_drafts(model, found),
     )
 
 
@@ -227,11 +232,9 @@ def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Ch
         limit,
         footprint.needs(config, limit.size, model, found.layers, found.vocab_size, linears, model.dtype, found.states),
     )
-    if found.states and config.speculation.method != "none":
+    if config.speculation.method != "none" and not verifies_drafts(model, found):
         raise ModelError(
-            f"model_type {model.model_type!r} keeps states, which drafts that are not accepted would change: it is "
-            "served without --spec-decode",
-            param="speculation",
+            f"model_type {model.model_type!r} {NO_DRAFTS}: it is served without --spec-decode", param="speculation"
         )
     subject = Subject.of(config, model, found.layers, found.vocab_size, found.states)
     if given is not None:

@@ -34,6 +34,9 @@ class HeadFormat:
         norm: The norm of the result.
         hidden_first: Whether the hidden state is the first of the two inputs of `join`.
         layer: The settings with which a model of one layer has a layer of the head's kind.
+        inner: The beginning of the names of the layer's weights, behind `prefix`.
+        zero_centred: Whether norms of an original checkpoint are stored less 1, which mlx-lm adds when it loads or
+            converts one.
         mask_array: Whether the layer takes its mask as an array only, as layers with latent keys do.
     """
 
@@ -44,6 +47,8 @@ class HeadFormat:
     norm: str
     hidden_first: bool = False
     layer: Mapping[str, Any] = field(default_factory=dict)
+    inner: str = ""
+    zero_centred: bool = False
     mask_array: bool = False
 
     @property
@@ -58,6 +63,17 @@ _NEXT_LAYER = HeadFormat(
 
 _LATENT = replace(_NEXT_LAYER, mask_array=True)
 
+_HYBRID = HeadFormat(
+    "mtp.",
+    "pre_fc_norm_embedding",
+    "pre_fc_norm_hidden",
+    "fc",
+    "norm",
+    layer={"full_attention_interval": 1},
+    inner="layers.0.",
+    zero_centred=True,
+)
+
 FORMATS: Mapping[str, HeadFormat] = {
     "deepseek_v3": _LATENT,
     "glm4_moe": _NEXT_LAYER,
@@ -65,6 +81,9 @@ FORMATS: Mapping[str, HeadFormat] = {
     "mimo": HeadFormat(
         "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True
     ),
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe": _HYBRID,
+    "qwen3_next": _HYBRID,
 }
 """The families whose heads can be used, by `model_type`."""
 
@@ -72,11 +91,18 @@ _SHARED = ("embed_tokens.", "shared_head.head.")
 """Copies of the model's own embedding and output head, with which the head is used instead."""
 
 
+_FIRST = "model.layers.0."
+"""The beginning of the names of the weights of a model's first layer."""
+
+_CONVOLUTION = "conv1d.weight"
+"""The end of the names of the weights of convolutions, which original checkpoints keep with their last axes swapped."""
+
+
 class PredictionHead(nn.Module):
     """A head over a model's hidden states, with the model's own embedding and output head.
 
     Args:
-        model: The model that the head belongs to. It is not part of this module's tree.
+        model: The text model that the head belongs to. It is not part of this module's tree.
         layer: The head's layer.
         width: Numbers of a hidden state.
         eps: The norms' epsilon.
@@ -136,7 +162,8 @@ def load_head(
             f"{folder}: --spec-decode mtp is not supported for the model_type {family!r}; it is for {known}",
             param="method",
         )
-    prefix = form.prefix.format(layers=int(settings["num_hidden_layers"]))
+    text = settings.get("text_config") or settings
+    prefix = form.prefix.format(layers=int(text["num_hidden_layers"]))
     own = {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
     if not own:
         raise ModelError(
@@ -145,13 +172,22 @@ def load_head(
             param="method",
         )
     model_class, args_class = _get_classes(dict(settings))
-    one: Any = model_class(args_class.from_dict({**settings, **form.layer, "num_hidden_layers": 1}))
-    parts, inner = _sorted(own, form)
-    first = "model.layers.0."
-    inner = one.sanitize({first + name: array for name, array in inner.items()})
-    eps = next(float(settings[name]) for name in ("rms_norm_eps", "layernorm_epsilon") if name in settings)
-    head = PredictionHead(module, one.layers[0], int(settings["hidden_size"]), eps, form)
-    parts |= {f"layer.{name.removeprefix(first)}": a for name, a in inner.items() if name.startswith(first)}
+    one_layer = {**text, **form.layer, "num_hidden_layers": 1}
+    one: Any = model_class(
+        args_class.from_dict({**settings, "text_config": one_layer} if text is not settings else one_layer)
+    )
+    is_original = any(name.endswith(_CONVOLUTION) and a.shape[-1] != 1 for name, a in stored.items())
+    is_original = is_original or any(".experts." in name for name in own)  # a converted model has them in one array
+    parts, inner = _sorted(own, form, less=float(form.zero_centred and is_original))
+    # By this convolution mlx-lm sees that norms are stored less 1.
+    mark = {f"{_FIRST}linear_attn.{_CONVOLUTION}": mx.zeros((1, 1, 2))} if form.zero_centred and is_original else {}
+    inner = one.sanitize({_FIRST + name: array for name, array in inner.items()} | mark)
+    eps = next(float(text[name]) for name in ("rms_norm_eps", "layernorm_epsilon") if name in text)
+    width = int(text["hidden_size"])
+    own_text: Any = getattr(module, "language_model", module)
+    head = PredictionHead(own_text, one.layers[0], width, eps, form)
+    names = ((name.partition(_FIRST)[2], array) for name, array in inner.items())
+    parts |= {f"layer.{name}": array for name, array in names if name and not name.endswith(_CONVOLUTION)}
     if quantization := settings.get("quantization"):
         nn.quantize(
             head,
@@ -171,14 +207,19 @@ def load_head(
     return head
 
 
-def _sorted(own: Mapping[str, mx.array], form: HeadFormat) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Return a head's weights by their names in `PredictionHead`, and those of its layer by their names there."""
+def _sorted(
+    own: Mapping[str, mx.array], form: HeadFormat, *, less: float
+) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """Return a head's weights by their names in `PredictionHead`, and those of its layer by their names there.
+
+    less: what the weights of the head's own norms are stored less of.
+    """
     parts: dict[str, mx.array] = {}
     inner: dict[str, mx.array] = {}
     for name, array in own.items():
         part, _, leaf = name.rpartition(".")
         if part in form.own:
-            parts[f"{form.own[part]}.{leaf}"] = array
-        elif not name.startswith(_SHARED):
-            inner[name] = array
+            parts[f"{form.own[part]}.{leaf}"] = array + less if less and array.ndim == 1 else array
+        elif name.startswith(form.inner) and not name.startswith(_SHARED):
+            inner[name.removeprefix(form.inner)] = array
     return parts, inner

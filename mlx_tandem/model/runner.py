@@ -20,6 +20,7 @@ from mlx_tandem.model import compiler, device
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateShape
+from mlx_tandem.model.cache.turns import HeldStates
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
@@ -31,7 +32,7 @@ from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.mask_table import MaskTable, Placed, places_of_rows
-from mlx_tandem.model.step.parts import Flight, Part, copying, loading, putting, saving
+from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
 from mlx_tandem.model.step.seats import Seats
@@ -188,6 +189,9 @@ class MLXRunner:
                 new = ()
                 handle.parts.append(part)
                 self.queue.follow(part)
+                if undrawn.held is not None:
+                    handle.parts.append(self._keep(undrawn.held))
+                    self.queue.add(handle.parts[-1])
         except Exception as e:
             raise compiler.device_error(e) from e
 
@@ -273,13 +277,30 @@ class MLXRunner:
         )
         self._seats.remember(seen)
         self._move(moved)
-        parts = [replace(self._part(given, drawn, scored, marker, sent), drafts=drafts)]
-        if lines:
+        held = None
+        if key.turns is not None:
+            assert given.turns is not None
+            held = HeldStates(key.turns, given.turns, lines[:-1], lines[-1])
+        parts = [replace(self._part(given, drawn, scored, marker, sent, held), drafts=drafts)]
+        if held is not None:
+            parts += [] if key.masked else [self._keep(held)]
+        elif lines:
             parts += putting(self._pool, given.operands.states[-1], lines)
         return parts
 
+    def _keep(self, held: HeldStates) -> Part:
+        """Return the part that writes the states after accepted drafts, when these are drawn."""
+        sent = self.inputs.send(held.numbers.for_keeping())
+        return keeping(self._pool, held, self._places_of_last, self._index_arrays.block_size, sent)
+
     def _part(
-        self, given: ForwardInputs, drawn: list[mx.array], scored: list[mx.array], marker: list[mx.array], sent: Sent
+        self,
+        given: ForwardInputs,
+        drawn: list[mx.array],
+        scored: list[mx.array],
+        marker: list[mx.array],
+        sent: Sent,
+        held: HeldStates | None,
     ) -> Part:
         """Return the part of a step's results, with what its seats want of them."""
         key, rows, flags = given.key, given.rows, given.key.flags
@@ -289,7 +310,7 @@ class MLXRunner:
         if key.masked:
             (logits, position, seats, *drafts), drawn = drawn, []
             undrawn = Undrawn(
-                logits, position, seats, flags, given.sampling, drafts, given.indices, wanted, given.verifies
+                logits, position, seats, flags, given.sampling, drafts, given.indices, wanted, given.verifies, held
             )
         read = key.rows * key.length if key.length > 1 else 0
         return Part(

@@ -10,7 +10,8 @@ from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.kernel_checks.everything import examine, prepare
 from mlx_tandem.model.loader import LoadedModel, load_unread, read_weights
-from mlx_tandem.model.probe import count_layers
+from mlx_tandem.model.probe import Examined, count_layers
+from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts
 from mlx_tandem.types import CacheGroupInfo, ModelSummary
 
 
@@ -32,7 +33,7 @@ def summarise(config: EngineConfig, *, check: bool = False) -> ModelSummary:
         parameters=model.parameters,
         layers=count_layers(model),
         groups=groups_of(found.layers, found.states),
-        unsupported=tuple(_unsupported(model, found.states)),
+        unsupported=tuple(_unsupported(model, found)),
     )
 
 
@@ -55,9 +56,10 @@ def groups_of(layers: Sequence[LayerShape], states: Sequence[StateShape]) -> tup
     return tuple(groups)
 
 
-def _unsupported(model: LoadedModel, states: Sequence[StateShape]) -> Iterator[str]:
-    if states:
-        yield "drafts (--spec-decode): a state cannot be cut back to fewer tokens"
+def _unsupported(model: LoadedModel, found: Examined) -> Iterator[str]:
+    if not verifies_drafts(model, found):
+        yield f"drafts (--spec-decode): the family {NO_DRAFTS}"
+    if found.states:
         yield "the cache on the drive (--ssd-cache-dir): states are kept in memory only"
     if model.settings.get("vision_config"):
         yield "images: the folder is served as a text model"

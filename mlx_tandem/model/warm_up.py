@@ -182,16 +182,16 @@ def _verify_some(runner: MLXRunner, info: EngineInfo, tokens: int, *, proposes: 
     A kind of such steps is traced when it has run USUAL times. proposes: whether they make drafts, too.
     """
     size = info.block_size
-    blocks = range(1, 1 + -(-2 * tokens // size))
+    blocks = range(1, 1 + -(-(1 + 2 * tokens) // size))
     pools = [group.pool for group in open_groups(info.memory, size)]
-    if info.max_model_len < 2 * tokens or len(blocks) > min(pool.usable_blocks for pool in pools):
+    if info.max_model_len < 1 + 2 * tokens or len(blocks) > min(pool.usable_blocks for pool in pools):
         return
     tables = tables_of(info, *blocks)
     for params in (GREEDY, SAMPLED):
         for _ in range(USUAL + 1):
-            first = Row(RowKind.VERIFY, 0, 0, 0, 0, (0,) * tokens, tables, True)
+            first = Row(RowKind.VERIFY, 0, 0, 0, 1, (0,) * tokens, tables, True)  # a state is there
             carried = (CARRY, *(0,) * (tokens - 1))
-            behind = Row(RowKind.VERIFY, 0, 0, 0, tokens, carried, tables, True, slack=tokens - 1)
+            behind = Row(RowKind.VERIFY, 0, 0, 0, 1 + tokens, carried, tables, True, slack=tokens - 1)
             flights = [
                 runner.launch(StepPlan((first,), seatings=(Seating(0, params, 0, 1, (0,)),), proposes=proposes)),
                 runner.launch(StepPlan((behind,), proposes=proposes)),

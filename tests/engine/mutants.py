@@ -608,14 +608,14 @@ def _drawn(change: Callable[[Row, tuple[int, ...]], tuple[int, ...]]) -> Plant:
 def _truncate(positions: int) -> Plant:
     """So many positions more than were accepted are kept."""
     original = DraftBlocks.truncate
-    changed = lambda self, s, start, n: original(self, s, start, n + positions)  # noqa: E731
+    changed = lambda self, s, n: original(self, s, n + positions)  # noqa: E731
     return _attribute(DraftBlocks, "truncate", changed)
 
 
 def _shorten_without_release(patch: pytest.MonkeyPatch) -> None:
     """The blocks of rejected drafts leave the table and are nobody's."""
 
-    def truncate(self: DraftBlocks, s: Sequence, start: int, positions: int) -> None:
+    def truncate(self: DraftBlocks, s: Sequence, positions: int) -> None:
         s.tables = tuple(table[: -(-positions // self._groups[0].pool.block_size)] for table in s.tables)
         s.room = room_of(self._groups, s.tables)
 
@@ -748,8 +748,8 @@ def _forget_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
 def _shorten_under_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
     """Settled drafts give back the blocks of the row that follows them."""
 
-    def truncate(self: DraftBlocks, s: Sequence, start: int, positions: int) -> None:
-        original(self, s, start, positions - s.slack)
+    def truncate(self: DraftBlocks, s: Sequence, positions: int) -> None:
+        original(self, s, positions - s.slack)
 
     original = DraftBlocks.truncate
     patch.setattr(DraftBlocks, "truncate", truncate)
@@ -883,54 +883,6 @@ def _share_live_states(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateGroup, "copy", copy)
 
 
-def _keep_state_of(position: Callable[[int, int, int], int]) -> Plant:
-    """After drafts the state of another position is kept than of the last that was accepted."""
-
-    def truncate(self: StateGroup, table: Any, spare: Any, start: int, positions: int) -> Any:
-        return original(self, table, spare, start, position(start, positions, len(spare)))
-
-    original = StateGroup.truncate
-    return lambda patch: patch.setattr(StateGroup, "truncate", truncate)
-
-
-def _lose_rows_of_drafts(patch: pytest.MonkeyPatch) -> None:
-    """The rows of state of rejected drafts are given back to nobody."""
-
-    def truncate(self: StateGroup, *args: Any) -> Any:
-        release, self.pool.release = self.pool.release, lambda blocks: None  # type: ignore[method-assign]
-        table = original(self, *args)
-        self.pool.release = release  # type: ignore[method-assign]
-        return table
-
-    original = StateGroup.truncate
-    patch.setattr(StateGroup, "truncate", truncate)
-
-
-def _leave_drafts_behind(patch: pytest.MonkeyPatch) -> None:
-    """Whoever leaves while its drafts are on the device keeps their rows."""
-
-    def leave(self: BlockManager, s: Sequence) -> None:
-        s.spare = ()
-        original(self, s)
-
-    original = BlockManager.leave
-    patch.setattr(BlockManager, "leave", leave)
-
-
-def _turn_drafts_around(patch: pytest.MonkeyPatch) -> None:
-    """The last draft's state goes to the first draft's row."""
-
-    def row(self: Scheduler, s: Sequence, *args: Any) -> Row:
-        made = original(self, s, *args)
-        tables = (
-            (*table[: len(own)], *reversed(table[len(own) :])) for table, own in zip(made.tables, s.tables, strict=True)
-        )
-        return structs.replace(made, tables=tuple(tables))
-
-    original = Scheduler._row
-    patch.setattr(Scheduler, "_row", row)
-
-
 def _ask_each_group_once(patch: pytest.MonkeyPatch) -> None:
     """A group's longest beginning is cut to what another knows, as if every shorter one were known, too."""
 
@@ -1013,7 +965,6 @@ PLANTS: dict[str, Plant] = {
     "settled drafts take the blocks of the row behind them": _shorten_under_the_row_in_flight,
     "drafts are never settled": _settle_for_ever,
     "drafts behind the device's are one too many": _draft_as_if_read,
-    "a row follows drafts whose states differ": _attribute(StateGroup, "floats", True),
     "rows are counted as tokens": _count_deltas,
     "masks are those of other rows": _masks(lambda made: made[::-1]),
     "masks are turned around": _masks(lambda made: [own[::-1] for own in made]),
@@ -1031,12 +982,12 @@ PLANTS: dict[str, Plant] = {
     "a chunk goes beyond the block that it begins within": _attribute(
         Snapshots, "chunk", lambda self, s, tokens: tokens
     ),
-    "the state behind rejected drafts is kept": _keep_state_of(lambda start, positions, drafts: start + 1 + drafts),
-    "the state before accepted drafts is kept": _keep_state_of(lambda start, positions, drafts: start + 1),
-    "the state of one draft too few is kept": _keep_state_of(lambda start, positions, _: max(positions - 1, start + 1)),
-    "rows of rejected drafts are lost": _lose_rows_of_drafts,
-    "whoever leaves forgets the rows of its drafts": _leave_drafts_behind,
-    "drafts' states are turned around": _turn_drafts_around,
+    "drafts that cross a block have no row of state": _attribute(
+        StateGroup, "take_drafts", lambda self, table, start, drafts: table
+    ),
+    "drafts that cross several blocks have one row of state": _attribute(
+        StateGroup, "take_drafts", lambda self, table, start, drafts: self.take(table, start + 1 + drafts)
+    ),
     "a beginning of a state's block is a hit": _attribute(StateGroup, "divides", True),
     "the state before the next position is given back": _attribute(
         StateGroup, "first_needed", lambda self, position: position // self.pool.block_size

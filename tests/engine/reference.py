@@ -381,7 +381,7 @@ class ReferenceRunner:
         """Return a row at the place where it begins, with the token that it carries: its seat knows both."""
         seat = self._seats[row.seat]
         if row.slack:
-            assert row.tokens[0] == CARRY and STATE not in self.windows
+            assert row.tokens[0] == CARRY
             assert row.slack == seat.drafts, "a row floats that does not follow drafts"
             place = len(seat.history) - 1
             assert 0 <= row.start - place <= row.slack, "a row begins where it cannot"
@@ -418,8 +418,8 @@ class ReferenceRunner:
             self.positions += len(own)
 
     def _write_states(self, row: Row, group: int, cells: Sequence[int], written: set[tuple[int, int]]) -> None:
-        """Take the state before a row's first position through its tokens; it is kept behind the last token, or behind
-        each token of a row with drafts."""
+        """Take the state before a row's first position through its tokens; it is kept behind the last token. A row with
+        drafts keeps states when it has drawn."""
         table, size = row.tables[group], self.block_size
         state: int | None = _NOTHING
         if row.start:
@@ -428,25 +428,34 @@ class ReferenceRunner:
             assert (source, 0) not in written or row.kind is RowKind.PROMPT, "a state is read that another row writes"
             (state,) = self._cells[source]
         states: list[int] = []
-        blocks: list[int] = []
-        whole = row.start % size == 0 or row.start % size + len(cells) <= size
-        assert whole or row.kind is RowKind.VERIFY, "a row goes beyond the block that it begins within"
         for n, own in enumerate(cells):
             assert state is not None, f"the state behind position {row.start + n - 1} is not (or no longer) written"
             states.append(state)
             state = state_after(state, own)
-            at = row.start + n
-            if row.kind is RowKind.VERIFY or n == len(cells) - 1:
-                blocks.append(table[row.start // size + n if row.kind is RowKind.VERIFY else at // size])
-                place = blocks[-1], 0
-                assert self._group_of(place[0]) == group, "a block of another group"
-                assert place[0] not in self._scratches, "a state is written into the scratch block"
-                assert place not in written, "two rows write one state"
-                written.add(place)
-                self._cells[place[0]] = [state]
         assert state is not None
-        self._states[row.seat, group] = [*states, state]
+        states.append(state)
+        first, last = row.start // size, (row.start + len(cells) - 1) // size
+        verifies = row.kind is RowKind.VERIFY
+        assert first == last or row.start % size == 0 or verifies, "a row goes beyond the block that it begins within"
+        blocks = list(table[first : last + 1]) if verifies else [table[last]]
+        assert len(blocks) == last - first + 1 or not verifies, "a row ends beyond its blocks"
+        for block in blocks:
+            assert self._group_of(block) == group, "a block of another group"
+            assert block not in self._scratches, "a state is written into the scratch block"
+            assert (block, 0) not in written, "two rows write one state"
+            written.add((block, 0))
+        if not verifies:
+            self._cells[blocks[0]] = [state]
+        self._states[row.seat, group] = states
         self._written[row.seat, group] = blocks
+
+    def _keep_states(self, row: Row, accepted: int) -> None:
+        """Keep the state behind the last of so many tokens of a row with drafts, and at each end of a block before."""
+        size, end = self.block_size, row.start + accepted
+        for group in (i for i, window in enumerate(self.windows) if window == STATE):
+            for at, block in enumerate(self._written[row.seat, group], row.start // size):
+                if at * size < end:
+                    self._cells[block] = [self._states[row.seat, group][min((at + 1) * size, end) - row.start]]
 
     def _tokens(self, row: Row) -> tuple[int, ...]:
         assert row.seat in self._seats, f"seat {row.seat} was never taken"
@@ -500,6 +509,8 @@ class ReferenceRunner:
             if at < end and row.tokens[at - row.start] != drawn[-1]:
                 break
         seat.last = drawn[-1]
+        if row.kind is RowKind.VERIFY:
+            self._keep_states(row, len(drawn))
         self.accepted += len(drawn) - 1
         self.drafted += len(row.tokens) - 1 if row.kind is RowKind.VERIFY else 0
         return tuple(drawn)

@@ -121,6 +121,38 @@ def test_a_head_with_experts_drafts_what_it_predicts(tmp_path: Path) -> None:
     assert foreseen(noted, loop, tiny_heads.Expected(folder, "glm4_moe")) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "options"),
+    [("qwen3_5", "greedy", {}), ("qwen3_5", "hot", {"blocks": 14}), ("qwen3_next", "penalties", {"chunks": 5})],
+)
+def test_a_head_of_a_model_with_states_changes_nothing(
+    tmp_path: Path, family: str, name: str, options: dict[str, int]
+) -> None:
+    """The states after rejected drafts are those before them; and it drafts what it predicts of the whole text."""
+    folder, noted = tiny_heads.make(tmp_path / "model", family), Noted()
+    engine, asked = make_engine(folder), requests(name, few(name))
+    loop = serve(engine, asked, noted, **options)
+    assert_same(loop, serve(engine, asked, **options))
+    assert 0 < noted.counts.accepted < noted.counts.drafted == noted.counts.rows
+    if name == "greedy":
+        assert foreseen(noted, loop, tiny_heads.Expected(folder, family)) == 1.0
+
+
+def test_a_converted_checkpoint_with_a_head_predicts_what_the_original_does(tmp_path: Path) -> None:
+    original = tiny_heads.make(tmp_path / "original", "qwen3_5")
+    folder = tiny_heads.converted(tmp_path / "converted", original)
+    models = [
+        load_unread(ModelConfig(str(path)), lambda stage, fraction: None, mtp=True) for path in (original, folder)
+    ]
+    tokens = mx.array([PROMPTS[1]])
+    said: list[mx.array] = []
+    for model in models:
+        module: Any = model.module
+        assert model.mtp is not None
+        said.append(model.mtp.logits(model.mtp(module.model(tokens)[:, :-1], tokens[:, 1:], KVCache())))
+    assert mx.allclose(*said, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", tiny_heads.NAMES)
 def test_a_head_is_loaded_by_the_names_of_its_family(tmp_path: Path, family: str) -> None:
     folder = tiny_heads.make(tmp_path / "model", family)
@@ -175,6 +207,7 @@ def test_loading_keeps_the_head_and_says_so(folder: Path, caplog: pytest.LogCapt
     [
         ("mimo", "none of its weights is named model.mtp_layers.0."),
         ("qwen3", "not supported for the model_type 'qwen3'"),
+        ("qwen3_5", "none of its weights is named mtp."),
     ],
 )
 def test_a_checkpoint_without_heads_is_refused_by_name(tmp_path: Path, family: str, says: str) -> None:

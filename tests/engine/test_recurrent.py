@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 
 from mlx_tandem.adapters import formats
-from mlx_tandem.config import DiskCacheConfig, EngineConfig, ModelConfig, SpeculationConfig
+from mlx_tandem.config import DiskCacheConfig
 from mlx_tandem.engine import prefix_leaders
 from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
-from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.disk.cache import DiskCache
-from mlx_tandem.model.build import build
 from mlx_tandem.model.overlap import decode_growth
 from mlx_tandem.model.step import compiled
 from mlx_tandem.model.warm_up import GREEDY
@@ -192,11 +190,3 @@ def test_states_are_written_in_place(tmp_path: Path) -> None:
     row = Row(RowKind.PROMPT, 0, 0, 0, 0, (0,), ((1,), (built.info.num_blocks + 1,)), True)
     built.runner.wait(built.runner.launch(StepPlan((row,), seatings=(Seating(0, GREEDY, 0, 1, (0,)),))))
     assert decode_growth(built.runner, built.info) < 4 << 20
-
-
-def test_drafts_are_refused(tmp_path: Path) -> None:
-    folder = tiny_models.make(tmp_path / "model", "mamba2")
-    settings = SpeculationConfig(method="ngram")
-    with pytest.raises(ModelError, match=r"mamba2.*--spec-decode") as e:
-        build(EngineConfig(model=ModelConfig(path=str(folder)), speculation=settings), {}, lambda stage, fraction: None)
-    assert e.value.param == "speculation"

@@ -35,8 +35,8 @@ class CacheGroup(Protocol):
     snapshots: bool
     """Whether a sequence keeps the blocks at chosen boundaries only, and gives the others back at every step."""
 
-    floats: bool
-    """Whether a row may follow drafts whose acceptance the host does not know: its table is the same in every case."""
+    most_drafts: int
+    """Most drafts that one row may verify."""
 
     @property
     def longest(self) -> int:
@@ -77,13 +77,10 @@ class CacheGroup(Protocol):
     def draft_blocks(self, table: Table, start: int, drafts: int) -> int:
         """Return how many blocks `take_drafts` would take."""
 
-    def take_drafts(self, table: Table, start: int, drafts: int) -> tuple[Table, Table]:
-        """Return the table with room for so many drafts after position `start`, and blocks that only the drafts use.
+    def take_drafts(self, table: Table, start: int, drafts: int) -> Table:
+        """Return the table with blocks for the token at `start` and so many drafts after it."""
 
-        The runner is given the first followed by the second.
-        """
-
-    def truncate(self, table: Table, spare: Table, start: int, positions: int) -> Table:
+    def truncate(self, table: Table, positions: int) -> Table:
         """Return the table cut to `positions`, once it is known how many of the drafts of `take_drafts` were accepted.
 
         Blocks that are no longer needed are released.

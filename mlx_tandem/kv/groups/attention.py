@@ -11,7 +11,6 @@ class AttentionGroup(TableGroup):
     """The group of layers that need keys and values of all positions."""
 
     divides = True
-    floats = True
     keeps_all = True
     snapshots = False
 

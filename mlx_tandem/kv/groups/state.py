@@ -4,8 +4,8 @@ A block is one row of state: the state after the last token that the sequence ha
 has SCRATCH for blocks whose state nobody needs, so a sequence holds a few rows, however long it is. When a block is
 full, its row is a snapshot at the block's boundary. A sequence restores a snapshot by beginning the next block after
 it, without a copy; only a sequence that parts from another within a block copies that block's row. A state cannot be
-cut back to fewer tokens, so a VERIFY row gets a state row for each of its drafts, and rolling back means keeping the
-state row of the last accepted draft.
+cut back to fewer tokens, so a step that verifies drafts keeps the states after each of its tokens until it knows how
+many drafts are accepted, and writes only those that hold then. So rejected drafts leave nothing behind in the pool.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from mlx_tandem.kv.pool import SCRATCH
 HELD = 2
 """Rows that a sequence needs to go on: the one that a step reads, and the one that it writes."""
 
+MOST_DRAFTS = 7
+"""Most drafts of a row. Recurrent layers compute its tokens one after another, and the states after each are in memory
+until the step has drawn."""
+
 
 class StateGroup(TableGroup):
     """The group of recurrent layers. A position needs the state after the position before it.
 
     For a row of tokens at `start`, a runner reads the state in block (start - 1) // block_size of the row's table, and
     writes the state after the row's last token into the block of that token. A row that begins within a block ends in
-    it at the latest, so every state but the newest is one at the end of its block. The table of a VERIFY row ends with
-    a block for each draft; the state after its first token goes to the block of `start`.
+    it at the latest, so every state but the newest is one at the end of its block. A VERIFY row may go on into further
+    blocks: the state after the last accepted token in each block that has one goes there, and other blocks stay as they
+    are.
     """
 
     divides = False
-    floats = False  # each draft has a state row, and the host says which of them the next row continues
+    most_drafts = MOST_DRAFTS
     keeps_all = False
     snapshots = True
 
@@ -69,30 +74,3 @@ class StateGroup(TableGroup):
         for i in gone:
             rest[i] = SCRATCH
         return tuple(rest), tuple([table[i] for i in gone])
-
-    def draft_blocks(self, table: Table, start: int, drafts: int) -> int:
-        """Return `drafts`: each draft has a state row of its own."""
-        return drafts
-
-    def take_drafts(self, table: Table, start: int, drafts: int) -> tuple[Table, Table]:
-        """Return the table unchanged, and a block for the state after each draft."""
-        assert len(table) == start // self._size + 1
-        return table, tuple(self._allocate(drafts))
-
-    def truncate(self, table: Table, spare: Table, start: int, positions: int) -> Table:
-        """Return the table with the states at block boundaries and after the last accepted token; release the rest."""
-        kept = list(table)
-        unused = list(spare)
-        for block in range(start // self._size, (positions - 1) // self._size + 1):
-            last = min((block + 1) * self._size, positions) - 1
-            if last == start:
-                continue
-            row = spare[last - start - 1]
-            unused.remove(row)
-            if block < len(kept):
-                unused.append(kept[block])
-                kept[block] = row
-            else:
-                kept.append(row)
-        self.pool.release(unused)
-        return tuple(kept)

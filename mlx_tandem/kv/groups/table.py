@@ -11,6 +11,8 @@ Table = tuple[int, ...]
 class TableGroup:
     """The base of all groups; `CacheGroup` describes its methods."""
 
+    most_drafts = 1 << 62
+
     def __init__(self, pool: BlockPool, block_bytes: int = 0):
         self.pool = pool
         self.block_bytes = block_bytes
@@ -37,13 +39,13 @@ class TableGroup:
 
     def draft_blocks(self, table: Table, start: int, drafts: int) -> int:
         """Return how many blocks the table lacks for the token at `start` and its drafts."""
-        return self.lacks(table, start + 1 + drafts)
+        return max(-(-(start + 1 + drafts) // self._size) - len(table), 0)
 
-    def take_drafts(self, table: Table, start: int, drafts: int) -> tuple[Table, Table]:
-        """Return the table with blocks for the token at `start` and its drafts, and no blocks besides."""
-        return self.take(table, start + 1 + drafts), ()
+    def take_drafts(self, table: Table, start: int, drafts: int) -> Table:
+        """Return the table with blocks for the token at `start` and its drafts."""
+        return (*table, *self._allocate(self.draft_blocks(table, start, drafts)))
 
-    def truncate(self, table: Table, spare: Table, start: int, positions: int) -> Table:
+    def truncate(self, table: Table, positions: int) -> Table:
         """Return the table with the blocks of `positions`, and release the others."""
         blocks = -(-positions // self._size)
         self.release(table[blocks:])

@@ -12,7 +12,6 @@ class WindowGroup(TableGroup):
     """The group of layers that need keys and values of the positions in a window."""
 
     divides = True
-    floats = True
     keeps_all = False
     snapshots = False
 

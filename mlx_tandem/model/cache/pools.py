@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import Bytes
+from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.inplace import Order
+from mlx_tandem.model.cache.inplace import Order, after
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.states import StateShape, put
 
@@ -40,7 +41,7 @@ class KVPools:
         order: Order | None = None,
         states: Sequence[StateShape] = (),
     ):
-        order = order or Order()
+        self._order = order = order or Order()
         self.windows = windows_of(shapes)
         self.pool_of = [0 if s.window is None else len(self.windows) - 1 for s in shapes]  # index of each layer's pool
         self.firsts = [sum(num_blocks[:i]) for i in range(len(num_blocks))]
@@ -114,7 +115,13 @@ class KVPools:
     def put_states(self, rows: mx.array, lines: Sequence[mx.array]) -> list[mx.array]:
         """Write the lines of `StateView` into rows [n] of the pool of states. Return the arrays to evaluate."""
         layers = self.pools[-1].layers
-        arrays, done = put([array for own in layers for array in own], rows, lines)
+        every = [array for own in layers for array in own]
+        if inplace.writing().store is not None:
+            rows = after(self._order.zeros, rows)
+            written = [inplace.write(array, rows, new) for array, new in zip(every, lines, strict=True)]
+            self._order.follow([zero for _, zero in written if zero is not None])
+            return [zero for _, zero in written if zero is not None]
+        arrays, done = put(every, rows, lines)
         each = iter(arrays)
         self.pools[-1].layers = [[next(each) for _ in own] for own in layers]
         return [done]

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import after, write, zero_of
+from mlx_tandem.model.cache.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,17 @@ class StateView:
 
     Attributes:
         read: [rows] int32, the line that each row's state is read from; None: all rows begin.
-        written_to: [rows] int32, the line that each row's state is written to.
+        written_to: [rows] int32, the line that each row's state is written to; None with `turns`.
+        turns: The turns of a forward that verifies drafts. Its states are written when its rows have drawn.
         written: Arrays that depend on the writes so far, where a kernel writes.
         lines: The new lines of all layers so far, where MLX's own operations write: they would copy an array that the
-            same evaluation reads, so they write when it is done.
+            same evaluation reads, so they write when it is done. With `turns`, the states after each turn.
     """
 
-    def __init__(self, read: mx.array | None, written_to: mx.array):
+    def __init__(self, read: mx.array | None, written_to: mx.array | None, turns: Turns | None = None):
         self.read = read
         self.written_to = written_to
+        self.turns = turns
         self.written: list[mx.array] = []
         self.lines: list[mx.array] = []
 
@@ -78,6 +81,16 @@ class StateCache(ArraysCache):
         self._arrays: list[mx.array] = []
         self._read: list[mx.array] = []
         self._view: StateView | None = None
+        self._after_turns: dict[int, list[mx.array]] = {}  # the states of each array
+
+    @property
+    def turns(self) -> Turns | None:
+        """The turns of the forward, if it verifies drafts."""
+        return None if self._view is None else self._view.turns
+
+    def keep_turns(self, index: int, states: list[mx.array]) -> None:
+        """Take the states of one array after each turn, [rows, …] after the first and [drafting, …] after others."""
+        self._after_turns[index] = states
 
     def bind(self, arrays: Sequence[mx.array], view: StateView) -> None:
         """Bind the cache for a forward. `arrays`: [rows, width] for each array of the state."""
@@ -94,9 +107,16 @@ class StateCache(ArraysCache):
         view, arrays, read, state = self._view, self._arrays, self._read, list[Any](self.cache)
         assert view is not None
         self._arrays, self._read, self._view, self.cache = [], [], None, [None] * len(arrays)
+        turns, self._after_turns = self._after_turns, {}
+        if view.turns is not None:
+            if len(turns) == len(arrays):  # else the forward has failed
+                each = (turns[i] for i in range(len(arrays)))
+                view.lines += [mx.concatenate([new.reshape(new.shape[0], -1) for new in after]) for after in each]
+            return arrays
         lines = [new.reshape(new.shape[0], -1) for new in state if new is not None]
         if len(lines) < len(arrays):  # the forward has failed
             return arrays
+        assert view.written_to is not None
         if inplace.writing().store is None:
             view.lines += lines
             return arrays

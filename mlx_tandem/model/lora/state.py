@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -264,6 +265,24 @@ class LoraState:
             self._fused.stop()
         if self._few is not None:
             self._few.end()
+
+    @contextmanager
+    def narrowed(self, rows: mx.array) -> Iterator[None]:
+        """Have the model's modules compute only these rows [n] of the route, with one token each, inside a block."""
+        whole = self._bound
+        if whole is None or whole.layout.kind == "uniform":
+            yield
+            return
+        ids = Ids(whole.ids.slots[rows], mx.arange(len(rows), dtype=mx.uint32))
+        self._bound = _Bound(Layout("rows", len(rows)), ids, whole.arrays, [], [])
+        if self._fused is not None:
+            self._fused.stop()
+        try:
+            yield
+        finally:
+            self._bound = whole
+            if self._fused is not None and whole.ids.tiles is not None:
+                self._fused.start(whole.ids.tiles, whole.layout.tokens, whole.arrays)
 
     def changes(self, target: Target) -> bool:
         """Return whether the linear has an adapter in this forward."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_tandem.model.cache.turns import HeldStates
 from mlx_tandem.model.step.mask_table import masks_at
 from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, TokenCounts, sample
 from mlx_tandem.model.step.verify import Drafts
@@ -26,7 +27,7 @@ positions, and with new masks a list of the table.
 
 class Undrawn(NamedTuple):
     """The rows of a forward whose logits wait for masks. `rows` has their indices in the plan, in the order of the
-    logits.
+    logits; `held` has the states after each turn.
     """
 
     logits: mx.array
@@ -38,6 +39,7 @@ class Undrawn(NamedTuple):
     rows: list[int]
     wanted: list[int]
     verifies: bool
+    held: HeldStates | None
 
 
 def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int, num_new: int = 0) -> Drawing:

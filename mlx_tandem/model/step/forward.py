@@ -17,9 +17,12 @@ from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
+from mlx_tandem.model.cache.turns import Turns, line_of
 from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.recurrent import InTurns, recurrent_modules
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.draw import Drawing, drawing
 from mlx_tandem.model.step.head import HeadPositions
@@ -52,7 +55,8 @@ class StepArrays(NamedTuple):
         known: The token counts.
         pool: The arrays of the pools.
         order: The order of writes; empty where none is kept.
-        lines: New states that are to be written when the step is done.
+        lines: New states that are to be written when the step is done. If the step verifies drafts, those after each
+            turn, and behind them the position [rows] of each row's first token.
         drafts: The drafts that the model's head makes, if it makes any.
     """
 
@@ -128,6 +132,9 @@ class Forward:
         self._place = len(own)  # of the head's arrays in the pools
         self._caches: Sequence[Any] = [*own, *states]
         self._arranged = arranged(module, own, states)
+        for recurrent in (recurrent_modules(module) or ()) if states else ():
+            if not isinstance(recurrent, InTurns):
+                mix_in(recurrent, InTurns)
         self._lora = lora
         self._greedy = greedy
         self._nobody = nobody
@@ -170,12 +177,13 @@ class Forward:
             tokens = after(order, given.tokens)  # everything in the forward depends on the tokens
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[given.seats][:, None], tokens)
+            starts = [offset[given.states[0]]] if key.turns is not None else []
             views = self._views(key, given, offset, places, in_place, order, pauses=pauses)
             self._lora.bind(lora_arrays, given.adapters, layout=key.layout)
             own = list(pool)
             arrays = [] if self._ahead is None else own.pop(self._place)
             logits, scored, written, hidden = self._logits(key, tokens, given, views, own)
-            lines = views[-1].lines if key.goes_on is not None else []
+            lines = [*views[-1].lines, *starts] if key.goes_on is not None else []
             # What is evaluated first decides the order: states are written while the layers are computed, so that
             # fewer of them are in memory at once.
             states = [zero_of(views[-1].written)] if key.goes_on is not None and views[-1].written else lines
@@ -212,7 +220,12 @@ class Forward:
             StepView(offset, slots, tables, own, run, key.common_offset, PAUSE * pauses)
             for slots, tables, own, run in zip(places[::2], places[1::2], self._layouts, in_place, strict=True)
         ]
-        if key.goes_on is not None:
+        if key.turns is not None:
+            first, drafting, output, base, tables = given.states
+            line = line_of(base, tables, offset[first] - 1, self._layouts[0].block_size)
+            turns = Turns(key.turns.drafts, first, drafting, output, self._lora.narrowed)
+            views.append(StateView(after(order, line), None, turns))
+        elif key.goes_on is not None:
             *read, written_to = given.states
             views.append(StateView(after(order, read[0]) if read else None, written_to))
         return views

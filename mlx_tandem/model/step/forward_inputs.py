@@ -11,6 +11,7 @@ import numpy as np
 
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, StepPlan
 from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.turns import TurnNumbers
 from mlx_tandem.model.lora.state import LoraState, Route
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Numbers, padded
@@ -43,6 +44,7 @@ class ForwardInputs:
         in_place: For each pool the range of blocks that the forward reads where they lie, else None.
         mixed: Whether prompts or drafts share the forward of decoding rows, token by token.
         verifies: Whether rows have drafts, or follow rows with drafts that the host has not read.
+        turns: The numbers of the turns in which recurrent layers verify drafts.
     """
 
     key: StepKey
@@ -54,6 +56,7 @@ class ForwardInputs:
     in_place: tuple[tuple[int, int] | None, ...]
     mixed: bool
     verifies: bool
+    turns: TurnNumbers | None
 
 
 class Extent(NamedTuple):
@@ -125,6 +128,11 @@ class InputBuilder:
         route = self._lora.route(adapters + [adapters[-1]] * (extent.rows - len(rows)), extent.length)
         scores = self._seats.scores([r.seat for r in rows]) if rows[0].targets else -1
         operands = self._operands(rows, extent, draws, scores >= 0, verifies, route)
+        shape = turns = None
+        if verifies and self._index_arrays.keeps_states:
+            padded_rows = coarse_count(len(whole), gathers=self._rectangles.gathers)
+            shape, turns = self._index_arrays.turns(whole, padded_rows, extent.rows)
+            operands.states = turns.for_forward()
         if verifies:
             starts = [plan.rows[i].start if plan.rows[i].slack else -1 for i in indices]
             operands.bounds = np.array(starts + [-1] * (extent.rows - len(rows)), np.int32)
@@ -147,11 +155,12 @@ class InputBuilder:
             rows[0].pooling is not None,
             rows[0].start > 0 if self._index_arrays.keeps_states else None,
             plan.proposes and min(draws.seats) < self._seats.padding and not masked if self._mtp else None,
+            shape,
             masked,
         )
         if draws.picked:
             indices, rows = [indices[at] for at in draws.picked], [rows[at] for at in draws.picked]
-        return ForwardInputs(key, operands, draws.arrays, route, indices, rows, in_place, mixed, verifies)
+        return ForwardInputs(key, operands, draws.arrays, route, indices, rows, in_place, mixed, verifies, turns)
 
     def _extent(self, rows: Sequence[Row], mixed: bool) -> Extent:
         """Return the padded sizes of a forward of these rows."""
@@ -185,7 +194,7 @@ class InputBuilder:
         seats = tuple(draws.seats)
         own = self._index_arrays.once(("seats", seats), lambda: np.array(seats, np.int32))
         operands = Operands(tokens, offset, last, own, places, adapters=route.ids)
-        if self._index_arrays.keeps_states:
+        if self._index_arrays.keeps_states and not verifies:
             assert {len(r.tokens) for r in rows} == {length}, "a state has no padding"
             operands.states = self._index_arrays.states(rows, count)
         if scored:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mlx_tandem.engine.plan import Row
 from mlx_tandem.kv.pool import first_block
+from mlx_tandem.model.cache.turns import TurnNumbers, TurnShape, turn_numbers
 from mlx_tandem.model.step.inputs import Numbers, constant, padded
 from mlx_tandem.model.step.seattables import SeatTables
 
@@ -25,7 +26,7 @@ class IndexArrays:
 
     def __init__(self, num_seats: int, block_size: int, firsts: Sequence[int], windows: Sequence[int | None]):
         self._padding = num_seats
-        self._block_size = block_size
+        self.block_size = block_size
         self._firsts = firsts
         self._windows = windows
         self._tables = [SeatTables(num_seats, first) for first, _ in zip(firsts, windows, strict=False)]
@@ -83,14 +84,18 @@ class IndexArrays:
 
     def states(self, rows: Sequence[Row], count: int) -> list[Numbers]:
         """Return the lines of the rows' states, as `Operands` has them. All rows begin, or none does."""
-        bs, first, pads = self._block_size, self._firsts[-1], [0] * (count - len(rows))
+        bs, first, pads = self.block_size, self._firsts[-1], [0] * (count - len(rows))
         lines = [[r.tables[-1][(r.start - 1) // bs] - first for r in rows] + pads] if rows[0].start else []
         lines.append([r.tables[-1][(r.start + len(r.tokens) - 1) // bs] - first for r in rows] + pads)
         return [np.array(each, np.int32) for each in lines]
 
+    def turns(self, rows: Sequence[Row], count: int, tokens: int) -> tuple[TurnShape, TurnNumbers]:
+        """Return the numbers of the turns in which recurrent layers compute these rows, as `turn_numbers` does."""
+        return turn_numbers(rows, count, tokens, self.block_size, self._firsts[-1], self._padding)
+
     def _slots(self, rows: Sequence[Row], pool: int) -> list[int]:
         """Return the slot of each row's first token. For rows of one token this is faster than NumPy's indexing."""
-        size, begin = self._block_size, self._firsts[pool]
+        size, begin = self.block_size, self._firsts[pool]
         return [(r.tables[pool][r.start // size] - begin) * size + r.start % size for r in rows]
 
     def _places(
@@ -103,7 +108,7 @@ class IndexArrays:
         width: int,
     ) -> tuple[Numbers, Numbers]:
         """Return the slot mapping [rows, length] and the tables [rows, width] in one pool."""
-        bs = self._block_size
+        bs = self.block_size
         first, tables = self._cut_tables(seats, pool, offset, width)
         position = offset[:, None] + np.arange(length, dtype=np.int32)
         real = np.arange(length) < lengths[:, None]
@@ -113,7 +118,7 @@ class IndexArrays:
 
     def _cut_tables(self, seats: list[int], pool: int, offset: Numbers, width: int) -> tuple[Numbers, Numbers]:
         """Return the first block [rows] that a token at `offset` sees, and the tables [rows, width] from it on."""
-        bs, window, rows = self._block_size, self._windows[pool], len(offset)
+        bs, window, rows = self.block_size, self._windows[pool], len(offset)
         own = self._tables[pool]
         padded_seats = seats + [self._padding] * (rows - len(seats))
         if window is None:
@@ -127,6 +132,6 @@ class IndexArrays:
     def table(self, row: Row, pool: int, blocks: int) -> list[int]:
         """Return the first `blocks` of the row's block table that its window can see, by their numbers in the pool."""
         window, begin = self._windows[pool], self._firsts[pool]
-        first = first_block(row.start, window, self._block_size)
+        first = first_block(row.start, window, self.block_size)
         table = row.tables[pool][first : first + blocks]
         return [b - begin for b in table]

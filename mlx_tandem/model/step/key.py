@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mlx_tandem.model.cache.turns import TurnShape
 from mlx_tandem.model.lora.routes import Layout
 from mlx_tandem.model.step.sampler import SamplingFlags
 
@@ -25,4 +26,5 @@ class StepKey(NamedTuple):
     pooled: bool = False  # whether the hidden states of the rows' tokens are wanted
     goes_on: bool | None = None  # whether rows go on from a state or begin; None: the model keeps no states
     proposes: bool | None = None  # whether the model's head drafts; None: the model has no head that is used
+    turns: TurnShape | None = None  # of recurrent layers, where the step verifies drafts
     masked: bool = False  # whether rows wait for masks, so that the step ends with the logits

@@ -14,6 +14,9 @@ A = TypeVar("A")
 DRAFT_ARRAYS = 3
 """Number of arrays of `verify.Drafts`."""
 
+TURN_ARRAYS = 5
+"""Number of arrays of `TurnNumbers.for_forward`."""
+
 
 @dataclass(slots=True)
 class Operands(Generic[A]):
@@ -38,7 +41,7 @@ class Operands(Generic[A]):
 
     states: Sequence[A] = field(default=())
     """Only of models with states: the line [rows] that each row's state is read from, unless the rows begin, and the
-    line [rows] that it is written to.
+    line [rows] that it is written to. With drafts, the numbers of `TurnNumbers.for_forward`.
     """
 
     bounds: A | None = None
@@ -82,7 +85,7 @@ class Operands(Generic[A]):
         tokens, offset, last, seats, *rest = arrays
         pools = 2 * len(key.widths)
         places, rest = rest[:pools], rest[pools:]
-        of_states = 0 if key.goes_on is None else 1 + key.goes_on
+        of_states = 0 if key.goes_on is None else TURN_ARRAYS if key.turns is not None else 1 + key.goes_on
         states, rest = rest[:of_states], rest[of_states:]
         bounds = rest.pop(0) if key.drafts else None
         targets = rest.pop(0) if key.scores >= 0 else None

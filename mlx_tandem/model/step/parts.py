@@ -10,8 +10,9 @@ import mlx.core as mx
 
 from mlx_tandem.engine.plan import Bytes, StepPlan
 from mlx_tandem.model.cache.pools import KVPools
+from mlx_tandem.model.cache.turns import HeldStates, kept_lines
 from mlx_tandem.model.step.draw import Undrawn
-from mlx_tandem.model.step.inputs import Numbers, Sent
+from mlx_tandem.model.step.inputs import Numbers, Sent, receive, specs
 from mlx_tandem.model.step.sampler import SamplingFlags
 from mlx_tandem.model.step.verify import take_verified
 from mlx_tandem.types import TokenLogprob
@@ -118,6 +119,18 @@ def loading(pool: KVPools, loads: Sequence[tuple[int, Bytes]]) -> list[Part]:
 def putting(pool: KVPools, rows: Numbers, lines: Sequence[mx.array]) -> list[Part]:
     """Return a part that writes the states that the part before it has computed."""
     return [Part([], SamplingFlags(), [], pool.put_states(mx.array(rows), lines))]
+
+
+def keeping(pool: KVPools, held: HeldStates, newest: mx.array, size: int, sent: Sent) -> Part:
+    """Return a part that writes the states after the accepted tokens of the rows that a step has verified.
+
+    newest: the position of each seat's newest token; size: positions of a block; sent: the numbers by which states are
+    kept.
+    """
+    numbers = receive(sent.arrays, specs(held.numbers.for_keeping()))
+    rows, taken = kept_lines(held.shape, size, numbers, held.start, newest)
+    marker = pool.put_states(rows, [own[taken] for own in held.lines])
+    return Part([], SamplingFlags(), [], marker, sent=sent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class Rectangles:
         pieces = []
         for (length, *_), group in by_length.items():
             if length <= self.fused_length:
-                pieces += self._within_rows(group)
+                pieces += self._within_states(group, rows, length)
                 continue
             blocks = {i: blocks_read(rows[i], self._block_size, self._window) for i in group}
             if length == 1:  # each token of such a row reads its blocks by itself
@@ -73,13 +73,21 @@ class Rectangles:
             positions = min(self.limits.positions, self.limits.pairs // length)
             for part in split_by_context(group, blocks):
                 for piece in cut(part, blocks, positions // self._block_size, self.good_counts(length)):
-                    pieces += self._within_rows(piece)
+                    pieces += self._within_states(piece, rows, length)
         return pieces
 
-    def _within_rows(self, group: list[int]) -> list[list[int]]:
-        """Return the rows in pieces of at most as many as may be in one forward."""
-        most = max(self.limits.rows, 1)
-        return [group] if len(group) <= most else [group[i : i + most] for i in range(0, len(group), most)]
+    def _within_states(self, group: list[int], rows: Sequence[Row], length: int) -> list[list[int]]:
+        """Return the rows in pieces whose states one forward may hold: one of each row, or of each draft."""
+        pieces: list[list[int]] = [[]]
+        held = 0
+        for i in group:
+            own = len(rows[i].tokens) if length == 1 else 1
+            if pieces[-1] and held + own > self.limits.rows:
+                pieces.append([])
+                held = 0
+            pieces[-1].append(i)
+            held += own
+        return pieces
 
     def length(self, tokens: int) -> int:
         """Return the length of a forward whose longest row has so many tokens."""

@@ -1,0 +1,74 @@
+"""The modules of a model that use the states of its recurrent layers, found by a forward that is never evaluated."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from mlx_tandem.model.cache.kvcache import ProbeCache
+from mlx_tandem.model.cache.states import StateCache, arranged, keeps_state, leaves
+from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.mixin import mix_in, unmix
+from mlx_tandem.model.probe import Examined
+
+NO_DRAFTS = "keeps a state inside of its attention, which would have to follow drafts one by one"
+"""The reason why drafts are not supported for a family, in words."""
+
+_met: list[tuple[nn.Module, ArraysCache]] = []
+
+
+class _Noting:
+    """Mixin of a module that notes the states that it is called with."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own: Any = self
+        _met.extend((own, value) for value in (*args, *kwargs.values()) if isinstance(value, ArraysCache))
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+class InTurns:
+    """Mixin of a module that uses a state: with drafts, it computes the tokens of a row one after another."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output."""
+        plain = super().__call__  # type: ignore[misc]
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StateCache)), None)
+        if cache is None or cache.turns is None:
+            return plain(*args, **kwargs)
+        return cache.turns.run(cache, plain, args, kwargs)
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module] | None:
+    """Return the innermost modules that are called with a state.
+
+    None if a state is used elsewhere, as by attention that convolves its keys: then the tokens of a row cannot be
+    computed one after another without the rest of the layer.
+    """
+    module: Any = model
+    caches = list(leaves(make_prompt_cache(module)))
+    states = [cache for cache in caches if keeps_state(cache)]
+    probes = [ProbeCache() for cache in caches if not keeps_state(cache)]
+    noting = [
+        m for m in module.modules() if isinstance(m, InTurns) or "cache" in signature(type(m).__call__).parameters
+    ]
+    for m in noting:
+        mix_in(m, _Noting)
+    try:
+        module(mx.zeros((1, 1), mx.int32), cache=arranged(module, probes, states))
+    finally:
+        for m in noting:
+            unmix(m)
+        met, _met[:] = list(_met), []
+    callers = {id(m) for m, _ in met}
+    inner = {id(m): m for m, _ in met if not any(id(part) in callers and part is not m for part in m.modules())}
+    used = {id(state) for m, state in met if id(m) in inner}
+    return list(inner.values()) if used == {id(state) for state in states} else None
+
+
+def verifies_drafts(model: LoadedModel, found: Examined) -> bool:
+    """Return whether steps of a model can verify drafts."""
+    return not found.states or recurrent_modules(model.module) is not None
