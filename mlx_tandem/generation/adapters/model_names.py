@@ -333,14 +333,6 @@ class Models:
         if name in self.registry:
             await self._remove(name)
 
-    async def drop_replaced(self, name: str) -> None:
-        """Forget the versions of a checkpoint's name but the current one, whose content its folder has now."""
-        if self.registry.is_read(name):
-            current = self.registry.entry(name)
-            for entry in self.registry.versions(name):
-                if entry is not current:
-                    await self.retire(entry.ref)
-
     def expect(self, labels: Iterable[str]) -> None:
         """Answer requests for these versions with EngineUnavailable until `drop_lost`: they are being made again."""
         self._expected = frozenset(labels)

@@ -20,6 +20,7 @@ from typing import Any, get_args
 from msgspec import structs
 
 from mlx_tandem.errors import Conflict, InvalidRequest, TandemError, renamed
+from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.prompted import Prompted
@@ -181,7 +182,7 @@ class Serving(ABC):
             elif models.registry.is_read(info.name) and models.registry.entry(info.name).ref.digest != info.digest:
                 # The name now stands for other content, as "best" does after a better update.
                 models.saved(info.name, source, await self._front.client.load_adapter(source))
-            await models.drop_replaced(info.name)
+            await _drop_replaced(models, info.name)
         for name in before - names:
             self._checkpoints.discard(name)
             await models.unsaved(name, self._source(name))
@@ -235,6 +236,13 @@ class Serving(ABC):
         answers = await self._front.answers(prompted)
         done = [_sampled(answer) for answer in answers.choices]
         return [done[k * n : (k + 1) * n] for k in range(len(prompts))]
+
+
+async def _drop_replaced(models: Models, name: str) -> None:
+    """Forget the versions of a checkpoint's name but the current one, whose content its folder has now."""
+    for entry in models.registry.versions(name) if models.registry.is_read(name) else ():
+        if entry is not models.registry.entry(name):
+            await models.retire(entry.ref)
 
 
 def _sampled(answer: Answer) -> Sampled:
