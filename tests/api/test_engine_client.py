@@ -209,6 +209,26 @@ def test_calls_and_their_errors():
     run(body)
 
 
+def test_an_answer_for_somebody_who_has_left_harms_nobody():
+    """Nor does one that comes twice."""
+
+    async def body(client, peer, engine):
+        leaving = asyncio.create_task(client.load_adapter(AdapterSource("/a")))
+        staying = asyncio.create_task(client.load_adapter(AdapterSource("/b")))
+        calls = [(await asyncio.to_thread(peer.hear, LoadAdapter)).call for _ in range(2)]
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        peer.say(*[AdapterLoaded(call, ADAPTER) for call in [*calls, *calls]])
+        assert await staying == ADAPTER
+        removing = asyncio.create_task(client.unload_adapter("d"))
+        call = (await asyncio.to_thread(peer.hear, UnloadAdapter)).call
+        peer.say(CallFailed(calls[0], "not_found", "too late"), CallDone(call))
+        await removing
+        assert client.state == "ready" and engine.launches == 1
+
+    run(body)
+
+
 def test_death_ends_streams_and_calls_at_once_and_starts_another_engine():
     readied = 0
 
@@ -289,6 +309,38 @@ def test_requests_wait_for_what_on_ready_does():
             await client.wait_ready()
             assert states == ["starting", "starting"]
             assert client.state == "ready"
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_begun_for_an_engine_that_died_does_not_make_the_next_one_ready():
+    async def main() -> None:
+        begun: list[asyncio.Event] = []
+        done: list[int] = []
+
+        async def on_ready() -> None:
+            number = len(begun)
+            begun.append(asyncio.Event())
+            await begun[number].wait()
+            done.append(number)
+
+        with ScriptedEngine() as engine:
+            client = EngineClient(engine.launch, backoff_seconds=0.0, on_ready=on_ready)
+            await client.start()
+            for number in range(2):
+                peer = (await asyncio.to_thread(engine.peer)).ready()
+                while len(begun) == number:
+                    await asyncio.sleep(0.01)
+                if number == 0:
+                    peer.die()
+            begun[0].set()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert client.state == "starting" and not done
+            begun[1].set()
+            await client.wait_ready()
+            assert client.state == "ready" and done == [1]
             await client.close()
 
     asyncio.run(main())
