@@ -23,6 +23,10 @@ _DRAFTS = (0, 1, 3, MOST_DRAFTS)
 """Numbers to which the drafts of the longest row are padded, each of which is a turn."""
 
 
+_BLOCKS = 4
+"""Least width of a table. Rows with drafts hardly touch more blocks, and each width is a kind of steps to trace."""
+
+
 class TurnShape(NamedTuple):
     """The sizes of the turns of a forward, all padded: rows, rows with drafts, drafts of a row, blocks of a table."""
 
@@ -77,7 +81,7 @@ def turn_numbers(
     drafting = [i for i, n in enumerate(lengths) if n > 1]
     bases = [(r.start - r.slack - 1) // size for r in rows]
     tables = [r.tables[-1][b : (r.start + n - 1) // size + 1] for r, b, n in zip(rows, bases, lengths, strict=True)]
-    width = 1 << (max(map(len, tables)) - 1).bit_length()
+    width = max(_BLOCKS, 1 << (max(map(len, tables)) - 1).bit_length())
     most = next(n for n in _DRAFTS if n >= max(lengths) - 1)
     shape = TurnShape(count, 1 << (len(drafting) - 1).bit_length() if drafting else 0, most, width)
     made = TurnNumbers(
