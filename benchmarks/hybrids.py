@@ -6,7 +6,7 @@ Random weights in the shape of a small Granite 4: layers of Mamba 2 and one with
 
 - the first token of a prompt, computed, found in memory, and found on the drive by an engine that was started after;
 - a conversation that grows by a message and an answer each turn, whose answers go back as text: how many of the
-  prompts' tokens were found, and how many could have been, which is all that a turn repeats;
+  prompts' tokens were found, and how many a turn repeats of the one before and its answer;
 - the times between the tokens of streams beside one more stream, and beside short requests in its place, of which the
   next joins when one leaves. Their prompts are found but for one token, so that what is compared is the joining itself.
 """
@@ -167,11 +167,12 @@ def talk(engine: Engine, turns: int) -> dict[str, Any]:
     for turn in range(turns):
         messages.append({"role": "user", "content": _text(100, 2 + turn)})
         done = engine.chat(messages, max_tokens=60, ignore_eos=True, seed=turn)
-        rows.append({"prompt_tokens": done.prompt_tokens, "cached_tokens": done.cached_tokens})
+        counts = done.prompt_tokens, done.cached_tokens, len(done.token_ids)
+        rows.append(dict(zip(("prompt_tokens", "cached_tokens", "answer_tokens"), counts, strict=True)))
         messages.append({"role": "assistant", "content": done.text})
     later = rows[1:]
     total = max(sum(r["prompt_tokens"] for r in later), 1)
-    possible = sum(before["prompt_tokens"] for before in rows[:-1])
+    possible = sum(before["prompt_tokens"] + before["answer_tokens"] for before in rows[:-1])
     share = sum(r["cached_tokens"] for r in later) / total
     return {"cached_share": round(share, 4), "possible_share": round(possible / total, 4), "turns": rows}
 
