@@ -2,11 +2,11 @@
 
     python benchmarks/hybrids.py --json-out benchmarks/results/hybrids.json
 
-Random weights in the shape of a small Granite 4: layers of Mamba 2 and one with attention, 4M parameters. Three parts:
+Random weights in the shape of a small Granite 4: layers of Mamba 2 and one with attention. Three parts:
 
 - the first token of a prompt, computed, found in memory, and found on the drive by an engine that was started after;
 - a conversation that grows by a message and an answer each turn, whose answers go back as text: how many of the
-  prompts' tokens were found, and how many could have been, which is all that a turn repeats;
+  prompts' tokens were found, and how many a turn repeats of the one before and its answer;
 - the times between the tokens of streams beside one more stream, and beside short requests in its place, of which the
   next joins when one leaves. Their prompts are found but for one token, so that what is compared is the joining itself.
 """
@@ -49,6 +49,7 @@ JOINING = 16
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="what the cache of states is worth, and what joining rows cost")
+    parser.add_argument("--shape", default="4m", choices=[name for name, s in SHAPES.items() if s.dtype == "float32"])
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--streams", type=int, default=8)
@@ -59,9 +60,9 @@ def main() -> None:
     args = parser.parse_args()
     stop_cleanly()
     parts = args.parts.split(",")
-    results = Results(args.json_out, shape="granitemoehybrid-4m", repeats=args.repeats)
+    results = Results(args.json_out, shape=f"granitemoehybrid-{args.shape}", repeats=args.repeats)
     with tempfile.TemporaryDirectory(prefix="tandem-hybrids-") as scratch:
-        model = write_hybrid(Path(scratch) / "model")
+        model = write_hybrid(Path(scratch) / "model", args.shape)
         if "first_token" in parts:
             results.add(first_token=first_tokens(model, args.prompt_tokens, args.repeats))
         if "conversation" in parts:
@@ -93,26 +94,27 @@ def report(found: dict[str, Any]) -> None:
         )
 
 
-def write_hybrid(folder: Path) -> Path:
-    """Write a model folder with random float32 weights."""
+def write_hybrid(folder: Path, name: str) -> Path:
+    """Write a model folder with random float32 weights and the dimensions of the shape of this name."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_map_with_path
     from mlx_lm.models import granitemoehybrid
 
     family: Any = granitemoehybrid
-    write_model(folder, SHAPES["4m"], positions=POSITIONS, weights=False)
+    shape = SHAPES[name]
+    write_model(folder, shape, positions=POSITIONS, weights=False)
     plain = json.loads((folder / "config.json").read_text())
     config = {
         **{key: plain[key] for key in ("hidden_size", "vocab_size", "max_position_embeddings", "eos_token_id")},
         "model_type": "granitemoehybrid",
-        "intermediate_size": 768,
-        "shared_intermediate_size": 768,
-        "num_hidden_layers": 5,
-        "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "intermediate_size": shape.intermediate,
+        "shared_intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "layer_types": ["attention" if i == shape.layers // 2 else "mamba" for i in range(shape.layers)],
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
         "attention_bias": False,
-        "mamba_n_heads": 8,
+        "mamba_n_heads": shape.hidden // 32,  # twice the model's width
         "mamba_d_head": 64,
         "mamba_d_state": 16,
         "mamba_d_conv": 4,
@@ -167,11 +169,12 @@ def talk(engine: Engine, turns: int) -> dict[str, Any]:
     for turn in range(turns):
         messages.append({"role": "user", "content": _text(100, 2 + turn)})
         done = engine.chat(messages, max_tokens=60, ignore_eos=True, seed=turn)
-        rows.append({"prompt_tokens": done.prompt_tokens, "cached_tokens": done.cached_tokens})
+        counts = done.prompt_tokens, done.cached_tokens, len(done.token_ids)
+        rows.append(dict(zip(("prompt_tokens", "cached_tokens", "answer_tokens"), counts, strict=True)))
         messages.append({"role": "assistant", "content": done.text})
     later = rows[1:]
     total = max(sum(r["prompt_tokens"] for r in later), 1)
-    possible = sum(before["prompt_tokens"] for before in rows[:-1])
+    possible = sum(before["prompt_tokens"] + before["answer_tokens"] for before in rows[:-1])
     share = sum(r["cached_tokens"] for r in later) / total
     return {"cached_share": round(share, 4), "possible_share": round(possible / total, 4), "turns": rows}
 

@@ -63,7 +63,8 @@ SHORT = {
         *("--blocks", "256"),
     ],
     "benchmarks/hybrids.py": [
-        *("--prompt-tokens", "80", "--turns", "2", "--streams", "2", "--max-tokens", "20", "--repeats", "1"),
+        *("--shape", "0.13m", "--prompt-tokens", "80", "--turns", "2", "--streams", "2", "--max-tokens", "20"),
+        *("--repeats", "1"),
     ],
     "benchmarks/make_model.py": [],
     "benchmarks/http_share.py": [
