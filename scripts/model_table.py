@@ -3,7 +3,7 @@
 python -m scripts.model_table
 
 Each family of the installed mlx-lm is made with tiny random weights, and examined as a start examines a model. Families
-that need settings of their own, for which tests/tiny_models.py has none, are left out of the table and listed below it.
+that cannot be made so are left out of the table and listed below it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_lm import models
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.summary import summarise
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: python -m scripts.model_table -->\n", "<!-- end of families -->\n"
@@ -31,15 +31,12 @@ MOST_PARAMETERS = 4_000_000
 CACHED = {"attention": "all positions", "window": "a window", "state": "a state"}
 """What a cache group holds, in words."""
 
-TESTED = {*tiny_models.FAMILIES, *tiny_models.WINDOWED, *tiny_models.RECURRENT}
-"""Families whose answers the tests compare with mlx-lm's."""
-
 
 def families() -> Iterator[str]:
     """Yield the names of mlx-lm's families, in order."""
     for module in sorted(found.name for found in pkgutil.iter_modules(models.__path__)):
         try:
-            found = tiny_models.module_of(module)
+            found = tiny_families.module_of(module)
         except (Exception, SystemExit):  # a module may need what is not installed
             continue
         if hasattr(found, "Model") and hasattr(found, "ModelArgs"):
@@ -47,10 +44,12 @@ def families() -> Iterator[str]:
 
 
 def runs(family: str) -> bool:
-    """Return whether the common settings of tests/tiny_models.py make a small model of a family that mlx-lm can run."""
-    module = tiny_models.module_of(family)
+    """Return whether tests/tiny_families.py has settings of a small model of a family, which mlx-lm can run here."""
+    if family in tiny_families.UNSUPPORTED:
+        return True  # one of them ends the process when it runs
+    module = tiny_families.module_of(family)
     try:
-        model = module.Model(module.ModelArgs.from_dict(tiny_models.settings(family)))
+        model = module.Model(module.ModelArgs.from_dict(tiny_families.settings(family)))
         if sum(p.size for _, p in tree_flatten(model.parameters())) > MOST_PARAMETERS:
             return False
         mx.eval(model(mx.array([[1, 2, 3]])))
@@ -60,7 +59,7 @@ def runs(family: str) -> bool:
 
 
 def row(family: str, folder: Path) -> str | None:
-    """Return the family's row of the table; None if it cannot be made without settings of its own."""
+    """Return the family's row of the table; None if it cannot be made."""
     if not runs(family):
         return None
     tiny_models.make(folder, family)
@@ -70,7 +69,9 @@ def row(family: str, folder: Path) -> str | None:
     except ModelError as e:
         return f"| `{family}` | refused | {e.message.partition('is not supported yet: ')[2] or e.message} |"
     groups = ", ".join(dict.fromkeys(CACHED[group.kind] for group in summary.groups))
-    return f"| `{family}` | {'served' if family in TESTED else 'served, checked at start only'} | {groups} |"
+    return (
+        f"| `{family}` | {'served' if family in tiny_families.SERVED else 'served, checked at start only'} | {groups} |"
+    )
 
 
 def table() -> str:
@@ -84,7 +85,8 @@ def table() -> str:
         else:
             rows.append(found)
     lines = ["| `model_type` | here | its layers cache, or why not |", "|---|---|---|", *rows]
-    return "\n".join(lines) + f"\n\nNot tried, since they need settings of their own: {', '.join(untried)}.\n"
+    why = "Not tried, since their code needs a GPU of Apple's, or weights that are packed in a way of their own"
+    return "\n".join(lines) + f"\n\n{why}: {', '.join(untried)}.\n"
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 
 EPS = 1e-6
 
@@ -68,7 +68,7 @@ NAMES = {
 
 def settings(family: str) -> dict[str, Any]:
     """The contents of a config.json."""
-    return tiny_models.settings(family, **NAMES[family].changes)
+    return tiny_families.settings(family, **NAMES[family].changes)
 
 
 def prefix(family: str) -> str:
@@ -167,10 +167,10 @@ def _matrix(rng: np.random.Generator, rows: int, columns: int) -> mx.array:
 
 def _layer(family: str) -> Any:
     """A layer of the head's kind, which has experts where some layers of the family have."""
-    module, names = tiny_models.module_of(family), NAMES[family]
+    module, names = tiny_families.module_of(family), NAMES[family]
     args = module.ModelArgs.from_dict(settings(family))
     if family.startswith("qwen3_5"):
-        module = tiny_models.module_of("qwen3_5")
+        module = tiny_families.module_of("qwen3_5")
         args = module.TextModelArgs.from_dict(args.text_config)
     return getattr(module, names.block)(*((args,) if family == "mimo" else (args, 1)))
 
@@ -190,7 +190,7 @@ class Expected:
         self._own = {name: a + _less(family, a) for name, a in self._own.items()}
         del own["embed_tokens.weight"]
         self._layer = _layer(family)
-        module, first = tiny_models.module_of(family), "model.layers.0."
+        module, first = tiny_families.module_of(family), "model.layers.0."
         one = module.Model(module.ModelArgs.from_dict(settings(family) | {"num_hidden_layers": 1}))
         mark = {f"{first}conv1d.weight": mx.zeros((1, 1, 2))} if _less(family, mx.zeros(1)) else {}
         inner = one.sanitize({first + name.removeprefix(self._names.inner): a for name, a in own.items()} | mark)

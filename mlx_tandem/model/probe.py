@@ -24,6 +24,7 @@ from mlx_tandem.model.cache.states import (
 )
 from mlx_tandem.model.kernel_checks import machine
 from mlx_tandem.model.loader import CONFIG, LoadedModel, blamed_on, first_line, not_finite, suspects
+from mlx_tandem.model.unserved import UNSERVED
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 """Largest error of logits by type, relative to the largest logit. Wrong masks and mixed-up rows are off by far more."""
@@ -50,6 +51,8 @@ def examine(model: LoadedModel, *, evaluate: bool = True) -> Examined:
     Raises:
         ModelError: The model cannot be served.
     """
+    if model.model_type in UNSERVED:
+        raise _unsupported(model, UNSERVED[model.model_type])
     with blamed_on(model.folder / CONFIG, "the model cannot be run", model.settings):
         (layers, states), vocab_size = layer_shapes(model), vocabulary(model)
         axes = mask_axes(model, layers, vocab_size, states) if evaluate else 0

@@ -1,7 +1,7 @@
 """Model families through the real runner: alone, batched, chunked, preempted and forked they say what mlx-lm says.
 
 Tiny random models in float32, against mlx-lm's own forward over its own cache, one sequence at a time. Families that
-differ in what the runner does for them go every way by itself; the others go all of these ways in one run.
+differ in what the runner does for them go every way by itself; all go all of these ways in one run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mlx_tandem.model.step import forward, forward_inputs, rectangles, shapes
 from mlx_tandem.model.step.forward_inputs import InputBuilder
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.types import Request, SamplingParams
-from tests import tiny_models
+from tests import tiny_families, tiny_models
+from tests.engine.agreement import check_all_at_once
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
 
 TOKENS = 10
@@ -56,7 +57,7 @@ def check_every_way(engine: Engine, oracle: Oracle, record: Callable[[str, objec
     assert len(set(alone.tokens[0, 0])) > 1, "a model that repeats one token shows little"
 
     # As many rows as KV heads: a mask of the wrong rank broadcasts over the heads without an error.
-    pair = everyone[: tiny_models.KV_HEADS]
+    pair = everyone[: tiny_families.KV_HEADS]
     ties += assert_agrees(engine.run(pair, chunks=64), oracle, "as many rows as KV heads")
 
     ties += assert_agrees(engine.run(everyone, depth=0), oracle, "batched")
@@ -79,7 +80,7 @@ def check_at_once(engine: Engine, oracle: Oracle, record: Callable[[str, object]
     assert crowded.scheduler.queue.preemptions > 0
     assert len(set(crowded.tokens[1, 0])) > 1, "a model that repeats one token shows little"
     ties = assert_agrees(crowded, oracle, "all at once")
-    pair = [ask(i, p) for i, p in enumerate(PROMPTS)][: tiny_models.KV_HEADS]
+    pair = [ask(i, p) for i, p in enumerate(PROMPTS)][: tiny_families.KV_HEADS]
     ties += assert_agrees(engine.run(pair, chunks=64), oracle, "as many rows as KV heads")
     record("near_ties", ties)
 
@@ -97,13 +98,19 @@ def check_hits(engine: Engine, oracle: Oracle) -> list[str]:
     return assert_agrees(loop, oracle, "a prefix that was there")
 
 
-@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.WINDOWED])
-def test_a_family_is_served_as_mlx_lm_runs_it(
+@pytest.mark.parametrize("family", tiny_families.DISTINCT)
+def test_a_family_that_the_runner_knows_is_served_every_way(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     folder = tiny_models.make(tmp_path / family, family)
-    check = check_every_way if family in tiny_models.DISTINCT else check_at_once
-    check(make_engine(folder), Oracle.load(folder), record_property)
+    check_every_way(make_engine(folder), Oracle.load(folder), record_property)
+
+
+@pytest.mark.parametrize("family", [f for f in tiny_families.SERVED if f not in tiny_families.RECURRENT])
+def test_a_family_is_served_as_mlx_lm_runs_it(
+    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    check_all_at_once(tmp_path, family, record_property)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "gpt2", "gemma3_text"])
@@ -180,10 +187,10 @@ def test_a_quantised_model_is_served_as_mlx_lm_runs_it(
     check_at_once(engine, Oracle.load(folder), record_property)
 
 
-@pytest.mark.parametrize("family", tiny_models.UNSUPPORTED)
+@pytest.mark.parametrize("family", tiny_families.UNSUPPORTED)
 def test_a_family_that_is_not_supported_yet_is_refused_by_name(family: str, tmp_path: Path) -> None:
     folder = tiny_models.make(tmp_path / family, family)
-    with pytest.raises(ModelError, match=family) as e:
+    with pytest.raises(ModelError, match=f"{family}.*not supported yet: (its|each|mlx-lm|the size)") as e:
         make_engine(folder)
     assert e.value.param == "model_type"
 

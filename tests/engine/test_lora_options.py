@@ -17,12 +17,12 @@ from mlx_tandem.engine.learning import AdamParams, Batch, LoraOptions, LossConfi
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.training.device.tree import Dropout
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.engine.learning import finish, set_pairs, some_data, strengthen, trainers_of
 
 
 def opened(folder: Path, *, family: str = "qwen3", rank: int = 4, **options: Any) -> MLXTrainers:
-    more = {"num_experts_per_tok": 4, "moe_k": 4} if family in tiny_models.MIXTURES else {}
+    more = tiny_families.EVERY_EXPERT if family in tiny_families.MIXTURES else {}
     trainers = trainers_of(tiny_models.make(folder / family, family, **more))
     trainers.open(TrainerSpec("a", rank, 8.0, seed=3, options=LoraOptions(**options)), "", None)
     strengthen(trainers, "a")

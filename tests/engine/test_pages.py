@@ -15,14 +15,11 @@ from mlx_tandem.model.loader import load
 from mlx_tandem.training.device import pages
 from mlx_tandem.training.device.cutting import Cutting, Item, items_of
 from mlx_tandem.training.device.trainers import MLXTrainers
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.engine.learning import finish, largest_difference, plain_gradients, strengthen, trainers_of
 
 TOLERANCE = 2e-4
 """Relative to the largest entry: sums in another order."""
-
-EVERY_EXPERT = {"num_experts_per_tok": 4, "moe_k": 4}
-"""Rounding changes which experts are chosen, and with them the gradient: so all are."""
 
 EVERYTHING = 1 << 30
 
@@ -55,10 +52,12 @@ def items(data: list[Datum]) -> list[Item]:
     return items_of([Batch("a", tuple(data), LossConfig())])
 
 
-@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.WINDOWED])
+@pytest.mark.parametrize(
+    "family", [f for f in (*tiny_families.FAMILIES, *tiny_families.WINDOWED) if f not in tiny_families.UNTRAINED]
+)
 def test_gradients_are_those_of_each_sequence_by_itself(family: str, tmp_path: Path) -> None:
     """Also where layers see 16 positions of 40, and where activations are kept, which they are here."""
-    more = EVERY_EXPERT if family in tiny_models.MIXTURES or family == "gpt_oss" else {}
+    more = tiny_families.EVERY_EXPERT if family in tiny_families.MIXTURES else {}
     trainers = on_pages(tiny_models.make(tmp_path / family, family, **more), kept_bytes=EVERYTHING)
     trainers.open(TrainerSpec("a", 4, 8.0), "", None)
     strengthen(trainers, "a")
@@ -74,7 +73,7 @@ def test_gradients_are_those_of_each_sequence_by_itself(family: str, tmp_path: P
 @pytest.mark.parametrize("tokens", [1, 40, 100, 4096])
 def test_micro_batches_and_trainers_add_up_to_the_whole(family: str, tokens: int, tmp_path: Path) -> None:
     """The same sequences for two trainers are computed for each of them."""
-    more = EVERY_EXPERT if family in tiny_models.MIXTURES else {}
+    more = tiny_families.EVERY_EXPERT if family in tiny_families.MIXTURES else {}
     folder = tiny_models.make(tmp_path / family, family, **more)
     found, wanted = on_pages(folder, micro_batch_tokens=tokens), trainers_of(folder, micro_batch_tokens=4096)
     results = []

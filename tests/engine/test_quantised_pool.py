@@ -11,7 +11,7 @@ import pytest
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.engine.harness import Loop
 from tests.engine.mlx_engine import TOLERANCE, Oracle, assert_agrees, make_engine
 
@@ -59,7 +59,7 @@ def assert_says_the_same(loop: Loop, oracles: Mapping[str | None, Oracle], bits:
     assert sum(exact) >= 0.6 * len(exact), f"{case}: {sum(exact)} of {len(exact)}"
 
 
-@pytest.mark.parametrize("family", [f for f in tiny_models.DISTINCT if f in tiny_models.FAMILIES])
+@pytest.mark.parametrize("family", [f for f in tiny_families.DISTINCT if f in tiny_families.FAMILIES])
 def test_a_family_says_in_a_crowd_what_it_says_alone(family: str, tmp_path: Path) -> None:
     """Batched, chunked, forked, preempted, one request after the other joining: all in one run."""
     folder = tiny_models.make(tmp_path / family, family)

@@ -14,7 +14,7 @@ from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpe
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.device.cutting import PLAIN, Cutting
 from mlx_tandem.training.device.logprobs import logprobs
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.engine.learning import (
     finish,
     largest_difference,
@@ -28,13 +28,10 @@ from tests.engine.learning import (
 TOLERANCE = 2e-4
 """Relative to the largest entry: sums in another order."""
 
-EVERY_EXPERT = {"num_experts_per_tok": 4, "moe_k": 4}
-"""Rounding changes which experts are chosen, and with them the gradient: so all are."""
 
-
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", [f for f in tiny_families.FAMILIES if f not in tiny_families.UNTRAINED])
 def test_sliced_gradients_are_those_of_a_plain_backward(family: str, tmp_path: Path) -> None:
-    more = EVERY_EXPERT if family in tiny_models.MIXTURES else {}
+    more = tiny_families.EVERY_EXPERT if family in tiny_families.MIXTURES else {}
     trainers = trainers_of(tiny_models.make(tmp_path / family, family, **more))
     trainers.open(TrainerSpec("a", 4, 8.0), "", None)
     strengthen(trainers, "a")
@@ -49,7 +46,7 @@ def test_sliced_gradients_are_those_of_a_plain_backward(family: str, tmp_path: P
 @pytest.mark.parametrize("family", ["falcon_h1", "jamba", "lfm2", "qwen3_next", "recurrent_gemma"])
 def test_layers_with_states_are_trained_through(family: str, tmp_path: Path) -> None:
     """Sequences that begin alike have states of their own."""
-    folder = tiny_models.make(tmp_path / family, family, **EVERY_EXPERT)
+    folder = tiny_models.make(tmp_path / family, family, **tiny_families.EVERY_EXPERT)
     trainers = trainers_of(folder, cutting=Cutting(mask_axes=1))
     trainers.open(TrainerSpec("a", 4, 8.0), "", None)
     strengthen(trainers, "a")
@@ -60,8 +57,9 @@ def test_layers_with_states_are_trained_through(family: str, tmp_path: Path) -> 
     assert largest_difference(trainers._trainers["a"]._gradients, wanted) < TOLERANCE
 
 
-def test_a_model_whose_layers_hand_on_more_than_states_is_refused(tmp_path: Path) -> None:
-    trainers = trainers_of(tiny_models.make(tmp_path / "model", "rwkv7"))
+@pytest.mark.parametrize("family", tiny_families.UNTRAINED)
+def test_a_model_whose_layers_hand_on_more_than_states_is_refused(family: str, tmp_path: Path) -> None:
+    trainers = trainers_of(tiny_models.make(tmp_path / "model", family))
     with pytest.raises(InvalidRequest, match="cannot be trained on") as e:
         trainers.open(TrainerSpec("a", 4, 8.0), "", None)
     assert e.value.param == "model"
@@ -81,7 +79,7 @@ def test_quantised_bases_are_trained_on_as_they_are(bits: int, tmp_path: Path) -
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe", "gpt2"])
 def test_gradients_are_those_of_finite_differences(family: str, tmp_path: Path) -> None:
     """Along random directions, a whole step of float32 forwards apart."""
-    more = EVERY_EXPERT if family in tiny_models.MIXTURES else {}
+    more = tiny_families.EVERY_EXPERT if family in tiny_families.MIXTURES else {}
     trainers = trainers_of(tiny_models.make(tmp_path / family, family, **more))
     trainers.open(TrainerSpec("a", 4, 8.0), "", None)
     strengthen(trainers, "a")
@@ -113,7 +111,7 @@ def test_gradients_are_those_of_finite_differences(family: str, tmp_path: Path) 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_several_trainers_in_one_pass_are_each_as_alone(family: str, tmp_path: Path) -> None:
     """Of other ranks and other targets, with other losses, through several updates."""
-    more = EVERY_EXPERT if family in tiny_models.MIXTURES else {}
+    more = tiny_families.EVERY_EXPERT if family in tiny_families.MIXTURES else {}
     trainers = trainers_of(tiny_models.make(tmp_path / family, family, **more), micro_batch_tokens=150)
     specs = [
         TrainerSpec("a", 4, 8.0, seed=1),
@@ -179,7 +177,7 @@ def test_passes_add_up_until_the_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", [Cutting(forward_layers=3), Cutting(few_shapes=True)])
 def test_what_suits_a_gpu_gives_the_same(family: str, way: Cutting, tmp_path: Path) -> None:
     """Several layers in a slice; rows and lengths that are padding."""
-    folder = tiny_models.make(tmp_path / "m", family, **(EVERY_EXPERT if "moe" in family else {}))
+    folder = tiny_models.make(tmp_path / "m", family, **(tiny_families.EVERY_EXPERT if "moe" in family else {}))
     data = some_data(0, ((33, 10), (34, 1), (17, 12), (19, 8), (35, 4)))
     found = []
     for cutting in (PLAIN, way):

@@ -18,7 +18,7 @@ from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.engine.guessing import RowByRow
 from tests.engine.harness import Loop
 from tests.engine.mlx_engine import TOLERANCE, Engine, make_engine
@@ -120,8 +120,8 @@ def compiled_again() -> Iterator[None]:
 def test_rows_behind_drafts_begin_where_the_device_says(tmp_path: Path, kind: str) -> None:
     """Over every kind of pool: the device finds the blocks of such a row, and the first that its window sees."""
     family = "spark2_5" if kind == "all windows" else "llama"
-    changes: dict[str, Any] = tiny_models.WINDOW if "windows" in kind else {}
-    changes = tiny_models.WINDOWED.get(family, changes)
+    changes: dict[str, Any] = tiny_families.WINDOW if "windows" in kind else {}
+    changes = tiny_families.WINDOWED.get(family, changes)
     folder = tiny_models.make(tmp_path / "model", family, seed=1, **changes)
     options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 16} if kind == "few bits" else {}
     if "kernels" in kind:

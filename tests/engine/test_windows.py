@@ -18,7 +18,7 @@ from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import BlockPool, Window
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import Request, SamplingParams
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.engine import mlx_engine
 from tests.engine.mlx_engine import Oracle, assert_agrees
 from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, make_engine, play, some_workload_fails
@@ -259,7 +259,7 @@ def greedy(number: int, prompt: tuple[int, ...], max_tokens: int = 24, n: int = 
 @pytest.mark.parametrize("family", ["cohere2", "gemma3_text", "gpt_oss", "llama", "olmo3", "spark2_5"])
 def test_contexts_of_several_windows_are_as_mlx_lm_has_them(family: str, tmp_path: Path) -> None:
     """In a pool that holds a few windows: chunked, preempted, forked, found again."""
-    folder = tiny_models.make(tmp_path / family, family, **tiny_models.WINDOWED.get(family, tiny_models.WINDOW))
+    folder = tiny_models.make(tmp_path / family, family, **tiny_families.WINDOWED.get(family, tiny_families.WINDOW))
     engine, oracle = mlx_engine.make_engine(folder, num_blocks=64, max_chunk_tokens=32), Oracle.load(folder)
     everyone = [greedy(i, p) for i, p in enumerate(LONG)]
     assert_agrees(engine.run(everyone, chunks=13, window_blocks=21), oracle, "in a pool of few windows")

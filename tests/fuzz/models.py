@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from safetensors import safe_open
 
 from mlx_tandem import limits
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.fuzz import tensors, values
 from tests.fuzz.folders import Case
 from tests.fuzz.tensors import Tensor, Tensors
@@ -44,7 +44,7 @@ def _made(family: str) -> tuple[dict[str, Any], Tensors]:
 @cache
 def _typed(family: str) -> frozenset[str]:
     """Settings of which somebody knows what type they have."""
-    return frozenset(get_type_hints(tiny_models.module_of(family).ModelArgs)) | limits.MODEL.keys()
+    return frozenset(get_type_hints(tiny_families.module_of(family).ModelArgs)) | limits.MODEL.keys()
 
 
 def valid(rng: Random) -> tuple[Case, Tensors, str]:

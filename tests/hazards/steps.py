@@ -22,7 +22,7 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.training.device.trained_adapter import TrainedAdapter
 from mlx_tandem.types import AdapterInfo, SamplingParams
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.engine.mlx_engine import Engine, make_engine
 from tests.hazards.graph import Graph, record
 from tests.kernels import gpu as fake
@@ -122,7 +122,7 @@ ENGINES = {
     "short blocks, no common offset": Kind(common_offset=False),
     "own blocks": Kind("gemma"),
     "own blocks, no common offset": Kind("gemma", common_offset=False),
-    "windows": Kind(changes=tiny_models.WINDOW),
+    "windows": Kind(changes=tiny_families.WINDOW),
     "few bits": Kind(kv_bits=8),
     "few bits, own blocks, no common offset": Kind("gemma", kv_bits=8, common_offset=False),
     "experts": Kind("qwen3_moe"),

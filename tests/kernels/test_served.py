@@ -17,7 +17,7 @@ from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.types import Request, SamplingParams
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.engine.mlx_engine import Oracle, assert_agrees, make_engine
 from tests.kernels import shim
 from tests.kernels.broken import Broken
@@ -66,7 +66,7 @@ def ask() -> list[Request]:
     [
         ("llama", 16, {}),
         ("llama", 8, {}),
-        ("llama", 16, tiny_models.WINDOW),  # tables begin with the window's first block
+        ("llama", 16, tiny_families.WINDOW),  # tables begin with the window's first block
         ("qwen3", 16, {}),
         ("gemma", 16, {}),
     ],

@@ -278,6 +278,12 @@ class PagedCache:
         self._fetched = k, v
         return k, v
 
+    def keys_and_values(self) -> tuple[mx.array, ...]:
+        """Return what `update_and_fetch` returned in this forward, for a later layer that reads the same keys and
+        values.
+        """
+        return self._fetched
+
     def attend(
         self,
         queries: mx.array,
@@ -412,6 +418,7 @@ class ProbeCache:
     def __init__(self) -> None:
         self.shape: LayerShape | None = None
         self.windows: set[int] = set()
+        self._fetched: tuple[mx.array, ...] = ()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> str | None:
         """Record the window that a layer asks for; return no mask."""
@@ -428,13 +435,18 @@ class ProbeCache:
         mask: mx.array | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Record how the layer asks for attention."""
-        assert self.shape is not None
-        self.shape = replace(self.shape, asks=Asks(queries.shape[1], sinks is not None))
+        """Record how the layer asks for attention to its own keys and values."""
+        if self.shape is not None and keys is self._fetched[0]:
+            self.shape = replace(self.shape, asks=Asks(queries.shape[1], sinks is not None))
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Record the formats of the layer's keys and values, and return these unchanged."""
         keys_form, values_form = (RowFormat(new.shape[1], new.shape[3], new.dtype) for new in (keys, values))
         self.shape = LayerShape(keys_form, values_form)
+        self._fetched = keys, values
         return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, ...]:
+        """Return what `update_and_fetch` returned."""
+        return self._fetched

@@ -15,6 +15,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.model.mixin import mix_in
 
+_NEVER_CALLED = "_res_proj"
+"""End of the names of linears whose weights a layer reads without calling them, so that no delta could be added."""
+
 
 @dataclass(frozen=True, eq=False)
 class Target:
@@ -52,7 +55,7 @@ def find_targets(model: nn.Module) -> dict[str, Target]:
     seen: set[int] = set()
     # named_modules goes last child first; logs and errors read better in the model's own order.
     for path, module in reversed(model.named_modules()):
-        if id(module) in seen or path.rpartition(".")[2] == "lm_head":
+        if id(module) in seen or path.rpartition(".")[2] == "lm_head" or path.endswith(_NEVER_CALLED):
             continue
         shape = None
         if isinstance(module, nn.Linear):

@@ -8,13 +8,35 @@ Nothing that is not wanted is ever evaluated, since MLX computes only what is as
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_tandem.model.mixin import mix_in
 
 Layer = Callable[[mx.array], mx.array]
+
+
+class _Call(NamedTuple):
+    """A recorded call of a layer, without its states: these come first, or by the keyword `name` where one is given."""
+
+    layer: Any
+    name: str | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def takes(self, x: mx.array) -> bool:
+        """Return whether an array is among the arguments beside the states."""
+        return any(other is x for other in (*self.args, *self.kwargs.values()))
+
+    def with_states(self, x: mx.array) -> mx.array:
+        """Return what the layer computes for other states."""
+        out: mx.array = (
+            self.layer(x, *self.args, **self.kwargs)
+            if self.name is None
+            else self.layer(**{self.name: x}, **self.kwargs)
+        )
+        return out
 
 
 class LayerwiseForward:
@@ -25,7 +47,7 @@ class LayerwiseForward:
         self._model = model
         self._layers = layers
         self._given: mx.array | None = None  # what the last layer hands out
-        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] | None = None  # while a forward is recorded
+        self._calls: list[_Call] | None = None  # while a forward is recorded
         self._entry: mx.array | None = None
         for layer in layers:
             layer._forward = self
@@ -35,7 +57,7 @@ class LayerwiseForward:
         """Return the states [rows, length, dim] that reach the first layer, and the layers as functions of states.
 
         `caches`: one for each layer; None: each row is a whole sequence. Raises ValueError for a model that does not
-        call its layers one after the other.
+        call its layers one after the other, or whose layers take more than one array of states.
         """
         calls = self._calls = []
         try:
@@ -46,9 +68,11 @@ class LayerwiseForward:
             entry, self._entry = self._entry, None
         finally:
             self._calls = None
-        if entry is None or [id(layer) for layer, _, _ in calls] != [id(layer) for layer in self._layers]:
+        if entry is None or [id(call.layer) for call in calls] != [id(layer) for layer in self._layers]:
             raise ValueError("this model does not call its layers one after the other")
-        return entry, [_plain(*call) for call in calls]
+        if any(call.takes(entry) for call in calls):
+            raise ValueError("a layer takes more than one array of states")
+        return entry, [call.with_states for call in calls]
 
     def leave(self, states: mx.array) -> mx.array:
         """Return the logits [1, n, vocabulary], float32, of states [n, dim] behind the last layer."""
@@ -59,26 +83,16 @@ class LayerwiseForward:
             self._given = self._calls = None
         return logits.astype(mx.float32)
 
-    def pass_on(self, layer: Any, x: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array | None:
-        """Return what `layer` hands out instead of computing; None: it computes."""
+    def pass_on(self, x: mx.array, call: _Call) -> mx.array | None:
+        """Return what a layer that is called with the states `x` hands out instead of computing; None: it computes."""
         if self._calls is None:
             return None
         if self._given is not None:
-            return self._given if layer is self._layers[-1] else x
+            return self._given if call.layer is self._layers[-1] else x
         if self._entry is None:
             self._entry = x
-        self._calls.append((layer, args, kwargs))
+        self._calls.append(call)
         return x
-
-
-def _plain(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
-    """Return a layer as a function of its states, with the other arguments of its recorded call."""
-
-    def call(x: mx.array) -> mx.array:
-        out: mx.array = layer(x, *args, **kwargs)
-        return out
-
-    return call
 
 
 class Cut:
@@ -86,8 +100,11 @@ class Cut:
 
     _forward: LayerwiseForward
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         """Return what the layer computes, or what its forward has it hand on."""
-        handed = self._forward.pass_on(self, x, args, kwargs)
-        out: mx.array = super().__call__(x, *args, **kwargs) if handed is None else handed  # type: ignore[misc]
+        name = None if args else next(iter(kwargs))
+        x = args[0] if name is None else kwargs[name]
+        rest = {key: value for key, value in kwargs.items() if key != name}
+        handed = self._forward.pass_on(x, _Call(self, name, args[1:], rest))
+        out: mx.array = super().__call__(*args, **kwargs) if handed is None else handed  # type: ignore[misc]
         return out

@@ -31,7 +31,7 @@ from mlx_tandem.engine.plan import Wait
 from mlx_tandem.engine.trainers import PAUSE
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.model import footprint
-from mlx_tandem.model.cache.states import keeps_state, leaves
+from mlx_tandem.model.cache.states import arranged, keeps_state, leaves
 from mlx_tandem.model.loader import first_line
 from mlx_tandem.model.step.inputs import Inputs, receive, specs
 from mlx_tandem.training.device import completions, losses, pages, rows
@@ -324,15 +324,15 @@ class MLXTrainers:
 
     def _find_problem(self) -> str:
         """Return why the model cannot be trained on; empty if it can."""
-        if not self._has_states:
-            return ""
-        self._tree.model.train()  # the layers' own kernels have no gradient
+        if self._has_states:
+            self._tree.model.train()  # the layers' own kernels have no gradient
         try:
             entry, layers = self._layerwise.enter(mx.zeros((1, 2), mx.int32))
             for layer in layers:
                 entry = layer(entry)
-            if entry.ndim != 3:
+            if not isinstance(entry, mx.array) or entry.ndim != 3:
                 raise ValueError("a layer hands on more than states")
+            self._layerwise.leave(entry[0])
         except Exception as e:
             return f"this model cannot be trained on: {first_line(e)}"
         return ""
@@ -366,7 +366,10 @@ class MLXTrainers:
         warm = any(item.datum.temperature != 1.0 for item in items)
         cut = any(item.datum.truncation != WHOLE for item in items)
         where = Positions(at, target, temperature if warm else None, truncation if cut else None)
-        caches = PageInputs(tables, self._cutting.mask_axes).caches(self._windows) if tables else None
+        caches = None
+        if tables:
+            pages = PageInputs(tables, self._cutting.mask_axes).caches(self._windows)
+            caches = arranged(self._tree.model, pages, ())
         micro = MicroBatch(self._tree, self._layerwise, tokens, where, adapters, self._cutting.forward_layers, caches)
         with_base = any(
             batches[part.batch].loss.kl_coef and not all(item.datum.reference for item in part.items) for part in own
