@@ -197,6 +197,19 @@ class CacheGroupInfo(Struct, frozen=True):
     window: int = 0  # positions that the layers see; 0: every one
 
 
+class VisionInfo(Struct, frozen=True):
+    """The part of a model folder that encodes images, and whether the engine uses it."""
+
+    family: str  # the folder's model_type, by which mlx-vlm names its processors and encoders
+    image_token: int = -1  # the id of placeholders in prompts
+    refusal: str = ""  # why images are not served; empty: they are
+
+    @property
+    def outcome(self) -> str:
+        """Whether images are served, and why not, in words."""
+        return f"not served: {self.refusal}" if self.refusal else "served"
+
+
 class ModelSummary(Struct, frozen=True):
     """What a model folder holds, as far as can be told without its weights."""
 
@@ -207,6 +220,7 @@ class ModelSummary(Struct, frozen=True):
     layers: int
     groups: tuple[CacheGroupInfo, ...]
     unsupported: tuple[str, ...]  # what the server does for other models and not for this one
+    vision: VisionInfo | None = None  # None: the folder has no part for images
 
 
 class MemoryBudget(Struct, frozen=True):
@@ -233,14 +247,6 @@ class MemoryBudget(Struct, frozen=True):
     def unassigned(self) -> int:
         """Bytes that no part was given."""
         return self.limit - self.total
-
-
-class VisionInfo(Struct, frozen=True):
-    """The part of a model folder that encodes images, and whether the engine uses it."""
-
-    family: str  # the folder's model_type, by which mlx-vlm names its processors and encoders
-    image_token: int = -1  # the id of placeholders in prompts
-    refusal: str = ""  # why images are not served, as a sentence; empty: they are
 
 
 class EngineInfo(Struct, frozen=True):
