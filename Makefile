@@ -1,6 +1,6 @@
 # make install   a virtual environment in .venv with everything the project needs, from the lock for this machine
 # make serve     the server with the built-in model and its adapters (ARGS="…" are passed on to `tandem serve`)
-# make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients that they try installed
+# make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients and mlx-vlm installed
 # make clients   try every client of tests/clients and write docs/compatibility.md and docs/refusals.md
 # make quick     the tests of what differs from the branch main, without slow ones (ARGS="…" as above)
 # make check     format, lint, types, import rules, the map of the modules
@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml scripts/install.sh $(wildcard locks/*.txt)
 	@touch $@
 
 $(CLIENTS): $(STAMP)
-	@scripts/install.sh $(VENV) clients
+	@scripts/install.sh $(VENV) clients vision
 	@touch $@
 
 serve: $(STAMP)

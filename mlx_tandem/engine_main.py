@@ -208,9 +208,11 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
 
 def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: SlotTable) -> Scheduler:
     """Return the scheduler of the engine's only model."""
+    from mlx_tandem.engine.images import Images
     from mlx_tandem.engine.scheduler import Scheduler
 
-    return Scheduler(
+    vision = built.info.vision
+    scheduler = Scheduler(
         config.scheduler,
         blocks,
         slots,
@@ -219,6 +221,9 @@ def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: 
         eos_token_ids=built.info.eos_token_ids,
         limits=built.step_limits,
     )
+    if vision is not None and built.image_room:
+        scheduler.images = Images(vision.image_token, built.image_room, built.image_columns)
+    return scheduler
 
 
 def _check_vocabulary(config: EngineConfig) -> None:

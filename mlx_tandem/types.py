@@ -91,6 +91,21 @@ class Grammar(Struct, frozen=True, array_like=True):
     param: str
 
 
+class Image(Struct, frozen=True, array_like=True):
+    """One image of a prompt, as the model's processor made it for this image alone.
+
+    Its placeholders are the next `tokens` tokens from `start` on whose id is the one that VisionInfo names; other
+    tokens may lie between them, such as line breaks. `start` is the index of the first in the prompt. `arrays` is the
+    content of a safetensors file with the processor's arrays under their own names: `pixel_values`, `image_grid_thw`
+    and so on. `digest` is BLAKE2b, 16 bytes long, of the name of the model's family and `arrays`.
+    """
+
+    digest: bytes
+    start: int
+    tokens: int
+    arrays: bytes
+
+
 class Request(Struct, frozen=True, array_like=True):
     """One request: prompt ids in, `n` choices out. The adapter's version is fixed here."""
 
@@ -106,6 +121,7 @@ class Request(Struct, frozen=True, array_like=True):
     grammar: Grammar | None = None  # None: the output may be any text
     speculate: bool = True  # drafts may be verified for it, where the server makes any
     prediction: tuple[int, ...] = ()  # what the output may contain, from which drafts are copied
+    images: tuple[Image, ...] = ()  # in the order of their placeholders in the prompt
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -181,6 +197,19 @@ class CacheGroupInfo(Struct, frozen=True):
     window: int = 0  # positions that the layers see; 0: every one
 
 
+class VisionInfo(Struct, frozen=True):
+    """The part of a model folder that encodes images, and whether the engine uses it."""
+
+    family: str  # the folder's model_type, by which mlx-vlm names its processors and encoders
+    image_token: int = -1  # the id of placeholders in prompts
+    refusal: str = ""  # why images are not served; empty: they are
+
+    @property
+    def outcome(self) -> str:
+        """Whether images are served, and why not, in words."""
+        return f"not served: {self.refusal}" if self.refusal else "served"
+
+
 class ModelSummary(Struct, frozen=True):
     """What a model folder holds, as far as can be told without its weights."""
 
@@ -191,6 +220,7 @@ class ModelSummary(Struct, frozen=True):
     layers: int
     groups: tuple[CacheGroupInfo, ...]
     unsupported: tuple[str, ...]  # what the server does for other models and not for this one
+    vision: VisionInfo | None = None  # None: the folder has no part for images
 
 
 class MemoryBudget(Struct, frozen=True):
@@ -249,6 +279,7 @@ class EngineInfo(Struct, frozen=True):
     prompt_cost: tuple[float, ...] = ()  # the form of `engine.cost.CostModel` for chunks; empty: unknown
     micro_batch_tokens: int = 0  # tokens of one forward and backward of learning; 0: not decided
     hidden_size: int = 0  # numbers of a pooled hidden state; 0: requests may not ask for any
+    vision: VisionInfo | None = None  # None: the folder has no part for images
 
 
 class DiskStats(Struct, frozen=True):

@@ -44,6 +44,8 @@ def lines(found: ModelSummary, longest: int, *, checked: bool) -> Iterator[str]:
     yield f"serves here          {serves}; up to {longest:,} tokens in a sequence"
     for group in found.groups:
         yield f"cache                {described(group)}"
+    if found.vision is not None:
+        yield f"images               {found.vision.outcome}"
     for what in found.unsupported:
         yield f"not supported        {what}"
 

@@ -40,6 +40,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "--max-model-len --ctx-size --max-kv-size",
             "Longest prompt and answer, in tokens; at most the model's own.",
         ),
+        Option("engine.model.images", "--images/--no-images", "Take images where the model does (on)."),
         Option("engine.model.random_weights", "--random-weights", "Draw weights at random, for benchmarks."),
         Option(
             "server.chat_template",

@@ -20,6 +20,7 @@ from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.cli.start_up import StartUp
 from mlx_tandem.config import Config, ServerConfig
 from mlx_tandem.errors import TandemError
+from mlx_tandem.types import EngineInfo
 
 if TYPE_CHECKING:
     from mlx_tandem.generation.front import Front
@@ -170,6 +171,7 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
         f"\nReady: {where}\n"
         f"  model     {front.models.id} ({info.model_type}, {_count(info.parameters)} parameters, {info.dtype}"
         f"{', ' + info.quantization if info.quantization else ''}; {info.device})\n"
+        f"{_images(info)}"
         f"  adapters  {adapters_line(loaded, unread, front.config.adapter_root)}\n"
         f"{_learning(front.config)}"
         f"  try       {curl} {url}/v1/chat/completions \\\n"
@@ -189,6 +191,11 @@ def adapters_line(loaded: Sequence[str], unread: Sequence[str], root: str) -> st
         folders = "1 folder" if len(unread) == 1 else f"{len(unread)} folders"
         parts.append(f"{folders} in {root}" + (f", such as {unread[0]}" if unread else ""))
     return "; ".join(parts)
+
+
+def _images(info: EngineInfo) -> str:
+    """Return the line that says whether the model takes images; empty for a model of text only."""
+    return "" if info.vision is None else f"  images    {info.vision.outcome}\n"
 
 
 def _learning(config: Config) -> str:

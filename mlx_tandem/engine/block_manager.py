@@ -65,7 +65,7 @@ class BlockManager:
         """
         if not self._caches or s.reads_whole_prompt:
             return Match([[] for _ in self.groups], [SCRATCH for _ in self.groups])
-        return find(self._caches, self._keys.chain(s), s.tokens[:-1])
+        return find(self._caches, self._keys.chain(s), s.content[:-1])
 
     def short(self, s: Sequence, match: Match, running: int) -> CacheGroup | None:
         """Return a group that lacks blocks for `s` to begin and leave one for each of the `running` sequences; None: no
@@ -76,7 +76,7 @@ class BlockManager:
         offload = self.offload
         prefix = Prefix(match.tables, match.whole)
         if offload is not None:
-            prefix = offload.reads.coming(s.id, self._keys.chain(s), s.tokens, match)
+            prefix = offload.reads.coming(s.id, self._keys.chain(s), s.content, match)
         for group, blocks in zip(self.groups, prefix.tables, strict=True):
             begin, end = self._own(group, s, len(blocks), prefix.whole)
             idle = sum(1 for b in blocks if b != SCRATCH and not group.pool.count[b])
@@ -98,7 +98,7 @@ class BlockManager:
         """Return whether a waiting sequence should wait for the drive, and begin to read what the drive has of it."""
         if self.offload is None or s.reads_whole_prompt:
             return False
-        return self.offload.reads.awaits(s.id, self._keys.chain(s), s.tokens, match)
+        return self.offload.reads.awaits(s.id, self._keys.chain(s), s.content, match)
 
     def forget(self, s: Sequence) -> None:
         """Drop what is being read from the drive for a sequence that does not wait any more."""
@@ -114,7 +114,7 @@ class BlockManager:
         match = self.match(s)
         prefix = Prefix(match.tables, match.whole)
         if self.offload is not None:
-            prefix = self.offload.reads.take(s.id, self._keys.chain(s), s.tokens, match)
+            prefix = self.offload.reads.take(s.id, self._keys.chain(s), s.content, match)
         extra = match.extra if prefix.whole == match.whole else 0
         tables = []
         for group, found, source in zip(self.groups, prefix.tables, match.sources, strict=True):
@@ -211,7 +211,7 @@ class BlockManager:
         s.has_drawn = True
         if not self._caches or not s.is_pure:
             return
-        first, known = s.published, s.tokens[:-1]
+        first, known = s.published, s.content[:-1]
         for cache, table in zip(self._caches, s.tables, strict=True):
             s.published = cache.publish(self._keys.chain(s), known, table, first)
 

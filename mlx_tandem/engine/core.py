@@ -349,7 +349,9 @@ class EngineCore:
                 self._outbox.append(m.Failed(request, "grammar_too_complex", e.message, e.param, retryable=False))
                 continue
             self._outbox.append(m.Failed(request, "numerical_error", "the model's output was not finite"))
-        if outcome.failed or any(d.finish for d in outcome.deltas):
+        for request, why in outcome.unencoded.items():
+            self._outbox.append(m.Failed(request, "invalid_image", why, "images", retryable=False))
+        if outcome.failed or outcome.unencoded or any(d.finish for d in outcome.deltas):
             self._release_adapters()
 
     def _fail(self, lost: StepsLost) -> None:

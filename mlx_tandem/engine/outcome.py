@@ -9,7 +9,12 @@ from mlx_tandem.types import Delta
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The outcome of a step that was read: new tokens, and requests whose logits were not finite."""
+    """The outcome of a step that was read: new tokens, and requests that have failed.
+
+    `failed` are requests whose logits were not finite; `unencoded` says by the request why an image of it could not be
+    encoded.
+    """
 
     deltas: list[Delta] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
+    unencoded: dict[int, str] = field(default_factory=dict)

@@ -252,7 +252,8 @@ class Pipeline:
         """Wait until a step is done, note how long it took, and return its result."""
         asked = time.perf_counter()
         result = self.runner.wait(flight.handle)
-        usual = not result.first_use and not result.scores  # steps with scores compute the logits of whole chunks
+        # Steps with scores compute the logits of whole chunks.
+        usual = not (result.first_use or result.scores or flight.plan.encodes)
         # The host launched a slice and another step meanwhile. If this step had already finished when it was asked for,
         # the device is working on the slice. Then this step is charged what such steps take alone, and the slice is
         # charged the rest, which is the delay that streams notice.

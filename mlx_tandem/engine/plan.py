@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from mlx_tandem.types import Pooling, SamplingParams, TokenLogprob
+from mlx_tandem.types import Image, Pooling, SamplingParams, TokenLogprob
 
 CARRY = -1
 """Placeholder in `Row.tokens` for the token that the same seat drew in the step before, which is
@@ -67,6 +67,24 @@ class RowKind(IntEnum):
     to the first that differs from what the position before it drew."""
 
 
+class Shown(Struct, frozen=True, gc=False):
+    """Adjacent placeholders of an image in a row, from number `at` of its tokens on.
+
+    The image's embeddings from number `first` on take the places of theirs. `image` is its digest.
+
+    In models whose positions have several axes the image lies in a grid of `columns`. `shift` is what to add to the
+    index of its first placeholder to get the position of it, and `after` the same for tokens behind the image.
+    """
+
+    image: bytes
+    at: int
+    first: int
+    count: int
+    shift: int = 0
+    after: int = 0
+    columns: int = 0
+
+
 class Row(Struct, frozen=True, gc=False):
     """One sequence's share of one step: `tokens` at positions start, start + 1, … .
 
@@ -83,6 +101,10 @@ class Row(Struct, frozen=True, gc=False):
 
     `following` is the prompt's token after the last of `tokens`, where the row does not draw that one; a head for
     multi-token prediction reads it.
+
+    `images` are the placeholders of images among the tokens of a PROMPT row; no other row has any. `shift` is what to
+    add to the index of a token before the first of them to get its position; it is 0 unless images came before the row
+    in a model whose positions have several axes.
 
     `version` and `background` say for whom the row runs, and `predicted` where its drafts come from; the runner ignores
     them.
@@ -104,6 +126,8 @@ class Row(Struct, frozen=True, gc=False):
     pooling: Pooling | None = None
     predicted: bool = False  # its drafts are from its request's prediction
     following: int = UNKNOWN
+    images: tuple[Shown, ...] = ()
+    shift: int = 0
 
     @property
     def draws(self) -> int:
@@ -133,9 +157,10 @@ class Slice(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One unit of device work, done in this order: slice of learning, saves, uploads, copies, loads, seatings, rows.
+    """One unit of device work, done in this order: slice of learning, saves, uploads, copies, loads, seatings, drops,
+    encodes, rows.
 
-    A plan may have no rows.
+    A plan may have no rows. Rows show only images that an earlier plan has encoded.
     """
 
     rows: tuple[Row, ...]
@@ -147,11 +172,13 @@ class StepPlan:
     masked: tuple[int, ...] = ()  # indices of rows that draw by the masks that `Runner.sample` is given
     slice: Slice | None = None
     proposes: bool = False  # the model's head for multi-token prediction drafts for the rows that draw
+    drops: tuple[bytes, ...] = ()  # digests of images whose embeddings are not kept any longer
+    encodes: tuple[Image, ...] = ()  # images whose embeddings are computed and kept
 
     @property
     def has_step(self) -> bool:
         """Whether the plan has work for the runner, besides a slice."""
-        return bool(self.rows or self.saves or self.loads)
+        return bool(self.rows or self.saves or self.loads or self.encodes)
 
     @property
     def background_share(self) -> float:
@@ -187,7 +214,8 @@ class StepResult:
     a row is NOT_A_NUMBER where the logits of any of its positions, accepted or not, were not finite. `scores` has the
     logprobs of the rows' `targets`, by the row's index. `pooled` has for each row with `pooling` the sum of its tokens'
     hidden states for a mean, or the last token's hidden state. `drafts` has by the row's index what the model's head
-    expects after the row's last token, if the plan `proposes`; masked rows have none.
+    expects after the row's last token, if the plan `proposes`; masked rows have none. `unencoded` says by its digest
+    why an image could not be encoded.
     """
 
     tokens: list[tuple[int, ...]]
@@ -197,6 +225,7 @@ class StepResult:
     first_use: bool = False  # a shape was used for the first time, so the time of the step says nothing
     pooled: dict[int, list[float]] = field(default_factory=dict)
     drafts: dict[int, int] = field(default_factory=dict)
+    unencoded: dict[bytes, str] = field(default_factory=dict)
 
 
 class DeviceError(Exception):

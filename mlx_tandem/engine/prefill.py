@@ -9,6 +9,7 @@ from typing import Protocol
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.cost import LENGTHS, CostModel, longest_within, padded_length
+from mlx_tandem.engine.images import shown
 from mlx_tandem.engine.plan import scored_positions
 from mlx_tandem.engine.sequence import Sequence
 
@@ -118,6 +119,9 @@ class Prefill:
                 break
             n = min(s.unread, _PIGGYBACKED_END - s.scheduled)
             if n <= 0 or s.targets(s.scheduled, s.scheduled + n) or s.request.pooling is not None:
+                rest.append(s)
+                continue
+            if s.runs and shown(s, s.scheduled, s.scheduled + n):
                 rest.append(s)
                 continue
             n = self._chunk(s, min(n, room)) if room else 0

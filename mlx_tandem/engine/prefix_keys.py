@@ -24,4 +24,4 @@ class PrefixKeys:
 
     def key(self, s: Sequence, block: int) -> bytes:
         """Return the key of a full block of `s`."""
-        return self.chain(s).key(block, s.tokens, self._size)
+        return self.chain(s).key(block, s.content, self._size)

@@ -27,6 +27,7 @@ from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.drafting import Drafting, predicted_of
+from mlx_tandem.engine.images import Images, Work, shift_at, shown
 from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.masks import MaskMaker, masks_of_plan
 from mlx_tandem.engine.outcome import StepOutcome
@@ -66,9 +67,10 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
-        self.prefill = Prefill(config, limits, vocab_size, blocks.snapshots.chunk)
+        self.prefill = Prefill(config, limits, vocab_size, self._chunk)
         self.drafting = Drafting(blocks, vocab_size, config.max_num_seqs)
         self.mask_maker: MaskMaker | None = None  # the owner sets it before the first request
+        self.images: Images | None = None  # the owner sets it before the first request; None: none are served
         self.queue = RunQueue(config, blocks, slots)
         self._sequences: dict[int, Sequence] = {}
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
@@ -88,8 +90,11 @@ class Scheduler:
             raise InvalidRequest("this server holds no adapters: max_loras is 0", param="model")
         if request.id in self._choices:
             raise InvalidRequest(f"request {request.id} exists", param="id")
+        if request.images and self.images is None:
+            raise InvalidRequest("this server takes no images with this model", param="images")
+        runs = () if self.images is None else self.images.runs(request)
         is_masked = self.mask_maker is not None and self.mask_maker.constrains(request)
-        choices = sequences_of(request, self._next_id, stop_ids, is_masked)
+        choices = sequences_of(request, self._next_id, stop_ids, is_masked, runs)
         self._next_id += request.n
         self._num_masked += is_masked and request.n
         self._sequences |= {s.id: s for s in choices}
@@ -193,9 +198,9 @@ class Scheduler:
             newest = _CARRIED if s.pending else (s.tokens[-1],)
             drafts = () if drafting.proposes is None else drafting.drafts(s, rows)
             rows.append(self._row(s, _VERIFY if drafts else _DECODE, newest + drafts))
-        self._plan_prefill(rows, left_out)
+        pictures = self._plan_prefill(rows, left_out)
         saves = self._blocks.take_saves()
-        if not (rows or loads or saves):
+        if not (rows or loads or saves or pictures.encodes):
             return None
         new = [s for s in self.queue.running if not s.is_seated]
         planned = {row.sequence for row in rows} if new else ()
@@ -204,7 +209,7 @@ class Scheduler:
         constrained = enumerate(rows) if self._num_masked else ()
         masked = tuple([i for i, row in constrained if row.sample and self._sequences[row.sequence].is_masked])
         copies, proposes = self._blocks.writes.take_copies(), drafting.drafts_in_steps
-        return StepPlan(tuple(rows), uploads, copies, tuple(seatings), saves, loads, masked, proposes=proposes)
+        return StepPlan(tuple(rows), uploads, copies, tuple(seatings), saves, loads, masked, None, proposes, *pictures)
 
     def masks(self, plan: StepPlan, drawn: Mapping[int, tuple[int, ...]] = _NOTHING) -> list[list[Mask]]:
         """Return the masks for the newest plan, as `Runner.sample` takes them.
@@ -222,8 +227,13 @@ class Scheduler:
         writes = self._blocks.writes
         return [s for s in wanted if not writes.is_loading(s.tables)] if writes.has_loads else list(wanted)
 
-    def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
-        """Add the chunks of prompts for this plan to its rows."""
+    def _chunk(self, s: Sequence, tokens: int) -> int:
+        """Return how many of the next `tokens` of the prompt of `s` one row may have."""
+        tokens = self._blocks.snapshots.chunk(s, tokens)
+        return tokens if self.images is None or not s.runs else self.images.readable(s, tokens)
+
+    def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> Work:
+        """Add the chunks of prompts for this plan to its rows; return what the plan does for images."""
 
         def take(s: Sequence, tokens: int, *, piggybacked: bool = False) -> Chunk | None:
             if s.seat < 0 or not self.queue.reserve(s, s.scheduled + tokens, rows):
@@ -233,7 +243,11 @@ class Scheduler:
             return Chunk(padded_length(tokens) if rows[-1].targets else 0)
 
         reading = [s for s in self._wanted(left_out) if s.wants_prefill and s.seat >= 0]
+        work = Work() if self.images is None else self.images.plan(reading)
+        # A prompt whose next token belongs to an image that is not encoded waits.
+        reading = [s for s in reading if not s.runs or self._chunk(s, 1)]
         self.prefill.plan(reading, len(rows), take)
+        return work
 
     def _row(self, s: Sequence, kind: RowKind, tokens: tuple[int, ...], piggybacked: bool = False) -> Row:
         """Return a row of `s` with these tokens at its next positions, and count them as scheduled."""
@@ -254,7 +268,9 @@ class Scheduler:
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         following = UNKNOWN if sample else s.tokens[s.scheduled]
         own = kind, s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, request.background
-        return Row(*own, piggybacked, slack, request.pooling, predicted, following)
+        images = shown(s, start, s.scheduled) if s.runs and kind is _PROMPT else ()
+        shift = shift_at(s, start) if s.runs else 0
+        return Row(*own, piggybacked, slack, request.pooling, predicted, following, images, shift)
 
     def _start(self, s: Sequence) -> None:
         """Note that the first row of the request of `s` is planned."""
@@ -325,12 +341,30 @@ class Scheduler:
             elif i in result.drafts:
                 self.drafting.offer(s, result.drafts[i])
         self.generated_tokens += sum([len(delta.tokens) for delta in deltas])
+        if plan.encodes:
+            outcome.unencoded = self._fail_unencoded(plan, result)
         if spoiled:
             self._blocks.spoil(spoiled)
         if plan.saves:
             self._blocks.saved(result.saves)
         self.drafting.observe(plan, result)
         return outcome
+
+    def _fail_unencoded(self, plan: StepPlan, result: StepResult) -> dict[int, str]:
+        """End the requests with images that could not be encoded; return why, by the request."""
+        assert self.images is not None
+        self.images.done(plan, result.unencoded)
+        if not result.unencoded:
+            return {}
+        why = {
+            s.request.id: result.unencoded[run.image.digest]
+            for s in self._sequences.values()
+            for run in s.runs
+            if run.image.digest in result.unencoded
+        }
+        for request in why:
+            self.cancel(request)
+        return why
 
     def _hand_out_scores(self, s: Sequence) -> tuple[TokenLogprob, ...]:
         """Return the logprobs of the prompt's tokens, once for each request."""
@@ -349,6 +383,8 @@ class Scheduler:
         for s in self._sequences.values():
             s.is_pure = s.seat < 0
         self._blocks.distrust()
+        if self.images is not None:
+            self.images.clear()
         sequences = [self._sequences.get(row.sequence) for plan in plans for row in plan.rows]
         failed = [] if again else list(dict.fromkeys(s.request.id for s in sequences if s is not None))
         for request in failed:

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 from mlx_tandem.engine.plan import Seating, Tables
-from mlx_tandem.kv.hashing import Chain
-from mlx_tandem.types import AdapterRef, FinishReason, Request, TokenLogprob
+from mlx_tandem.kv.hashing import Chain, content_of
+from mlx_tandem.types import AdapterRef, FinishReason, Image, Request, TokenLogprob
+
+
+class Run(NamedTuple):
+    """Adjacent placeholders of an image: `length` of them from position `start` on.
+
+    `first` is the number, within the image, of the first of them. The others are as in `plan.Shown`.
+    """
+
+    image: Image
+    start: int
+    first: int
+    length: int
+    shift: int = 0
+    after: int = 0
+    columns: int = 0
+
+    @property
+    def end(self) -> int:
+        """The position after the last of them."""
+        return self.start + self.length
 
 
 class Sequence:
@@ -39,6 +60,7 @@ class Sequence:
         "published",
         "request",
         "room",
+        "runs",
         "scheduled",
         "scores",
         "seat",
@@ -82,6 +104,7 @@ class Sequence:
         """Logprobs of the prompt's tokens from the second on, as far as computed; all choices of a request share the
         list. None when they are not wanted, or have been handed out.
         """
+        self.runs: tuple[Run, ...] = ()  # the placeholders of its images
         self.siblings: list[Sequence] = []
         """The other choices of the request, until the shared part of the prompt is computed; only the first choice has
         any.
@@ -91,6 +114,16 @@ class Sequence:
     def table(self) -> tuple[int, ...]:
         """The sequence's blocks in the first group."""
         return self.tables[0] if self.tables else ()
+
+    @property
+    def content(self) -> list[int]:
+        """Its tokens, with numbers that name the images in place of placeholders: what decides the cache's content."""
+        if not self.runs:
+            return self.tokens
+        content = self.tokens[:]
+        for run in self.runs:
+            content[run.start : run.end] = content_of(run.image.digest, run.first, run.length)
+        return content
 
     @property
     def generated(self) -> int:
@@ -196,9 +229,11 @@ class Sequence:
         return drawn, None
 
 
-def sequences_of(request: Request, first_id: int, stop_ids: frozenset[int], is_masked: bool) -> list[Sequence]:
+def sequences_of(
+    request: Request, first_id: int, stop_ids: frozenset[int], is_masked: bool, runs: tuple[Run, ...] = ()
+) -> list[Sequence]:
     """Return the sequences of a request's choices, with ids from `first_id` on; the others are
-    siblings of the first.
+    siblings of the first. `runs`: the placeholders of its images.
     """
     choices = [Sequence(first_id + i, request, i, stop_ids) for i in range(request.n)]
     choices[0].siblings = choices[1:]
@@ -206,5 +241,5 @@ def sequences_of(request: Request, first_id: int, stop_ids: frozenset[int], is_m
     if request.params.prompt_logprobs is not None and len(request.prompt) > 1:
         scores = []
     for s in choices:
-        s.is_masked, s.scores = is_masked, scores
+        s.is_masked, s.scores, s.runs = is_masked, scores, runs
     return choices

@@ -35,7 +35,7 @@ class Snapshots:
             return set()
         last = (len(s.tokens) - 1) // self._size
         shared = [
-            len(cache.whole(self._keys.chain(s), s.tokens, last)) for cache in self._caches if cache.group.keeps_all
+            len(cache.whole(self._keys.chain(s), s.content, last)) for cache in self._caches if cache.group.keeps_all
         ]
         powers = {1 << n for n in range(last.bit_length()) if (1 << n) * self._size >= SNAPSHOT_TOKENS}
         prompt = s.tokens[: s.prompt_length - 1]

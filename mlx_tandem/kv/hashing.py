@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
-from struct import pack
+from struct import error, pack
 
 import msgspec
 from msgspec import Struct
@@ -44,12 +44,37 @@ class Namespace(Struct, frozen=True):
         return sha256(msgspec.msgpack.encode(self)).digest()
 
 
+_IMAGE = 1 << 128
+"""The first number that stands for an image; token ids are below it."""
+
+_WIDE = 24
+"""Bytes of each number of a block that has some of an image."""
+
+
+def content_of(digest: bytes, first: int, count: int) -> list[int]:
+    """Return the numbers that stand, in place of token ids, for the embeddings of an image from number `first` on.
+
+    digest: of the image, 16 bytes. Different embeddings have different numbers.
+    """
+    image = (_IMAGE | int.from_bytes(digest)) << 32
+    return [image | n for n in range(first, first + count)]
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    """Return the bytes of a block's tokens. Blocks with and without a part of an image differ in their length."""
+    try:
+        return pack(f"<{len(tokens)}I", *tokens)
+    except error:
+        return b"".join([token.to_bytes(_WIDE, "little") for token in tokens])
+
+
 def block_key(namespace: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the key of the block with `tokens` that follows the block with the key `parent`; ROOT: it is the first.
 
-    `namespace` is the digest of a Namespace.
+    `namespace` is the digest of a Namespace. Where the block has placeholders of an image, the numbers of
+    `content_of` stand for them.
     """
-    return sha256(namespace + parent + pack(f"<{len(tokens)}I", *tokens)).digest()
+    return sha256(namespace + parent + _packed(tokens)).digest()
 
 
 class Chain:

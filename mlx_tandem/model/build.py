@@ -37,8 +37,9 @@ from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.memory import Limit
 from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts
 from mlx_tandem.model.runner import MLXRunner, RunnerSizes
+from mlx_tandem.model.vision.embeddings import ROOM_BYTES
 from mlx_tandem.model.warm_up import warm_up
-from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse
+from mlx_tandem.types import EngineInfo, Image, MemoryBudget, MemoryInUse
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,12 @@ class Built:
 
     verifies: bool
     """Whether steps can verify drafts."""
+
+    image_room: int
+    """Number of embeddings of images that the runner may keep; 0: it encodes none."""
+
+    image_columns: Callable[[Image], int]
+    """Returns the columns of an image, as `engine/images.py` takes them."""
 
 
 def build(
@@ -160,7 +167,13 @@ def build(
         ),
         trainer_budget=_trainer_budget(config, model, found, adapters, memory),
         verifies=verifies_drafts(model, found),
+        image_room=0 if model.encoder is None else model.encoder.room(ROOM_BYTES),
+        image_columns=_no_columns if model.encoder is None else model.encoder.columns,
     )
+
+
+def _no_columns(image: Image) -> int:
+    return 0
 
 
 def build_draft(config: EngineConfig, served: EngineInfo, report: Report) -> Built:
@@ -344,6 +357,7 @@ def _describe(
         lora_reason=kernels.adapters.reason,
         products_reason=kernels.products.reason,
         load_seconds=load_seconds,
+        vision=model.vision,
         memory=memory,
         attention_reason="; blocks run their own code: ".join(filter(None, (attention.reason, kernels.own_blocks))),
     )

@@ -33,7 +33,7 @@ def draft_settings(config: EngineConfig, num_blocks: int) -> EngineConfig:
     kv = config.cache
     return replace(
         config,
-        model=ModelConfig(path=path, dtype=config.model.dtype),
+        model=ModelConfig(path=path, dtype=config.model.dtype, images=False),
         cache=CacheConfig(kv.block_size, num_blocks, attention_backend=kv.attention_backend),
         disk=DiskCacheConfig(),
         lora=LoraConfig(max_loras=0),

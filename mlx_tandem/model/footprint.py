@@ -27,6 +27,7 @@ from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.loader import LoadedModel, every_weight, weights
 from mlx_tandem.model.lora.adapted import find_targets
+from mlx_tandem.model.vision.embeddings import ROOM_BYTES
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "cuda": 1536, "metal": 512}
 """Tokens of one forward and backward of learning, for which memory is kept. A slice is one or a few layers of it,
@@ -88,7 +89,7 @@ def needs(
     `layers` are the shapes in which keys and values lie in the pool, and `states` those of recurrent layers.
     """
     lora = config.lora
-    weight_bytes = sum(p.nbytes for p in every_weight(model))
+    weight_bytes = sum(p.nbytes for p in every_weight(model)) + (ROOM_BYTES if model.encoder is not None else 0)
     learning = 0
     if config.duty.trainer_rank:
         learning = config.duty.trainers * trainer_bytes(linears, config.duty.trainer_rank)

@@ -27,7 +27,12 @@ from mlx_tandem import limits
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.mtp import PredictionHead, load_head
+from mlx_tandem.model.vision import families, library
+from mlx_tandem.model.vision.encoder import Encoder, load_encoder
+from mlx_tandem.model.vision.text_part import TextArgs, TextModel
+from mlx_tandem.printable import printable
 from mlx_tandem.small_files import read_object
+from mlx_tandem.types import VisionInfo
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +74,12 @@ class LoadedModel:
     mtp: PredictionHead | None = None
     """The head for multi-token prediction, if it was asked for."""
 
+    encoder: Encoder | None = None
+    """The encoder of images, if they are served."""
+
+    vision: VisionInfo | None = None
+    """What the folder has for images; None: nothing."""
+
 
 def load(config: ModelConfig, report: Report) -> LoadedModel:
     """Return the model of `config.path` with its weights in memory. Raise ModelError if it cannot be loaded."""
@@ -98,7 +109,8 @@ def load_unread(config: ModelConfig, report: Report, *, mtp: bool = False) -> Lo
         module.eval()
         dtype = _cast(module, config)
         head = load_head(module, settings, _stored(path), dtype, str(path)) if mtp else None
-    text = settings.get("text_config") or settings
+    encoder, vision = _load_vision(config, settings, dtype)
+    text = settings.get("text_config") or settings.get("llm_config") or settings
     limit = _first(text, "max_position_embeddings") or DEFAULT_MAX_MODEL_LEN
     if config.max_model_len > limit:
         log.warning("max_model_len %d is lowered to the model's limit of %d", config.max_model_len, limit)
@@ -116,7 +128,29 @@ def load_unread(config: ModelConfig, report: Report, *, mtp: bool = False) -> Lo
         min(config.max_model_len or limit, limit),
         _first(text, "num_attention_heads", "n_head") or 32,
         head,
+        encoder,
+        vision,
     )
+
+
+def _load_vision(
+    config: ModelConfig, settings: Mapping[str, Any], dtype: mx.Dtype
+) -> tuple[Encoder | None, VisionInfo | None]:
+    """Return the encoder of a folder's images, if they are served, and what the folder has for them.
+
+    A part for images that cannot be loaded is no reason to refuse the folder, which is served as a text model then.
+    """
+    if not families.has_images(settings):
+        return None, None
+    family = str(settings["model_type"])
+    if reason := families.refusal(config, settings, installed=library.is_installed()):
+        return None, VisionInfo(family, refusal=reason)
+    try:
+        encoder = load_encoder(settings, _stored(Path(config.path)), dtype)
+    except Exception as e:  # mlx-vlm trusts a folder and fails in many ways
+        log.warning("%s: its part for images cannot be loaded: %s", config.path, first_line(e))
+        return None, VisionInfo(family, refusal=printable(f"the part for images cannot be loaded ({first_line(e)})"))
+    return encoder, VisionInfo(family, encoder.image_token)
 
 
 def _stored(path: Path) -> dict[str, mx.array]:
@@ -182,13 +216,21 @@ def suspects(settings: Mapping[str, Any]) -> str:
 def _classes(config: dict[str, Any], file: Path) -> tuple[Any, Any]:
     """Return the functions that mlx-lm calls to make the model and its arguments; their errors name `file`."""
     with blamed_on(file, f"model_type {config['model_type']!r} is not supported"):
-        model_class, args_class = _get_classes(config)
+        model_class, args_class = classes_of(config)
 
     def build(make: Callable[..., Any], given: Any) -> Any:
         with blamed_on(file, "no model can be made of it", config):
             return make(given)
 
     return partial(build, model_class), SimpleNamespace(from_dict=partial(build, args_class.from_dict))
+
+
+def classes_of(settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the classes of a model and of its arguments. Raises ValueError if there are none for it."""
+    if settings["model_type"] in families.OWN_TEXT_PART:
+        return TextModel, TextArgs
+    found: tuple[Any, Any] = _get_classes(settings)
+    return found
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -208,11 +250,12 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise ModelError(f"{file}: model_type {settings['model_type']!r} is no model's name", param="model_type")
     if "model_file" in settings:
         raise ModelError(f"{file}: model_file asks to run code from the folder", param="model_file")
-    for field in ("text_config", "quantization", "quantization_config", "rope_scaling"):
+    for field in ("text_config", "llm_config", "vision_config", "quantization", "quantization_config", "rope_scaling"):
         if not isinstance(settings.get(field), dict | None):
             raise ModelError(f"{file}: {field} must be an object", param=field)
     limits.check_model(limits.MODEL, settings, str(file))
-    for field, table in (("text_config", limits.MODEL), ("quantization", limits.QUANTIZATION)):
+    texts = ("text_config", limits.MODEL), ("llm_config", limits.MODEL)
+    for field, table in (*texts, ("quantization", limits.QUANTIZATION)):
         limits.check_model(table, settings.get(field) or {}, str(file), field)
     return settings
 
@@ -245,7 +288,7 @@ def _random_model(settings: dict[str, Any]) -> nn.Module:
 
     It is for benchmarks.
     """
-    model_class, args_class = _get_classes(settings)
+    model_class, args_class = classes_of(settings)
     module: nn.Module = model_class(args_class.from_dict(settings))
     dtype = _DTYPES.get(str(settings.get("torch_dtype", settings.get("dtype", "float32"))), mx.float32)
     mx.random.seed(0)
@@ -297,8 +340,9 @@ def weights(module: nn.Module) -> list[mx.array]:
 
 
 def every_weight(model: LoadedModel) -> list[mx.array]:
-    """Return every parameter array of a model and of its head for multi-token prediction."""
-    return weights(model.module) + ([] if model.mtp is None else weights(model.mtp))
+    """Return every parameter array of a model, of its head for multi-token prediction and of its encoder."""
+    parts = [model.module, model.mtp, None if model.encoder is None else model.encoder.module]
+    return [array for part in parts if part is not None for array in weights(part)]
 
 
 def read_weights(model: LoadedModel, report: Report) -> None:

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.plan import Mask, RowKind, StepPlan, StepResult
+from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model import compiler, device
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
 from mlx_tandem.model.cache.pools import KVPools
@@ -36,6 +37,7 @@ from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading,
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
 from mlx_tandem.model.step.seats import Seats
+from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob
 
 LONG_TOKENS = 1024
@@ -92,6 +94,7 @@ class MLXRunner:
         self.module = model.module
         self._lora = lora
         self._weights = weights
+        self._embeddings = Embeddings(model.encoder)
         self._seats = Seats(sizes.max_num_seqs, sizes.vocab_size)
         self._order = lora.order  # adapters' slots are written in place as well
         self._pool = KVPools(layers, sizes.num_blocks, sizes.block_size, self._order, states)
@@ -103,7 +106,14 @@ class MLXRunner:
         mtp = model.mtp is not None
         self._index_arrays = IndexArrays(sizes.max_num_seqs, sizes.block_size, self._pool.firsts, windows)
         self._builder = InputBuilder(
-            self._seats, lora, self._index_arrays, self.rectangles, windows, sizes.block_size, mtp=mtp
+            self._seats,
+            lora,
+            self._index_arrays,
+            self.rectangles,
+            windows,
+            sizes.block_size,
+            mtp=mtp,
+            images=model.encoder is not None,
         )
         self._forward = Forward(
             model,
@@ -162,6 +172,7 @@ class MLXRunner:
             for seating in plan.seatings:
                 self._seats.take(seating)
                 self._index_arrays.forget(seating.seat)
+            unencoded = self._encode(plan)
             self.queue.add(*parts)  # a part that pauses reads and writes the pool while it is built
             for rows in self.rectangles.of(plan.rows):
                 built = self._build_parts(plan, rows)
@@ -169,10 +180,12 @@ class MLXRunner:
                 self.queue.add(*built)
         except Exception as e:
             raise compiler.device_error(e) from e
-        return Flight(plan, parts, first_use=self.compiled.first_uses != first_uses)
+        return Flight(plan, parts, first_use=self.compiled.first_uses != first_uses, unencoded=unencoded)
 
     def launch_waits(self, plan: StepPlan) -> bool:
-        """Return whether `launch` may pause for the device because of long prompts."""
+        """Return whether `launch` may pause for the device because of an image or of long prompts."""
+        if plan.encodes:
+            return True
         prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked)
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # a chunk may be padded to more tokens
 
@@ -236,7 +249,7 @@ class MLXRunner:
                         logprobs[i] = found[: len(tokens[i])]
         except Exception as e:
             raise compiler.device_error(e) from e
-        return StepResult(tokens, logprobs, scores, saves, handle.first_use, pooled, drafts)
+        return StepResult(tokens, logprobs, scores, saves, handle.first_use, pooled, drafts, handle.unencoded)
 
     def reset(self) -> None:
         """Drop everything in flight, all compiled steps and all contents of the pool, after a failed step."""
@@ -249,9 +262,23 @@ class MLXRunner:
         self._forward.head.keep(None)
         self._order.reset()
         self._pool.clear()
+        self._embeddings.clear()
         self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
 
     # a step
+
+    def _encode(self, plan: StepPlan) -> dict[bytes, str]:
+        """Encode the plan's images and drop others, as it says; return why images could not be encoded, by digest."""
+        self._embeddings.drop(plan.drops)
+        unencoded = {}
+        for image in plan.encodes:
+            try:
+                self._embeddings.encode(image)
+            except InvalidRequest as e:
+                unencoded[image.digest] = e.message
+            except RuntimeError as e:  # MLX's own error, for example for too little memory
+                unencoded[image.digest] = f"the image could not be encoded ({e})"
+        return unencoded
 
     def _build_parts(self, plan: StepPlan, indices: Sequence[int]) -> list[Part]:
         """Return the part that computes these rows of the plan in one forward, and the part that writes their states.
@@ -274,6 +301,7 @@ class MLXRunner:
             given.route.arrays,
             self._pool.layers,
             self._order.zeros,
+            self._embeddings.of(given.every, key.rows, key.length) if key.images or key.shifted else [],
         )
         self._seats.remember(seen)
         self._move(moved)

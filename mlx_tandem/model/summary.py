@@ -34,6 +34,7 @@ def summarise(config: EngineConfig, *, check: bool = False) -> ModelSummary:
         layers=count_layers(model),
         groups=groups_of(found.layers, found.states),
         unsupported=tuple(_unsupported(model, found)),
+        vision=model.vision,
     )
 
 
@@ -61,5 +62,3 @@ def _unsupported(model: LoadedModel, found: Examined) -> Iterator[str]:
         yield f"drafts (--spec-decode): the family {NO_DRAFTS}"
     if found.states:
         yield "the cache on the drive (--ssd-cache-dir): states are kept in memory only"
-    if model.settings.get("vision_config"):
-        yield "images: the folder is served as a text model"

@@ -27,6 +27,13 @@ def test_it_says_what_a_hybrid_caches_and_lacks(tmp_path: Path) -> None:
     assert any(line.startswith("states ") and "states of 3,200 bytes each" in line for line in said)
 
 
+def test_it_says_whether_images_are_served(tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / "model", "llama", vision_config={"model_type": "seen_by_nobody"})
+    done = models(str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "images               not served: images of model_type 'llama' are not served here" in done.stdout
+
+
 def test_the_check_refuses_what_a_start_refuses(tmp_path: Path) -> None:
     folder = tiny_models.make(tmp_path / "model", "gpt_bigcode")
     done = models(str(folder), "--check")

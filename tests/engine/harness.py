@@ -166,7 +166,7 @@ class Loop:
         assert not any(self.slots.references(d) for d in self.slots.residents()), "an adapter slot leaks"
 
     def _look_at(self, plan: StepPlan) -> None:
-        assert plan.rows or plan.saves or plan.loads, "an empty plan"
+        assert plan.has_step, "an empty plan"
         self.piggybacked += sum(row.piggybacked for row in plan.rows)
         if any(row.piggybacked for row in plan.rows):
             assert any(row.kind is not RowKind.PROMPT for row in plan.rows), "nobody decodes beside a prompt"
@@ -260,7 +260,7 @@ class Loop:
             self.logprobs[key] += delta.logprobs or ()
             if delta.finish:
                 self.finished[key] = delta.finish
-        self._take_failed(outcome.failed)
+        self._take_failed([*outcome.failed, *outcome.unencoded])
 
     def _look_at_version(self, delta: Delta, plan: StepPlan, handle: Any, index: int) -> None:
         """The row that drew these tokens ran under the version that they name, over the keys and values of its own

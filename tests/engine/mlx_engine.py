@@ -19,6 +19,7 @@ from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
+from mlx_tandem.engine.images import Images
 from mlx_tandem.engine.kv_offload.drive import Drive
 from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.scheduler import Scheduler
@@ -54,10 +55,12 @@ class Engine:
         depth: int = 1,
         drive: Drive | None = None,
         write_through: bool = True,
+        image_room: int = 0,
     ) -> Loop:
         """A scheduler of `blocks`, and of `window_blocks` where there are two pools, over the runner; 0: all. `chunks`:
         prompts are cut into pieces of random length up to this. `piggybacked`: so many tokens of prompts go with rows
-        that decode. `drive`: gets each block as soon as it is full, or when it is given to others."""
+        that decode. `drive`: gets each block as soon as it is full, or when it is given to others.
+        `image_room`: so many embeddings of images are kept; 0: as many as the runner may."""
         info = self.built.info
         slots = SlotTable(info.max_loras)
         groups = open_groups(info.memory, info.block_size)
@@ -77,6 +80,10 @@ class Engine:
             eos_token_ids=(),
             limits=UNLIMITED._replace(piggybacked=piggybacked),
         )
+        if info.vision is not None and self.built.image_room:
+            scheduler.images = Images(
+                info.vision.image_token, image_room or self.built.image_room, self.built.image_columns
+            )
         if chunks:
             scheduler.prefill.cost = OddChunks(Random(chunks), chunks)
         return Loop(scheduler, self.built.runner, groups[0].pool, slots, depth=depth)

@@ -60,7 +60,8 @@ class Link:
     def id(self, form: RecordForm, namespace: bytes, parent: bytes, key: bytes, tokens: Iterable[int]) -> BlockId:
         """Return the id of the record of a block, whose namespace names the model as well.
 
-        A state's record has the tokens of the block that it follows, and the block's key as its parent.
+        A state's record has the tokens of the block that it follows, and the block's key as its parent. Of what stands
+        for an image only the last 32 bits go to the drive; the key tells images apart.
         """
         name = namespace + form.label
         own = self._namespaces.get(name)
@@ -69,4 +70,4 @@ class Link:
                 self._namespaces.clear()
             own = self._namespaces[name] = sha256(self._base + name).digest()
         before = key if form.label else parent
-        return BlockId(own, form.key(key), b"" if before == ROOT else before, tuple(tokens))
+        return BlockId(own, form.key(key), b"" if before == ROOT else before, tuple([t & 0xFFFFFFFF for t in tokens]))

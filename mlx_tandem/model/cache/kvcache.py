@@ -108,6 +108,7 @@ class StepView:
             those before it, read from the pool, and the new ones as they were computed. The mask is "causal", for which
             fused attention is fastest.
         kept, block_size: As in `PoolLayout`.
+        turns_by_index: Whether tokens are at the positions that their indices say, so that a kernel may turn them.
 
     pause: after how many layers the host waits for the device; 0: never. MLX keeps the inputs of every operation until
     its graph is done, and the host issues a whole forward long before that, so that of a long chunk the numbers of all
@@ -129,6 +130,7 @@ class StepView:
         self.kept = pool.kept
         self.in_place = in_place
         self.common_offset = common_offset
+        self.turns_by_index = True
         self.block_size = pool.block_size
         self.slot_mapping = slot_mapping
         self._pause = pause
@@ -315,7 +317,7 @@ class PagedCache:
     def offers(self, x: mx.array, mask: mx.array | str | None) -> bool:
         """Return whether `attend_products` can serve a block's input x [rows, length, …] under this mask."""
         v = self._view
-        if v is None or self._fused is None or x.dtype != self.shape.keys.dtype:
+        if v is None or self._fused is None or x.dtype != self.shape.keys.dtype or not v.turns_by_index:
             return False
         if x.shape[1] <= MOST_QUERIES:
             return v.window(mask) is not None

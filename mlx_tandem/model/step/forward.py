@@ -32,6 +32,7 @@ from mlx_tandem.model.step.operands import Operands
 from mlx_tandem.model.step.rope import SharedAngles
 from mlx_tandem.model.step.sampler import Greedy, SamplingFlags, score
 from mlx_tandem.model.step.verify import places_at, settled
+from mlx_tandem.model.vision.embeddings import ShownImages
 
 PAUSE = 6
 """Number of layers after which a forward that pauses waits for the device each time."""
@@ -140,6 +141,8 @@ class Forward:
         self._nobody = nobody
         self._merged = merged_in(module)
         self._angles = SharedAngles(module) if device.is_cpu() else None
+        self._images = None if model.encoder is None else ShownImages(module, model.encoder)
+        self._has_axes = model.encoder is not None and bool(model.encoder.axes)
         self._pool_of = list(pool.pool_of)
         self._head_pool = 0 if mtp is None else self._pool_of.pop(self._place)
         self._layouts = [
@@ -168,6 +171,7 @@ class Forward:
             lora_arrays: list[mx.array],
             pool: list[list[mx.array]],
             order: list[mx.array],
+            images: list[mx.array],
         ) -> tuple[Any, ...]:
             given = Operands.unflatten(receive(inputs, expected), key)
             offset, places = given.offset, given.places
@@ -182,7 +186,7 @@ class Forward:
             self._lora.bind(lora_arrays, given.adapters, layout=key.layout)
             own = list(pool)
             arrays = [] if self._ahead is None else own.pop(self._place)
-            logits, scored, written, hidden = self._logits(key, tokens, given, views, own)
+            logits, scored, written, hidden = self._logits(key, tokens, given, views, own, images)
             lines = [*views[-1].lines, *starts] if key.goes_on is not None else []
             # What is evaluated first decides the order: states are written while the layers are computed, so that
             # fewer of them are in memory at once.
@@ -220,6 +224,8 @@ class Forward:
             StepView(offset, slots, tables, own, run, key.common_offset, PAUSE * pauses)
             for slots, tables, own, run in zip(places[::2], places[1::2], self._layouts, in_place, strict=True)
         ]
+        for view in views:
+            view.turns_by_index = not (key.shifted or (key.images and self._has_axes))
         if key.turns is not None:
             first, drafting, output, base, tables = given.states
             line = line_of(base, tables, offset[first] - 1, self._layouts[0].block_size)
@@ -241,6 +247,7 @@ class Forward:
         given: Operands[mx.array],
         views: Sequence[Any],
         pool: Sequence[list[mx.array]],
+        images: list[mx.array],
     ) -> tuple[mx.array, list[mx.array], list[list[mx.array]], mx.array | None]:
         """Return the logits [sampled rows, vocabulary], the scores or pooled hidden states, and each layer's arrays;
         and the hidden states [rows, length, dim] where something reads them.
@@ -250,6 +257,8 @@ class Forward:
         reads_hidden = key.pooled or self._ahead is not None
         only_last = key.length > 1 and given.targets is None
         self.head.keep(given.last if only_last else None, given.picked, hidden=reads_hidden)
+        if self._images is not None:
+            self._images.bind(images)
         try:
             with cpu.serving():
                 output = self._module(tokens, cache=self._arranged)
@@ -257,6 +266,8 @@ class Forward:
         finally:
             self._lora.unbind()
             self.head.keep(None)
+            if self._images is not None:
+                self._images.bind([])
             if self._angles is not None:
                 self._angles.clear()
             for whole in self._merged:

@@ -41,6 +41,7 @@ class ForwardInputs:
     Attributes:
         indices: The plan's row of each row that draws, or of each row if none draws.
         rows: Those rows.
+        every: All rows of the forward.
         in_place: For each pool the range of blocks that the forward reads where they lie, else None.
         mixed: Whether prompts or drafts share the forward of decoding rows, token by token.
         verifies: Whether rows have drafts, or follow rows with drafts that the host has not read.
@@ -53,6 +54,7 @@ class ForwardInputs:
     route: Route
     indices: list[int]
     rows: list[Row]
+    every: list[Row]
     in_place: tuple[tuple[int, int] | None, ...]
     mixed: bool
     verifies: bool
@@ -90,7 +92,7 @@ class InputBuilder:
     """Makes the inputs of the forwards of plans.
 
     windows: each pool's longest window; None: it has none. mtp: whether the model has a head for multi-token prediction
-    that is used.
+    that is used; images: whether it has an encoder of images.
     """
 
     def __init__(
@@ -103,8 +105,9 @@ class InputBuilder:
         block_size: int,
         *,
         mtp: bool = False,
+        images: bool = False,
     ):
-        self._mtp = mtp
+        self._mtp, self._images = mtp, images
         self._seats = seats
         self._lora = lora
         self._index_arrays = index_arrays
@@ -157,10 +160,13 @@ class InputBuilder:
             plan.proposes and min(draws.seats) < self._seats.padding and not masked if self._mtp else None,
             shape,
             masked,
+            shows := self._images and any(r.images for r in rows),
+            self._images and not shows and any(r.shift for r in rows),
         )
+        every = rows
         if draws.picked:
             indices, rows = [indices[at] for at in draws.picked], [rows[at] for at in draws.picked]
-        return ForwardInputs(key, operands, draws.arrays, route, indices, rows, in_place, mixed, verifies, turns)
+        return ForwardInputs(key, operands, draws.arrays, route, indices, rows, every, in_place, mixed, verifies, turns)
 
     def _extent(self, rows: Sequence[Row], mixed: bool) -> Extent:
         """Return the padded sizes of a forward of these rows."""

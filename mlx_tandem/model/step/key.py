@@ -28,3 +28,5 @@ class StepKey(NamedTuple):
     proposes: bool | None = None  # whether the model's head drafts; None: the model has no head that is used
     turns: TurnShape | None = None  # of recurrent layers, where the step verifies drafts
     masked: bool = False  # whether rows wait for masks, so that the step ends with the logits
+    images: bool = False  # whether embeddings of images take the places of those of tokens
+    shifted: bool = False  # whether the positions of rows without images are not those of their indices

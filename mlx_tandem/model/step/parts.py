@@ -135,8 +135,12 @@ def keeping(pool: KVPools, held: HeldStates, newest: mx.array, size: int, sent: 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched. `first_use`: whether a shape was used for the first time."""
+    """A step that was launched.
+
+    `first_use`: whether a shape was used for the first time. `unencoded`: as in StepResult.
+    """
 
     plan: StepPlan
     parts: list[Part]
     first_use: bool
+    unencoded: dict[bytes, str] = field(default_factory=dict)

@@ -52,8 +52,8 @@ class Rectangles:
         contexts differ much. Groups that would need more memory than the limits allow are cut.
         """
         decodes = [i for i, r in enumerate(rows) if self._goes_with_decodes(r)]
-        usual = (1, False, False, None, False)
-        by_length: dict[tuple[int, bool, bool, int | None, bool], list[int]] = {usual: decodes} if decodes else {}
+        usual = (1, False, False, None, False, False)
+        by_length: dict[tuple[int, bool, bool, int | None, bool, bool], list[int]] = {usual: decodes} if decodes else {}
         for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
             if self._goes_with_decodes(r):
                 continue
@@ -61,7 +61,8 @@ class Rectangles:
             apart = None if common_offset is None else i if common_offset else -1
             begins = self.unpadded and r.start == 0
             length = self.length(len(r.tokens))
-            by_length.setdefault((length, bool(r.targets), r.pooling is not None, apart, begins), []).append(i)
+            shows = length == 1 and bool(r.images)
+            by_length.setdefault((length, bool(r.targets), r.pooling is not None, apart, begins, shows), []).append(i)
         pieces = []
         for (length, *_), group in by_length.items():
             if length <= self.fused_length:

@@ -108,9 +108,10 @@ def take_verified(plan: StepPlan, rows: Sequence[int], drawn: Sequence[int], tok
 def goes_with_decodes(row: Row) -> bool:
     """Return whether the tokens of a row are computed in the forward of the decoding rows.
 
-    A chunk of one token has the shape of those rows, so it belongs there unless it is scored. Pooled rows never do.
+    A chunk of one token has the shape of those rows, so it belongs there unless it is scored. Pooled
+    rows and rows with images never do.
     """
-    if row.pooling is not None:
+    if row.pooling is not None or row.images:
         return False
     return row.kind is not RowKind.PROMPT or row.piggybacked or (len(row.tokens) == 1 and not row.targets)
 
@@ -135,6 +136,7 @@ def token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[in
                 r.sample and at >= first,
                 slack=r.slack,
                 following=r.tokens[at + 1] if at + 1 < len(r.tokens) else r.following,
+                shift=r.shift,
             ),
         )
         for i, r in zip(indices, rows, strict=True)

@@ -1,0 +1,162 @@
+"""The images of prompts: where their placeholders are, and which of them the device has encoded.
+
+An image is encoded when a prompt is about to be read up to its placeholders, at most one in each step. Its embeddings
+stay on the device, within a budget, for the chunks that follow, for other requests with the same image and for
+sequences that are computed again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+from mlx_tandem.engine.plan import Shown, StepPlan
+from mlx_tandem.engine.sequence import Run, Sequence
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.types import Image, Request
+
+
+class Work(NamedTuple):
+    """What a step does for images: those whose embeddings it drops, and then those that it encodes."""
+
+    drops: tuple[bytes, ...] = ()
+    encodes: tuple[Image, ...] = ()
+
+
+_NO_WORK = Work()
+
+DIGEST_BYTES = 16
+"""Bytes of an image's digest."""
+
+
+class Images:
+    """The account of the images of all requests.
+
+    `token` is the id of placeholders, and `room` the number of embeddings that the device keeps. `columns` returns the
+    columns of an image in models whose positions have several axes, and 0 in others; it may raise InvalidRequest.
+    """
+
+    def __init__(self, token: int, room: int, columns: Callable[[Image], int] = lambda image: 0):
+        self._token = token
+        self._columns = columns
+        self._room = room
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # embeddings by digest; the last used image is the last
+        self._under_way: set[bytes] = set()  # of these, images whose encoding has not been read
+
+    def runs(self, request: Request) -> tuple[Run, ...]:
+        """Return the placeholders of a request's images. Raises InvalidRequest unless these are what the images say."""
+        if not request.images:
+            return ()
+        places = [i for i, token in enumerate(request.prompt) if token == self._token]
+        if places and places[-1] == len(request.prompt) - 1:
+            raise InvalidRequest("the prompt ends with an image: text must follow it", param="images")
+        rest, runs = iter(places), list[Run]()
+        for n, image in enumerate(request.images):
+            if image.tokens > self._room:
+                raise InvalidRequest(f"image {n} has {image.tokens} tokens; {self._room} fit here", param="images")
+            own = list(islice(rest, max(image.tokens, 0)))
+            if len(image.digest) != DIGEST_BYTES or not own or len(own) < image.tokens or own[0] != image.start:
+                raise InvalidRequest(f"image {n} does not have the placeholders that it names", param="images")
+            columns, shift = self._columns(image), runs[-1].after if runs else 0
+            after = shift + max(columns, image.tokens // columns) - image.tokens if columns else 0
+            runs += _runs(image, own, shift, after, columns)
+        if next(rest, None) is not None:
+            raise InvalidRequest("a placeholder in the prompt belongs to no image", param="images")
+        return tuple(runs)
+
+    def plan(self, reading: Iterable[Sequence]) -> Work:
+        """Return what the next step does for the prompts that are being read, in the order of their importance.
+
+        The images that they need next are kept as far as there is room, and no others of them are encoded, so that the
+        first prompt never waits for room.
+        """
+        needed: dict[bytes, Image] = {}
+        room = self._room
+        for s in reading:
+            for run in s.runs:
+                image = run.image
+                if run.end <= s.scheduled or image.digest in needed:
+                    continue
+                if (room := room - image.tokens) < 0:
+                    return self._work(needed)
+                needed[image.digest] = image
+        return self._work(needed) if needed else _NO_WORK
+
+    def _work(self, needed: Mapping[bytes, Image]) -> Work:
+        """Return the work of a step for which these images are needed, in this order."""
+        for digest in needed:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+        image = next((image for digest, image in needed.items() if digest not in self._kept), None)
+        if image is None:
+            return _NO_WORK
+        drops, used = [], sum(self._kept.values()) + image.tokens
+        for digest in [digest for digest in self._kept if digest not in needed]:
+            if used <= self._room:
+                break
+            used -= self._kept.pop(digest)
+            self._under_way.discard(digest)
+            drops.append(digest)
+        self._kept[image.digest] = image.tokens
+        self._under_way.add(image.digest)
+        return Work(tuple(drops), (image,))
+
+    def readable(self, s: Sequence, tokens: int) -> int:
+        """Return how many of the next `tokens` of a prompt can be read now: those before an image not encoded."""
+        for run in s.runs:
+            if run.start >= s.scheduled + tokens:
+                break
+            if run.end > s.scheduled and not self._has(run.image.digest):
+                return max(run.start - s.scheduled, 0)
+        return tokens
+
+    def _has(self, digest: bytes) -> bool:
+        return digest in self._kept and digest not in self._under_way
+
+    def done(self, plan: StepPlan, failed: Iterable[bytes]) -> None:
+        """Note that a step was read, in which these images could not be encoded."""
+        self._under_way.difference_update(image.digest for image in plan.encodes)
+        for digest in failed:
+            self._kept.pop(digest, None)
+
+    def clear(self) -> None:
+        """Note that the device has lost all embeddings."""
+        self._kept.clear()
+        self._under_way.clear()
+
+
+def _runs(image: Image, places: list[int], shift: int, after: int, columns: int) -> list[Run]:
+    """Return the runs of an image whose placeholders are at these positions."""
+    begins = [n for n, place in enumerate(places) if not n or place != places[n - 1] + 1]
+    ends = [*begins[1:], len(places)]
+    return [
+        Run(image, places[first], first, end - first, shift, after, columns)
+        for first, end in zip(begins, ends, strict=True)
+    ]
+
+
+def shift_at(s: Sequence, position: int) -> int:
+    """Return what to add to this index of a token to get its position, unless it is a placeholder."""
+    return next((run.after for run in reversed(s.runs) if run.end <= position), 0)
+
+
+def shown(s: Sequence, start: int, end: int) -> tuple[Shown, ...]:
+    """Return the placeholders in a row of `s` at positions start … end - 1."""
+    return tuple(
+        [
+            Shown(
+                run.image.digest,
+                at - start,
+                run.first + at - run.start,
+                min(run.end, end) - at,
+                run.shift,
+                run.after,
+                run.columns,
+            )
+            for run in s.runs
+            if run.start < end and run.end > start
+            for at in (max(run.start, start),)
+        ]
+    )

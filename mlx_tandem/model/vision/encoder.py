@@ -1,0 +1,190 @@
+"""The encoder of a vision model: mlx-vlm's modules for images, without its language model.
+
+A family of mlx-vlm computes the embeddings of a prompt and puts those of its images in their places. Here it is given a
+prompt of placeholders only, and an embedding table of zeros in place of the language model: what comes back are the
+image's embeddings, projected and scaled as the family does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from safetensors.numpy import load
+
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.model.vision import families, library
+from mlx_tandem.types import Image
+
+_PARTS = ("text", "vision", "projector")
+"""The parts of a model that have a configuration of their own in config.json."""
+
+
+class _NoLanguageModel(nn.Module):
+    """A stand-in for the language model, whose embeddings are zeros."""
+
+    def __init__(self, width: int, dtype: mx.Dtype):
+        super().__init__()
+        self._width, self._dtype = width, dtype
+
+    @property
+    def model(self) -> _NoLanguageModel:
+        """The part that holds the embeddings, in families that nest it."""
+        return self
+
+    def embed_tokens(self, ids: mx.array) -> mx.array:
+        """Return zeros [rows, length, width]."""
+        return mx.zeros((*ids.shape, self._width), self._dtype)
+
+    def get_rope_index(self, *_: object) -> tuple[None, None]:
+        """Return no positions, which `positions_of` makes."""
+        return None, None
+
+
+class Encoder:
+    """The part of a model that turns images into embeddings.
+
+    Attributes:
+        module: The modules, with their weights.
+        image_token: The id of placeholders in prompts.
+        axes: As in `AxisPositions`; empty if positions have one axis.
+        depth: After how many layers of the language model further embeddings are added at the placeholders.
+        width: Numbers of an embedding.
+    """
+
+    def __init__(self, module: Any, config: Any, dtype: mx.Dtype, axes: Sequence[int]):
+        """Create it. `config`: mlx-vlm's configuration of the folder."""
+        self.module: nn.Module = module
+        self.axes = axes
+        self.image_token = _image_token(config)
+        self.width: int = config.text_config.hidden_size
+        self.depth = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+        self._dtype = dtype
+        # Patches on each side of a square that becomes one token.
+        self._merged: int = config.vision_config.spatial_merge_size if axes else 1
+
+    def room(self, nbytes: int) -> int:
+        """Return how many embeddings take so many bytes."""
+        return nbytes // ((1 + self.depth) * self.width * self._dtype.size)
+
+    def columns(self, image: Image) -> int:
+        """Return the columns of an image's tokens if positions have several axes, else 0.
+
+        Raises InvalidRequest if these are not the columns of so many tokens.
+        """
+        if not self.axes:
+            return 0
+        try:
+            ((time, height, width),) = load(image.arrays)["image_grid_thw"].tolist()
+        except Exception as e:
+            raise InvalidRequest("the image has no image_grid_thw of its own", param="images") from e
+        lines, columns = height // self._merged, width // self._merged
+        if time != 1 or columns < 1 or lines * columns != image.tokens:
+            raise InvalidRequest(f"the image's grid does not have {image.tokens} tokens", param="images")
+        return int(columns)
+
+    def __call__(self, arrays: bytes, tokens: int) -> mx.array:
+        """Return the embeddings [tokens, (1 + depth) · width] of an image, not computed yet.
+
+        Those that take the places of the placeholders' come first, then those that are added after each layer.
+        arrays: what the processor made of it, as in `types.Image`. Raises InvalidRequest if it does not fit the model.
+        """
+        model: Any = self.module
+        try:
+            given = {name: mx.array(array) for name, array in load(arrays).items()}
+            pixels = given.pop("pixel_values")
+            ids = mx.full((1, tokens), self.image_token, mx.int32)
+            found = model.get_input_embeddings(ids, pixels, mask=mx.ones((1, tokens), mx.int32), **given)
+            deeper = found.deepstack_visual_embeds
+            parts = [found.inputs_embeds[0], *([] if deeper is None else deeper)]
+            embeddings = mx.concatenate(parts, axis=-1).astype(self._dtype)
+        except Exception as e:  # mlx-vlm trusts what the processor gave
+            raise InvalidRequest(f"the image does not fit the model ({type(e).__name__}: {e})", param="images") from e
+        if embeddings.shape != (tokens, (1 + self.depth) * self.width):
+            raise InvalidRequest(f"the image does not fill its {tokens} placeholders", param="images")
+        return embeddings
+
+
+def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype: mx.Dtype) -> Encoder:
+    """Return the encoder of a folder, its weights unread.
+
+    Args:
+        settings: The contents of config.json.
+        stored: All weights of the folder by their names there.
+        dtype: The type that the language model computes in.
+
+    Raises whatever mlx-vlm raises about a folder that does not fit.
+    """
+    family = library.family(settings["model_type"])
+    config = _config(family, settings)
+    module = family.Model(config)
+    own = _own_weights(family, module, config, stored)
+    module.language_model = _NoLanguageModel(config.text_config.hidden_size, dtype)
+    _quantise(module, settings, own)
+    module.load_weights(list(own.items()))
+    module.update(
+        tree_map_with_path(
+            lambda _, p: p.astype(dtype) if mx.issubdtype(p.dtype, mx.floating) else p, module.parameters()
+        )
+    )
+    module.eval()
+    spread = families.AXES.get(settings["model_type"])
+    axes = spread(config.text_config.rope_scaling["mrope_section"]) if spread is not None else ()
+    return Encoder(module, config, dtype, axes)
+
+
+def _config(family: Any, settings: Mapping[str, Any]) -> Any:
+    """Return mlx-vlm's configuration of a folder."""
+    given = dict(settings)
+    text = given["text_config"] = given.get("text_config") or given.get("llm_config") or settings
+    if "image_token_id" in given:
+        given.setdefault("image_token_index", given["image_token_id"])
+    # The scale of gemma3's embeddings follows from it, and mlx-vlm's default is right for one size of the model only.
+    given.setdefault("hidden_size", text.get("hidden_size"))
+    config = family.ModelConfig.from_dict(dict(given))  # some families change what they are given
+    for part in _PARTS:
+        name = f"{part}_config"
+        if hasattr(config, name) and given.get(name) is not None:
+            setattr(config, name, getattr(family, f"{part.title()}Config").from_dict(given[name]))
+    return config
+
+
+def _image_token(config: Any) -> int:
+    token = getattr(config, "image_token_index", None)
+    token = getattr(config, "image_token_id", None) if token is None else token
+    if type(token) is not int or token < 0:
+        raise ValueError("image_token_index is missing")
+    return token
+
+
+def _own_weights(family: Any, module: nn.Module, config: Any, stored: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return those of a folder's weights that are not the language model's, named and shaped as mlx-vlm's modules."""
+    for part in (module, family.VisionModel(config.vision_config)):
+        if hasattr(part, "sanitize"):
+            stored = part.sanitize(stored)
+    parts = {name for name in module if name != "language_model"}
+    # Newer folders have all parts below a module `model`, which not every family's `sanitize` takes away.
+    names = {name: name if name.partition(".")[0] in parts else name.removeprefix("model.") for name in stored}
+    return {names[name]: w for name, w in stored.items() if names[name].partition(".")[0] in parts}
+
+
+def _quantise(module: nn.Module, settings: Mapping[str, Any], own: dict[str, mx.array]) -> None:
+    """Make those linears quantised that are so in the folder."""
+    if how := settings.get("quantization"):
+
+        def is_packed(path: str, m: nn.Module) -> bool | dict[str, Any]:
+            if f"{path}.scales" not in own:
+                return False
+            special = how.get(path)
+            return special if isinstance(special, dict) else hasattr(m, "to_quantized")
+
+        nn.quantize(
+            module,
+            group_size=how["group_size"],
+            bits=how["bits"],
+            mode=how.get("mode", "affine"),
+            class_predicate=is_packed,
+        )

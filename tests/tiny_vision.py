@@ -1,0 +1,254 @@
+"""Vision model folders of a few kilobytes with random weights, in mlx-vlm's layout; images for them; and mlx-vlm's own
+answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from safetensors.numpy import load, save
+
+from mlx_tandem.model.vision import library
+from mlx_tandem.types import Image
+from tests.tiny_models import VOCAB, _draw
+
+IMAGE, BREAK, BEGIN = 290, 291, 292
+"""Ids of the placeholder, of the token that pixtral puts behind each line of patches, and of the token that the qwen
+families put before an image."""
+
+_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rope_scaling": None,
+}
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 16,
+    "patch_size": 4,
+    "projection_dim": 32,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's folder says besides the common shapes, and how its processor would describe an image."""
+
+    text: str
+    """The type of its language model."""
+    vision: str
+    tokens: int
+    """Placeholders of an image."""
+    line: int = 0
+    """Placeholders between two breaks; 0: there are no breaks."""
+    text_more: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    tiles: bool = False
+    """Whether its images have an axis of tiles."""
+    sizes: bool = False
+    """Whether the size of an image goes with it."""
+    grid: tuple[int, int] = (0, 0)
+    """Lines and columns of an image's patches, in families whose positions have several axes."""
+
+
+_AXES = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "attention_bias": True}
+
+_QWEN_VISION = {
+    "depth": 2,
+    "embed_dim": 32,
+    "num_heads": 2,
+    "fullatt_block_indexes": [1],
+    "window_size": 16,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+
+FAMILIES = {
+    "llava": Family("llama", "clip_vision_model", 16),
+    "pixtral": Family("mistral", "pixtral", 16, line=4, sizes=True),
+    "mistral3": Family("mistral", "pixtral", 4, line=2, sizes=True),
+    "gemma3": Family(
+        "gemma3_text",
+        "siglip_vision_model",
+        4,
+        text_more={
+            "mm_tokens_per_image": 4,
+            "sliding_window": 16,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 16,
+            "rope_theta": 1e6,  # which mlx-vlm calls rope_global_base_freq, and assumes
+        },
+        more={"hidden_size": 64, "vocab_size": VOCAB},
+    ),
+    "idefics3": Family("llama", "idefics3_vision", 8, tiles=True),
+    "smolvlm": Family("llama", "siglip_vision_model", 8, tiles=True),
+    "internvl_chat": Family("qwen2", "intern_vit_6b", 4),
+    "qwen2_vl": Family("qwen2_vl", "qwen2_vl", 6, text_more=_AXES, grid=(4, 6)),
+    "qwen3_vl": Family("qwen3_vl", "qwen3_vl", 6, text_more=_AXES, grid=(4, 6)),
+    "qwen2_5_vl": Family("qwen2_5_vl", "qwen2_5_vl", 15, text_more=_AXES, grid=(6, 10)),
+}
+
+
+def make(folder: Path, family: str, *, seed: int = 0, bits: int = 0) -> Path:
+    """Write a folder that mlx-vlm loads. `bits`: quantise what can be quantised in groups of 32; 0: nothing."""
+    own = FAMILIES[family]
+    config = {
+        "model_type": family,
+        "image_token_index": IMAGE,
+        "eos_token_id": 2,
+        **own.more,
+        "text_config": {**_TEXT, "model_type": own.text, **own.text_more},
+        "vision_config": {**_VISION, "model_type": own.vision},
+    }
+    if own.vision == "pixtral":
+        config["vision_config"]["rope_theta"] = 10_000.0
+    if own.grid[0]:
+        if family != "qwen3_vl":  # these describe the language model beside its settings, not within
+            config |= config.pop("text_config")
+        config |= {"image_token_id": IMAGE, "vision_start_token_id": BEGIN}
+        config["vision_config"] |= _QWEN_VISION | {"hidden_size": 64 if family == "qwen2_vl" else 32}
+    model = _model(config)
+    rng = np.random.default_rng(seed)
+    parameters: Any = tree_flatten(model.parameters())
+    weights = {name: _draw(rng, name, p) for name, p in parameters}
+    if family == "gemma3":  # its head is the embedding; mlx-vlm has a copy of it
+        weights["language_model.lm_head.weight"] = weights["language_model.model.embed_tokens.weight"]
+    if bits:
+        model.load_weights(list(weights.items()))
+        nn.quantize(model, 32, bits, class_predicate=_is_wide)
+        weights = dict(tree_flatten(model.parameters()))
+        config["quantization"] = {"group_size": 32, "bits": bits}
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _is_wide(path: str, module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+def _model(config: dict[str, Any]) -> Any:
+    module = library.family(config["model_type"])
+    made = module.ModelConfig.from_dict(dict(config))
+    made.text_config = module.TextConfig.from_dict(config.get("text_config", config))
+    made.vision_config = module.VisionConfig.from_dict(config["vision_config"])
+    return module.Model(made)
+
+
+def image(family: str, seed: int, start: int = 0) -> Image:
+    """A random image, whose first placeholder is at `start`."""
+    own, rng = FAMILIES[family], np.random.default_rng(seed)
+    lines, columns = own.grid
+    shape: tuple[int, ...] = (1, 2, 3, 16, 16) if own.tiles else (1, 3, 16, 16)
+    shape = (lines * columns, 96) if lines else shape
+    arrays: dict[str, Any] = {"pixel_values": rng.standard_normal(shape).astype(np.float32)}
+    if lines:
+        arrays["image_grid_thw"] = np.array([[1, lines, columns]], np.int32)
+    if own.sizes:
+        arrays["image_sizes"] = np.array([[16, 16]], np.int32)
+    if own.tiles:
+        arrays["pixel_attention_mask"] = np.ones((1, 2, 16, 16), np.int32)
+    content = save(arrays)
+    digest = blake2b(family.encode() + content, digest_size=16).digest()
+    return Image(digest, start, own.tokens, content)
+
+
+def placeholders(family: str) -> tuple[int, ...]:
+    """The tokens that stand for an image in a prompt."""
+    own = FAMILIES[family]
+    if not own.line:
+        return (IMAGE,) * own.tokens
+    return ((IMAGE,) * own.line + (BREAK,)) * (own.tokens // own.line)
+
+
+def prompt(family: str, parts: Sequence[tuple[int, ...] | int]) -> tuple[tuple[int, ...], tuple[Image, ...]]:
+    """A prompt of texts and images, the latter by their seeds."""
+    tokens: tuple[int, ...] = ()
+    images: list[Image] = []
+    for part in parts:
+        if isinstance(part, int):
+            if FAMILIES[family].grid[0]:
+                tokens += (BEGIN,)
+            images.append(image(family, part, len(tokens)))
+            part = placeholders(family)
+        tokens += part
+    return tokens, tuple(images)
+
+
+class Oracle:
+    """mlx-vlm's own model of a folder, one sequence at a time, over its own cache."""
+
+    def __init__(self, folder: Path):
+        config = json.loads((folder / "config.json").read_text())
+        self.model = _model(config)
+        if how := config.get("quantization"):
+            nn.quantize(self.model, how["group_size"], how["bits"], class_predicate=_is_wide)
+        weights: Any = mx.load(str(folder / "model.safetensors"))
+        self.model.load_weights(list(weights.items()))
+        self.model.eval()
+        self._said: dict[Any, tuple[list[int], list[np.ndarray[Any, Any]]]] = {}
+
+    def greedy(
+        self, tokens: tuple[int, ...], images: Sequence[Image], count: int
+    ) -> tuple[list[int], list[np.ndarray[Any, Any]]]:
+        """The tokens that follow, and at each the logprobs of the whole vocabulary."""
+        key = tokens, tuple(i.digest for i in images), count
+        if key not in self._said:
+            self._said[key] = self._greedy(tokens, images, count)
+        return self._said[key]
+
+    def _greedy(
+        self, tokens: tuple[int, ...], images: Sequence[Image], count: int
+    ) -> tuple[list[int], list[np.ndarray[Any, Any]]]:
+        ids, language = mx.array([tokens]), self.model.language_model
+        language._rope_deltas = language._position_ids = None  # of the sequence before, in the qwen families
+        found = self.embeddings(ids, images)
+        cache = language.make_cache() if hasattr(language, "make_cache") else make_prompt_cache(language)
+        said: list[int] = []
+        logprobs: list[np.ndarray[Any, Any]] = []
+        for _ in range(count):
+            given = found if not said else {}
+            logits = language(mx.array([said[-1:]]) if said else ids, cache=cache, **given).logits[0, -1]
+            logprobs.append(np.array(logits - mx.logsumexp(logits)))
+            said.append(int(logprobs[-1].argmax()))
+        return said, logprobs
+
+    def embeddings(self, ids: mx.array, images: Sequence[Image]) -> dict[str, Any]:
+        """What mlx-vlm computes of a prompt with one image after the other before the language model."""
+        if not images:
+            return {}
+        arrays = [load(i.arrays) for i in images]
+        axis = 1 if arrays[0]["pixel_values"].ndim == 5 else 0
+        joined = {
+            name: mx.array(np.concatenate([a[name] for a in arrays], axis if axis and name.startswith("pixel") else 0))
+            for name in arrays[0]
+        }
+        mask = mx.ones(ids.shape, mx.int32)
+        found = self.model.get_input_embeddings(ids, joined.pop("pixel_values"), mask=mask, **joined)
+        names = ("inputs_embeds", "position_ids", "rope_deltas", "visual_pos_masks", "deepstack_visual_embeds")
+        return {name: getattr(found, name) for name in names if getattr(found, name) is not None}
