@@ -91,6 +91,21 @@ class Grammar(Struct, frozen=True, array_like=True):
     param: str
 
 
+class Image(Struct, frozen=True, array_like=True):
+    """One image of a prompt, as the model's processor made it for this image alone.
+
+    Its placeholders are the next `tokens` tokens from `start` on whose id is the one that VisionInfo names; other
+    tokens may lie between them, such as line breaks. `start` is the index of the first in the prompt. `arrays` is the
+    content of a safetensors file with the processor's arrays under their own names: `pixel_values`, `image_grid_thw`
+    and so on. `digest` is BLAKE2b, 16 bytes long, of the name of the model's family and `arrays`.
+    """
+
+    digest: bytes
+    start: int
+    tokens: int
+    arrays: bytes
+
+
 class Request(Struct, frozen=True, array_like=True):
     """One request: prompt ids in, `n` choices out. The adapter's version is fixed here."""
 
@@ -106,6 +121,7 @@ class Request(Struct, frozen=True, array_like=True):
     grammar: Grammar | None = None  # None: the output may be any text
     speculate: bool = True  # drafts may be verified for it, where the server makes any
     prediction: tuple[int, ...] = ()  # what the output may contain, from which drafts are copied
+    images: tuple[Image, ...] = ()  # in the order of their placeholders in the prompt
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -219,6 +235,14 @@ class MemoryBudget(Struct, frozen=True):
         return self.limit - self.total
 
 
+class VisionInfo(Struct, frozen=True):
+    """The part of a model folder that encodes images, and whether the engine uses it."""
+
+    family: str  # the folder's model_type, by which mlx-vlm names its processors and encoders
+    image_token: int = -1  # the id of placeholders in prompts
+    refusal: str = ""  # why images are not served, as a sentence; empty: they are
+
+
 class EngineInfo(Struct, frozen=True):
     """The description of a ready engine: its model and its device."""
 
@@ -249,6 +273,7 @@ class EngineInfo(Struct, frozen=True):
     prompt_cost: tuple[float, ...] = ()  # the form of `engine.cost.CostModel` for chunks; empty: unknown
     micro_batch_tokens: int = 0  # tokens of one forward and backward of learning; 0: not decided
     hidden_size: int = 0  # numbers of a pooled hidden state; 0: requests may not ask for any
+    vision: VisionInfo | None = None  # None: the folder has no part for images
 
 
 class DiskStats(Struct, frozen=True):
