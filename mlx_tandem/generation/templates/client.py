@@ -21,7 +21,9 @@ from mlx_tandem.limits import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_MEMORY, MAX_TEMPL
 Message = Mapping[str, Any]
 """One message of a conversation."""
 
-FILE = "chat_template.jinja"
+FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+"""The files that may have a folder's template. The second one is written for models that read images."""
+
 WORKERS = 2
 """Number of processes. When a conversation costs one of them, the other still renders those of other callers."""
 
@@ -67,6 +69,7 @@ class ChatTemplate:
         )
         self._pool = WorkerPool("chat templates", program, WORKERS, BOUNDS)
         self._calls = CallForm()
+        self._lists = False
 
     @classmethod
     def given(cls, given: str, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate:
@@ -83,28 +86,30 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate | None:
-        """Return the template in `chat_template.jinja`, else in `tokenizer_config.json`; None when there is none.
+        """Return the template in the first of FILES that is there; None when there is none.
 
         Raises ModelError naming the file. Only `check` finds out whether the template works.
         """
-        path = folder / FILE
+        path = folder / FILES[0]
         if (raw := small_files.read(path)) is not None:
             source: Any = _decoded(path, raw)
+        elif (object := small_files.read_object(path := folder / FILES[1])) is not None:
+            source = object.get("chat_template")
         else:
-            path = folder / "tokenizer_config.json"
+            path = folder / FILES[2]
             source = tokenizer.config.get("chat_template")
             if isinstance(source, list):  # Several templates with names.
                 named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
                 source = named.get("default")
-            if source is None:
-                return None
-            if not isinstance(source, str):
-                problem = "chat_template is neither text nor a list of named texts"
-                raise ModelError(f"{path}: {problem}", param="chat_template")
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            problem = "chat_template is neither text nor a list of named texts"
+            raise ModelError(f"{path}: {problem}", param="chat_template")
         return cls(source, tokenizer, seconds=seconds, where=str(path))
 
     async def check(self) -> None:
-        """Find the form in which the template reads calls, once, before it renders conversations.
+        """Find the forms in which the template reads contents and calls, once, before it renders conversations.
 
         Raises ModelError when the text is not a valid template, or when rendering a greeting exceeds the limits.
 
@@ -115,6 +120,7 @@ class ChatTemplate:
             raise ModelError(f"{self._where}: the chat template {self._lost(answer.kind)}", param="chat_template")
         if isinstance(answer, Failed) and answer.kind == "syntax":
             raise ModelError(f"{self._where} is not a valid template: {answer.detail}", param="chat_template")
+        self._lists = await self._reads_lists_only()
         self._calls = await self._call_form()
 
     async def render(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[Part]:
@@ -123,7 +129,7 @@ class ChatTemplate:
         Raises InvalidRequest naming `messages` when the template refuses them, fails at them, or exceeds its limits.
         """
         try:
-            item = encode(_values(self._calls.messages(messages), options or {}))
+            item = encode(_values(self._formed(self._calls.messages(messages)), options or {}))
         except (TypeError, ValueError, OverflowError, RecursionError) as e:  # Half a surrogate pair is a ValueError.
             raise InvalidRequest("messages hold a value that is no plain data", param="messages") from e
         answer = await self._pool.ask(item)
@@ -140,10 +146,21 @@ class ChatTemplate:
         """End the processes."""
         await self._pool.close()
 
+    def _formed(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the conversation with its contents in the form that the template reads."""
+        return [_listed(message) for message in messages] if self._lists else messages
+
+    async def _reads_lists_only(self) -> bool:
+        """Return whether the template prints the text of a message only if its content is a list of parts."""
+        answers = [await self._pool.ask(encode(_values([m], {}))) for m in (GREETING, _listed(GREETING))]
+        as_text, as_list = (isinstance(a, Rendered) and _prints(a.parts, GREETING["content"]) for a in answers)
+        return as_list and not as_text
+
     async def _call_form(self) -> CallForm:
         """Return the first form in which the template prints a call; the usual one if it prints none."""
         for form in FORMS:
-            answer = await self._pool.ask(encode(_values(form.messages(CONVERSATION), {"tools": TOOLS})))
+            messages = self._formed(form.messages(CONVERSATION))
+            answer = await self._pool.ask(encode(_values(messages, {"tools": TOOLS})))
             if isinstance(answer, Rendered) and prints_call(answer.parts):
                 return form
         return CallForm()
@@ -160,6 +177,19 @@ class ChatTemplate:
 
     def _lost(self, kind: LostKind) -> str:
         return LOST[kind].format(**self._limits)
+
+
+def _listed(message: Message) -> Message:
+    """Return a message whose content, if it is a text, is a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}] if content else []}
+
+
+def _prints(parts: Sequence[Part], text: str) -> bool:
+    """Return whether a rendering shows a text."""
+    return text in "".join(piece for piece, _ in parts)
 
 
 def _values(messages: Sequence[Message], options: Mapping[str, Any]) -> dict[str, Any]:
