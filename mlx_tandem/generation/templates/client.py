@@ -11,6 +11,7 @@ from mlx_tandem import small_files
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.generation.parts import Part
 from mlx_tandem.generation.templates.call_forms import CONVERSATION, FORMS, TOOLS, CallForm, prints_call
+from mlx_tandem.generation.templates.contents import GREETING, ContentForm, form_of, in_form
 from mlx_tandem.generation.templates.messages import Failed, Rendered, Setup, decode_answer
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.isolation.frames import encode
@@ -32,9 +33,6 @@ BOUNDS = Bounds(items=1024, bytes=MAX_WAITING_TEXT, seconds=30.0)
 
 ROOM = 1 << 20
 """Bytes that an answer may have besides the rendered text, for the boundaries of its parts."""
-
-GREETING = {"role": "user", "content": "Hello!"}
-"""The conversation that `ChatTemplate.check` renders."""
 
 LOST: Mapping[LostKind, str] = {
     "timeout": "takes more than {seconds:g} s of CPU time",
@@ -69,7 +67,7 @@ class ChatTemplate:
         )
         self._pool = WorkerPool("chat templates", program, WORKERS, BOUNDS)
         self._calls = CallForm()
-        self._lists = False
+        self._contents: ContentForm = "any"
 
     @classmethod
     def given(cls, given: str, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate:
@@ -120,7 +118,7 @@ class ChatTemplate:
             raise ModelError(f"{self._where}: the chat template {self._lost(answer.kind)}", param="chat_template")
         if isinstance(answer, Failed) and answer.kind == "syntax":
             raise ModelError(f"{self._where} is not a valid template: {answer.detail}", param="chat_template")
-        self._lists = await self._reads_lists_only()
+        self._contents = await self._content_form()
         self._calls = await self._call_form()
 
     async def render(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[Part]:
@@ -148,13 +146,14 @@ class ChatTemplate:
 
     def _formed(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the conversation with its contents in the form that the template reads."""
-        return [_listed(message) for message in messages] if self._lists else messages
+        return messages if self._contents == "any" else [in_form(message, self._contents) for message in messages]
 
-    async def _reads_lists_only(self) -> bool:
-        """Return whether the template prints the text of a message only if its content is a list of parts."""
-        answers = [await self._pool.ask(encode(_values([m], {}))) for m in (GREETING, _listed(GREETING))]
-        as_text, as_list = (isinstance(a, Rendered) and _prints(a.parts, GREETING["content"]) for a in answers)
-        return as_list and not as_text
+    async def _content_form(self) -> ContentForm:
+        """Return the form in which the template reads contents."""
+        asked = (GREETING, in_form(GREETING, "list"))
+        answers = [await self._pool.ask(encode(_values([message], {}))) for message in asked]
+        as_text, as_list = (answer.parts if isinstance(answer, Rendered) else None for answer in answers)
+        return form_of(as_text, as_list)
 
     async def _call_form(self) -> CallForm:
         """Return the first form in which the template prints a call; the usual one if it prints none."""
@@ -177,19 +176,6 @@ class ChatTemplate:
 
     def _lost(self, kind: LostKind) -> str:
         return LOST[kind].format(**self._limits)
-
-
-def _listed(message: Message) -> Message:
-    """Return a message whose content, if it is a text, is a list of parts."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    return {**message, "content": [{"type": "text", "text": content}] if content else []}
-
-
-def _prints(parts: Sequence[Part], text: str) -> bool:
-    """Return whether a rendering shows a text."""
-    return text in "".join(piece for piece, _ in parts)
 
 
 def _values(messages: Sequence[Message], options: Mapping[str, Any]) -> dict[str, Any]:

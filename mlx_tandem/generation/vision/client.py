@@ -168,5 +168,5 @@ def _setup(folder: Path) -> Setup | None:
     if image_processor is None:
         image_processor = processor.get("image_processor")
     if not isinstance(image_processor, dict):
-        return None
+        image_processor = {}  # The family's usual values.
     return Setup(family, config, image_processor, processor)

@@ -70,7 +70,15 @@ def _pixtral(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
 
 
 def _internvl(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
-    count = int(setup.processor.get("image_seq_length") or setup.config.get("image_seq_length") or 256)
+    """Lay out the tokens of all tiles as one run. Folders of `internvl_chat` say how many a tile has by its shape."""
+    tower = _part(setup.config, "vision_config")
+    side = int(setup.config.get("force_image_size") or tower.get("image_size") or 448) // int(
+        tower.get("patch_size") or 14
+    )
+    usual = int(side**2 * float(setup.config.get("downsample_ratio") or 0.5) ** 2)
+    if setup.family == "internvl":
+        usual = int(setup.config.get("image_seq_length") or 256)
+    count = int(setup.processor.get("image_seq_length") or usual)
     return Layout("<img><IMG_CONTEXT></img>", [count * len(arrays["pixel_values"])])
 
 
@@ -98,6 +106,7 @@ def _qwen(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
 _PIXTRAL = Family("[IMG]", "[IMG]", _pixtral)
 _IDEFICS3 = Family("<image>", "<image>", _idefics3, frozenset(("rows", "cols", "pixel_attention_mask")))
 # The mask of one image is all ones, which is what a model takes without a mask.
+_INTERNVL = Family("<IMG_CONTEXT>", "<IMG_CONTEXT>", _internvl, frozenset(("num_patches",)))
 _QWEN = Family("<|image_pad|>", "<|image_pad|>", _qwen)
 
 FAMILIES: Mapping[str, Family] = {
@@ -105,7 +114,8 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family("<start_of_image>", "<image_soft_token>", _gemma3, frozenset(("num_crops",))),
     "pixtral": _PIXTRAL,
     "mistral3": _PIXTRAL,
-    "internvl": Family("<IMG_CONTEXT>", "<IMG_CONTEXT>", _internvl, frozenset(("num_patches",))),
+    "internvl": _INTERNVL,
+    "internvl_chat": _INTERNVL,
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
     "qwen2_vl": _QWEN,

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.generation.parts import Part
+from mlx_tandem.generation.parts import IMAGE_MARK, Part
 from mlx_tandem.generation.vision.messages import Made
 from mlx_tandem.types import Image
 
 
 def with_texts(parts: Sequence[Part], placeholder: str, images: Sequence[Made]) -> list[Part]:
-    """Return a prompt's text in which each `placeholder` of the template is replaced by the text of its image.
+    """Return a prompt's text in which each `placeholder` or IMAGE_MARK is replaced by the text of its image.
 
     Raises InvalidRequest when the template does not print one for each image.
     """
-    found = sum(text.count(placeholder) for text, plain in parts if not plain)
+    pattern = re.compile(f"{re.escape(placeholder)}|{IMAGE_MARK}")
+    found = sum(len(pattern.findall(text)) for text, plain in parts if not plain)
     if found != len(images):
         raise InvalidRequest(
             f"the model's chat template has {found} places for the {len(images)} images of these messages",
@@ -25,8 +27,7 @@ def with_texts(parts: Sequence[Part], placeholder: str, images: Sequence[Made]) 
     made: list[Part] = []
     for text, plain in parts:
         if not plain:
-            first, *rest = text.split(placeholder)
-            text = first + "".join(next(left).text + piece for piece in rest)
+            text = pattern.sub(lambda _: next(left).text, text)
         made.append((text, plain))
     return made
 

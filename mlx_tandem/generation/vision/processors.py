@@ -14,6 +14,7 @@ from PIL.Image import Image
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.generation.vision.decoding import BadImage
+from mlx_tandem.generation.vision.messages import Setup
 from mlx_tandem.limits import MAX_IMAGE_TOKENS
 
 PROCESSORS: Mapping[str, str] = {
@@ -35,6 +36,7 @@ USUAL: Mapping[str, str] = {
     "pixtral": "PixtralImageProcessor",
     "mistral3": "PixtralImageProcessor",
     "internvl": "GotOcr2ImageProcessor",
+    "internvl_chat": "GotOcr2ImageProcessor",
     "idefics3": "Idefics3ImageProcessor",
     "smolvlm": "SmolVLMImageProcessor",
     "qwen2_vl": "Qwen2VLImageProcessor",
@@ -50,6 +52,8 @@ _NAMES = frozenset(("image_processor_type", "processor_class", "feature_extracto
 def name_of(family: str, image_processor: Mapping[str, Any]) -> str:
     """Return the name of a folder's processor in PROCESSORS. Raises ModelError for one that is not there."""
     given = image_processor.get("image_processor_type") or USUAL[family]
+    if family == "internvl_chat":  # Its folders name CLIP's, which their own code does not use.
+        given = USUAL[family]
     name = given.removesuffix("Fast").removesuffix("Pil") if isinstance(given, str) else ""
     if name not in PROCESSORS:
         raise ModelError(f"image_processor_type {given!a} is not supported", param="image_processor_type")
@@ -59,7 +63,8 @@ def name_of(family: str, image_processor: Mapping[str, Any]) -> str:
 class Processor:
     """The image processor of a folder. The constructor raises the errors of transformers, of any type."""
 
-    def __init__(self, family: str, image_processor: Mapping[str, Any], processor: Mapping[str, Any]):
+    def __init__(self, setup: Setup):
+        family, image_processor, processor = setup.family, setup.image_processor, setup.processor
         self.name = name_of(family, image_processor)
         package = PROCESSORS[self.name]
         module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
@@ -68,6 +73,8 @@ class Processor:
         match self.name:
             case "GotOcr2ImageProcessor":
                 self._options["crop_to_patches"] = True
+                if family == "internvl_chat":
+                    values = _tiles(setup.config)
             case "Idefics3ImageProcessor" | "SmolVLMImageProcessor":
                 self._options["return_row_col_info"] = True
             case "Gemma3ImageProcessor":
@@ -90,6 +97,19 @@ class Processor:
         except ValueError as e:  # Its own words, such as those about the ratio of the sides.
             raise BadImage(f"is refused by the model's processor: {str(e)[:200]}") from None
         return {name: np.ascontiguousarray(value) for name, value in made.items()}
+
+
+def _tiles(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values for folders of `internvl_chat`, which have them in config.json or in code."""
+    tower = config.get("vision_config")
+    size = config.get("force_image_size") or (tower.get("image_size") if isinstance(tower, Mapping) else None) or 448
+    return {
+        "size": {"height": int(size), "width": int(size)},
+        "min_patches": int(config.get("min_dynamic_patch") or 1),
+        "max_patches": int(config.get("max_dynamic_patch") or 12),
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    }
 
 
 def _side(patch: Any) -> int:

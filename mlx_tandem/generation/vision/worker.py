@@ -37,7 +37,7 @@ class Worker:
         self._setup = setup
         self._seconds = seconds
         self._family = family_of(setup)
-        self._processor = Processor(setup.family, setup.image_processor, setup.processor)
+        self._processor = Processor(setup)
 
     def answer(self, raw: bytes) -> Made | Failed:
         """Return what the model's processor makes of an encoded image. A lack of memory ends the process."""

@@ -32,6 +32,12 @@ FOLDERS = {
         {"patch_size": 14, "spatial_merge_size": 2},
     ),
     "internvl": Setup("internvl", TOWER, SMALL | {"max_patches": 6}, {"image_seq_length": 3}),
+    "internvl_chat": Setup(
+        "internvl_chat",
+        {"force_image_size": 56, "vision_config": {"patch_size": 14}, "max_dynamic_patch": 6, "downsample_ratio": 0.5},
+        {"feature_extractor_type": "CLIPFeatureExtractor", "crop_size": 448},
+        {},
+    ),
     "idefics3": Setup(
         "idefics3",
         TOWER,
@@ -75,7 +81,7 @@ def expected(family: str, setup: Setup, arrays: dict[str, Any]) -> str:
         side = {"pixtral": 16, "mistral3": 28}[family]
         height, width = (int(n) // side for n in arrays["image_sizes"][0])
         return "".join((["[IMG]"] * width + ["[IMG_BREAK]"]) * height).removesuffix("[IMG_BREAK]") + "[IMG_END]"
-    package = {"qwen2_5_vl": "qwen2_vl"}.get(family, family)
+    package = {"qwen2_5_vl": "qwen2_vl", "internvl_chat": "internvl"}.get(family, family)
     module = import_module(f"transformers.models.{package}.processing_{package}")
     (name,) = (n for n in module.__all__ if n.endswith("Processor"))
     own = NAMES | {
@@ -83,6 +89,8 @@ def expected(family: str, setup: Setup, arrays: dict[str, Any]) -> str:
         "patch_size": 14,
         "image_processor": SimpleNamespace(merge_size=2),
     }
+    if family == "internvl_chat":
+        own["image_seq_length"] = 4
     return getattr(module, name).replace_image_token(SimpleNamespace(**own), arrays, 0)
 
 

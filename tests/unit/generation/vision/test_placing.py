@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.parts import IMAGE_MARK
 from mlx_tandem.generation.vision.messages import Made
 from mlx_tandem.generation.vision.placing import with_runs, with_texts
 
@@ -47,6 +48,10 @@ def test_a_placeholder_that_belongs_to_no_image_is_refused(images: list[list[int
 def test_the_texts_of_images_replace_what_the_template_prints() -> None:
     parts = [("a<i>b", False), ("<i>", True), ("<i>", False)]
     assert with_texts(parts, "<i>", [made([1], "1"), made([1], "2")]) == [("a1b", False), ("<i>", True), ("2", False)]
+
+
+def test_a_mark_is_a_place_for_an_image() -> None:
+    assert with_texts([(f"a{IMAGE_MARK}b<i>", False)], "<i>", [made([1], "1"), made([1], "2")]) == [("a1b2", False)]
 
 
 @pytest.mark.parametrize("text", ["", "<i><i>"])
