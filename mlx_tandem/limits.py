@@ -276,6 +276,7 @@ MAX_IMAGE_RATIO = 200  # length of an image's longer side over that of the short
 MAX_IMAGE_TOKENS = 4096  # tokens of one image, where the model's processor lets the image's size decide
 MAX_IMAGE_ARRAYS = 128 << 20  # bytes of the arrays that the model's processor makes of one image
 MAX_REQUEST_ARRAYS = 192 << 20  # bytes of those arrays of all images of one request
+MAX_OPEN_ARRAYS = 512 << 20  # bytes of those arrays of all requests that have not ended
 MAX_IMAGE_MEMORY = 2 << 30  # bytes of memory that decoding and processing one image may use
 MAX_WAITING_IMAGES = 128 << 20  # bytes of images that wait to be decoded, or are being so
 MAX_GRAMMAR_BYTES = 512 << 10  # bytes of a JSON schema, a pattern, choices or a grammar of one request

@@ -43,6 +43,11 @@ class Prompted:
         """The number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
+    @property
+    def array_bytes(self) -> int:
+        """The bytes of the arrays of all images."""
+        return sum(len(image.arrays) for image in self.images)
+
     def requests(self, client: EngineClient) -> list[Request]:
         """Return the engine's requests, one for each prompt, with new ids."""
         return [

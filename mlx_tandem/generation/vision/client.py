@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 WORKERS = 2
 """Number of processes. When an image costs one of them, the other still serves other callers."""
+
+PLACES = 4
+"""Most requests whose images are fetched and processed at the same time, which bounds the memory for their arrays."""
 
 SECONDS = 10.0
 """CPU seconds that decoding and processing one image may take."""
@@ -57,6 +61,7 @@ class Images:
         self._why = TEXT_ONLY
         self._pool: WorkerPool[Made | Failed] | None = None
         self._fetcher: Fetcher | None = None
+        self._places = asyncio.Semaphore(PLACES)
         setup = _setup(folder)
         if setup is None:
             return
@@ -109,9 +114,14 @@ class Images:
             Overloaded: Too many images wait.
             EngineError: No process can be started.
         """
+        async with self._places:
+            return await self._all_made(sources)
+
+    async def _all_made(self, sources: Sequence[ImageSource]) -> list[Made]:
+        """Return what the processor makes of the images, one after the other. Raises the errors of `made`."""
         made: list[Made] = []
         size = 0
-        for source in sources:  # One after the other, so that a request holds one process.
+        for source in sources:  # A request holds one process.
             image = await self._made(source)
             size += len(image.arrays)
             if size > limits.MAX_REQUEST_ARRAYS:

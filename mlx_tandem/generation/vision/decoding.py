@@ -30,7 +30,6 @@ def decoded(data: bytes) -> Image.Image:
         try:
             image = Image.open(BytesIO(data), formats=FORMATS)
             check_pixels(*image.size)
-            image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
         except (BadImage, MemoryError):
             raise

@@ -39,19 +39,17 @@ class _Refused(Exception):
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address is one of the public internet, also where another address is embedded in it."""
+    """Return whether an IP address is one of the public internet, also where another address is embedded in it.
+
+    IPv4 addresses that are mapped into IPv6 or translated from it lie in a reserved network, and are not.
+    """
     found = ip_address(address.partition("%")[0])
     inner: Iterable[IPv4Address | IPv6Address | None] = ()
     if isinstance(found, IPv6Address):
         if found.is_site_local:
             return False
-        inner = (found.ipv4_mapped, found.sixtofour, *(found.teredo or ()), _translated(found))
+        inner = (found.sixtofour, *(found.teredo or ()))
     return all(a.is_global and not a.is_multicast and not a.is_reserved for a in (found, *inner) if a is not None)
-
-
-def _translated(address: IPv6Address) -> IPv4Address | None:
-    """Return the address that a NAT64 gateway would connect to (RFC 6052); None for other addresses."""
-    return IPv4Address(address.packed[12:]) if address.packed[:12] == b"\0\x64\xff\x9b" + bytes(8) else None
 
 
 class Fetcher:

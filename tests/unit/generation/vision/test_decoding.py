@@ -116,8 +116,8 @@ def test_a_webp_file_with_a_huge_canvas_is_refused_by_its_header() -> None:
     data = bytearray(picture(8, 8, "WEBP", exif=described()))
     assert data[12:16] == b"VP8X"
     data[24:30] = struct.pack("<I", 16_382)[:3] + struct.pack("<I", 16_382)[:3]
-    with pytest.raises(BadImage, match="pixels"):
-        decoded(bytes(data))
+    with pytest.raises(BadImage, match="pixels"):  # before the library finds that the file ends here
+        decoded(bytes(data[:30]))
 
 
 def test_a_frame_outside_of_the_screen_of_a_gif_is_counted() -> None:
