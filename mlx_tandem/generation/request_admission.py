@@ -60,7 +60,7 @@ class RequestAdmission:
         if over > 0:
             requests = over * self.open_requests / self.open_choices
             raise self._refusal("max_queue_size", "the server's queue is full", requests)
-        if self.open_arrays and self.open_arrays + arrays > MAX_OPEN_ARRAYS and arrays:
+        if arrays and self.open_arrays and self.open_arrays + arrays > MAX_OPEN_ARRAYS:
             raise self._refusal("open_images", "the server has as many images as it takes", 1.0)
         if self.utilization >= server.memory_pressure_threshold:
             occupancy = self._client.occupancy
