@@ -82,6 +82,7 @@ class Processor:
             case "PixtralImageProcessor":
                 side = _side(processor.get("patch_size") or values.get("patch_size") or 16)
                 values["patch_size"] = side * int(processor.get("spatial_merge_size") or 1)
+                _limit_side(values, setup.config)
             case "Qwen2VLImageProcessor":
                 _limit_pixels(values)
         self._processor = getattr(module, f"{self.name}Pil")(**values)
@@ -115,6 +116,15 @@ def _tiles(config: Mapping[str, Any]) -> dict[str, Any]:
 def _side(patch: Any) -> int:
     """Return the side of a patch, which is a number or an object with a height."""
     return int(patch["height"] if isinstance(patch, Mapping) else patch)
+
+
+def _limit_side(values: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """Lower the longest side of an image to what the positions of Pixtral's encoder reach."""
+    tower, size = config.get("vision_config"), values.get("size")
+    most = tower.get("image_size") if isinstance(tower, Mapping) else None
+    if most:
+        given = size.get("longest_edge") if isinstance(size, Mapping) else None
+        values["size"] = {"longest_edge": min(int(given or most), int(most))}
 
 
 def _limit_pixels(values: dict[str, Any]) -> None:

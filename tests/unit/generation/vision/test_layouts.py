@@ -142,6 +142,14 @@ def test_an_image_has_a_bounded_number_of_tokens() -> None:
     assert MAX_IMAGE_TOKENS * 0.9 < sum(answer.runs) <= MAX_IMAGE_TOKENS
 
 
+def test_an_image_is_no_larger_than_the_positions_of_pixtrals_encoder_reach() -> None:
+    tower = {"vision_config": {"model_type": "pixtral", "image_size": 64, "patch_size": 16}}
+    worker = Worker(Setup("pixtral", tower, {"patch_size": 16, "size": {"longest_edge": 1024}}, {}), 60.0)
+    answer = worker.answer(encode(Job(picture(200, 300), False)))
+    assert isinstance(answer, Made)
+    assert load(answer.arrays)["pixel_values"].shape[-2:] == (64, 48)
+
+
 def test_a_line_is_refused() -> None:
     with pytest.raises(BadImage, match="times as long"):
         worker_image((402, 2))
