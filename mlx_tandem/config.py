@@ -147,6 +147,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_generation_tokens: int = 0  # upper bound of max_tokens; 0: what fits
     max_n: int = 16  # most choices of one prompt
     max_request_bytes: int = 1_048_576
+    max_image_request_bytes: int = 33_554_432  # of a chat on a server that reads images
+    allow_image_hosts: tuple[str, ...] = ()  # hosts from which images are fetched, each with a port if it is unusual
     max_registered_adapters: int = 10_000  # most adapter versions that requests may register
     max_queue_size: int = 1024  # choices that may wait besides those in the batch
     max_concurrent_requests: int = 0  # 0: no further limit

@@ -149,6 +149,8 @@ class Generation:
         """
         asked = _chat_request(messages, options)
         chat = await asked.chat(self._front)
+        if chat.images:
+            raise InvalidRequest("a conversation that is trained on holds text only", param="messages")
         prompt = chat.prompt if kept is None else await continued(self._front, asked, chat.prompt, kept)
         prompted = await _prompted(self._front, [prompt], await self._select(adapter), sampling, chat)
         check(prompted.params)
@@ -262,6 +264,7 @@ async def _prompted(
         text if chat is None else chat.text(text),
         parser=None if chat is None else chat.parser,
         most_calls=None if chat is None else chat.most_calls,
+        images=() if chat is None else chat.images,
         priority=body.priority or 0,
         grammar=None if constraint is None else await front.constraints.grammar(constraint),
         speculate=body.speculation is not False,

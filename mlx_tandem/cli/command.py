@@ -93,6 +93,7 @@ def run(
         "lora_target_modules": split_words(given["lora_target_modules"]),
         "report_to": split_words(given["report_to"]),
         "allowed_origins": split_words(given["allowed_origins"]),
+        "allow_image_hosts": split_words(given["allow_image_hosts"]),
     }
     if dry_run:
         from mlx_tandem.cli.dry_run import show

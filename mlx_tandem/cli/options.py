@@ -118,6 +118,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
         ),
         Option("server.allowed_hosts", "--allowed-host", "A further accepted Host header (repeatable).", "NAME"),
         Option(
+            "server.allow_image_hosts",
+            "--allow-image-hosts",
+            "Hosts from which images of requests are fetched (repeatable, or with commas).",
+            "HOST,HOST",
+        ),
+        Option(
             "server.allowed_origins",
             "--allowed-origins",
             "Origins of web pages that may use this from a browser (repeatable, or with commas); * for all.",
@@ -133,6 +139,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("server.max_generation_tokens", "--max-generation-tokens", "Upper bound of max_tokens; 0: what fits."),
         Option("server.max_n", "--max-n", "Most choices of one prompt, up to 128 (16)."),
         Option("server.max_request_bytes", "--max-request-bytes", "Largest request body in bytes (1048576)."),
+        Option(
+            "server.max_image_request_bytes",
+            "--max-image-request-bytes",
+            "Largest body of a chat in bytes, where the model reads images (33554432).",
+        ),
         Option(
             "server.max_registered_adapters",
             "--max-registered-adapters",

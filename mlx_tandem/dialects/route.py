@@ -42,6 +42,7 @@ class Route:
     handler: Callable[..., Any]
     body: type[Struct] | None = None  # None: no body is read
     reads: Reads = "json"
+    images: bool = False  # bodies may hold images, and be larger where the model reads them
     plain: bool = False  # curl's default content types are accepted as well
     prepare: Callable[[Any], Any] = lambda value: value  # applied to the decoded JSON before its types are checked
     status: int = 200  # HTTP status of a success, for the OpenAPI document

@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
+
+from mlx_tandem.generation.messages import ImageSource, image_field, image_url
 
 Message = dict[str, Any]
 
 
 class Turns:
-    """The turns so far, in `messages`.
+    """The turns so far, in `messages`, and in `fields` the caller's fields of images by those in OpenAI's form.
 
-    A piece of a turn of the assistant joins the turn before it, because thoughts, text and calls belong to one turn. So
-    does text of the other roles in `joined`, on a line of its own.
+    A piece of a turn of a role in `joined` joins the turn before it: thoughts, text and calls of the assistant belong
+    to one turn. Text of the other roles goes on a line of its own.
     """
 
     def __init__(self, joined: Collection[str]):
         self.messages: list[Message] = []
-        self._joined = {*joined, "assistant"}
+        self.fields: dict[str, str] = {}
+        self._joined = frozenset(joined)
 
     def text(self, role: str, text: str) -> None:
         """Add a piece of text."""
+        self._add_text(self._turn(role), text)
+
+    def content(self, role: str, pieces: Iterable[str | ImageSource]) -> None:
+        """Add texts and images, which belong to one turn."""
         turn = self._turn(role)
-        between = "\n" if turn["content"] and role != "assistant" else ""  # An answer may come back in several pieces.
+        for piece in pieces:
+            if isinstance(piece, str):
+                self._add_text(turn, piece)
+            else:
+                self._add_image(turn, piece)
+
+    def _add_text(self, turn: Message, text: str) -> None:
+        """Add text to the last turn."""
+        content = turn["content"]
+        if isinstance(content, list):
+            if content[-1]["type"] == "text":
+                content[-1]["text"] += "\n" + text
+            else:
+                content.append({"type": "text", "text": text})
+            return
+        # An answer may come back in several pieces.
+        between = "\n" if content and turn["role"] != "assistant" else ""
         turn["content"] += between + text
+
+    def _add_image(self, turn: Message, image: ImageSource) -> None:
+        """Add an image to the last turn, whose content becomes a list."""
+        if isinstance(turn["content"], str):
+            turn["content"] = [{"type": "text", "text": turn["content"]}] if turn["content"] else []
+        self.fields[image_field(len(self.messages) - 1, len(turn["content"]))] = image.field
+        turn["content"].append(image_url(image.url))
 
     def thought(self, text: str) -> None:
         """Add a piece of the assistant's reasoning. An empty one only says that there is a turn."""

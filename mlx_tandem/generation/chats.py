@@ -14,13 +14,14 @@ from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.grammar.constraint import Thought
-from mlx_tandem.generation.messages import chat_messages
+from mlx_tandem.generation.messages import ImageSource, chat_messages, image_sources
 from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.generation.tokenizer import TEXT_SPECIALS
+from mlx_tandem.generation.tokenizing.listing import Listing
 from mlx_tandem.generation.tools.offer import Tools
 from mlx_tandem.strict_json import check_nested
-from mlx_tandem.types import SamplingParams, ThoughtBudget
+from mlx_tandem.types import Image, SamplingParams, ThoughtBudget
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -49,6 +50,7 @@ class Chat:
     shown: frozenset[int]  # special tokens that the parser has to see
     budget: ThoughtBudget | None = None
     thought: Thought | None = None  # that may come before an answer with a constraint
+    images: tuple[Image, ...] = ()
 
     @property
     def most_calls(self) -> int | None:
@@ -81,18 +83,29 @@ class ChatRequest:
     variables: Mapping[str, Any] = field(default_factory=dict)
     adds_prompt: bool = True  # the prompt ends with the beginning of an answer
     continues: bool = False  # the answer continues the last message
+    fields: Mapping[str, str] = field(default_factory=dict)  # of images, by their fields in OpenAI's form
 
     async def chat(self, front: Front, *, cut: bool = False) -> Chat:
         """Return the conversation as a prompt. `cut` is that of `Front.chat_prompt`. Raises InvalidRequest."""
         messages, options = self.prepared(front)
-        prompt = await front.chat_prompt(messages, options, cut=cut)
+        prompt, images = await front.chat_prompt(messages, options, self.images, cut=cut)
         if front.parser is not None:
-            return Chat(prompt, front.parser, self.tools, frozenset())
+            return Chat(prompt, front.parser, self.tools, frozenset(), images=images)
         opened = front.reading.is_opened(prompt, messages[-1]["content"] if self.continues else None)
         parser = front.reading.parser(self.tools, opened=opened)
         budget = front.reading.budget(self.thinking.budget, opened=opened)
         shown, thought = front.reading.shown(self.tools), front.reading.thought(prompt, opened=opened)
-        return Chat(prompt, parser, self.tools, shown, budget, thought)
+        return Chat(prompt, parser, self.tools, shown, budget, thought, images)
+
+    async def listing(self, front: Front, *, pieces: bool = False) -> Listing:
+        """Return the token ids of the prompt as JSON, with their pieces of the vocabulary if `pieces` is set."""
+        messages, options = self.prepared(front)
+        return await front.chat_listing(messages, options, self.images, pieces=pieces)
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """The images of the messages, which `prepared` has checked."""
+        return image_sources(self.messages, self.fields)
 
     def prepared(self, front: Front) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return the messages and the other values of the chat template's variables. Raises InvalidRequest."""
@@ -104,7 +117,10 @@ class ChatRequest:
         options["add_generation_prompt"] = self.adds_prompt
         if self.continues:
             options["continue_final_message"] = True
-        return chat_messages(self.messages), options
+        messages = chat_messages(self.messages, images=True)
+        if self.images:
+            front.images.check(self.images, front.client.check_ready().vision)
+        return messages, options
 
 
 def check_variables(given: Mapping[str, Any]) -> dict[str, Any]:

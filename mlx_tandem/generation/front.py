@@ -24,6 +24,7 @@ from mlx_tandem.generation.defaults import generation_folder, sampling_defaults
 from mlx_tandem.generation.embeddings import default_pooling
 from mlx_tandem.generation.fingerprint import Fingerprints
 from mlx_tandem.generation.grammar.client import Constraints
+from mlx_tandem.generation.messages import ImageSource
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.generation.prompted import Prompted
@@ -32,7 +33,10 @@ from mlx_tandem.generation.request_admission import RequestAdmission
 from mlx_tandem.generation.reranking import Reranker, reranker_of
 from mlx_tandem.generation.templates.client import Message
 from mlx_tandem.generation.text_admission import TextAdmission
-from mlx_tandem.types import EngineInfo
+from mlx_tandem.generation.tokenizing.listing import Listing, listing
+from mlx_tandem.generation.vision.client import Images
+from mlx_tandem.generation.vision.placing import with_runs, with_texts
+from mlx_tandem.types import EngineInfo, Image
 
 T = TypeVar("T")
 
@@ -64,6 +68,8 @@ class Front:
         """The pooling of embeddings where a request does not name one."""
         self.reranker: Reranker | None = reranker_of(server.reranker, folder, self.tokenizer)
         """What scores documents for a query; None for a model that is no reranker."""
+        self.images = Images(folder, server.allow_image_hosts)
+        """What turns the images of requests into arrays."""
         self._seeds = None if server.seed is None else random.Random(server.seed)
         self.metrics = Metrics()
         self.client = EngineClient(
@@ -82,6 +88,12 @@ class Front:
         """Makes the parser for the answers to all chats, instead of those that `reading` chooses."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether requests may hold images. It is False while the engine is not ready."""
+        info = self.client.info
+        return info is not None and not self.images.refusal(info.vision)
+
     async def start(self) -> None:
         """Check the chat template, then start the engine. Raises ModelError when the template does not work."""
         self._loop = asyncio.get_running_loop()
@@ -95,6 +107,7 @@ class Front:
     async def close(self) -> None:
         """End the worker processes."""
         await self.prompts.close()
+        await self.images.close()
         if self.reranker is not None:
             await self.reranker.template.close()
         await self.constraints.close()
@@ -107,13 +120,41 @@ class Front:
     # -- prompts ------------------------------------------------------------------------------------------------
 
     async def chat_prompt(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, cut: bool = False
-    ) -> list[int]:
-        """Return the token ids of a conversation with the beginning of the answer, unless `options` say otherwise.
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        images: Sequence[ImageSource] = (),
+        *,
+        cut: bool = False,
+    ) -> tuple[list[int], tuple[Image, ...]]:
+        """Return a conversation's token ids and images; the beginning of the answer follows unless `options` say no.
 
         With `cut` the caller shortens the prompt itself, so it may be longer than the context. Raises InvalidRequest.
         """
-        return self._fitting(await self.prompts.chat(messages, options), "messages", cut)
+        ids, placed = await self._chat_ids(messages, options, images)
+        return self._fitting(ids, "messages", cut), placed
+
+    async def chat_listing(
+        self, messages: Sequence[Message], options: Mapping[str, Any], images: Sequence[ImageSource], *, pieces: bool
+    ) -> Listing:
+        """Return the token ids of a conversation as JSON, with their pieces of the vocabulary if `pieces` is set."""
+        if images:
+            ids, _ = await self._chat_ids(messages, options, images)
+            return listing(self.tokenizer, ids, pieces=pieces)
+        parts = await self.prompts.rendered(messages, options)
+        return await self.prompts.listing(parts, "messages", begins=False, pieces=pieces)
+
+    async def _chat_ids(
+        self, messages: Sequence[Message], options: Mapping[str, Any], images: Sequence[ImageSource]
+    ) -> tuple[Sequence[int], tuple[Image, ...]]:
+        """Return the token ids of a conversation, and its images with their places among these."""
+        if not images:
+            return await self.prompts.chat(messages, options), ()
+        vision, family = self.client.check_ready().vision, self.images.family
+        assert vision is not None and family is not None
+        made = await self.images.made(images)
+        parts = with_texts(await self.prompts.rendered(messages, options), family.placeholder, made)
+        return with_runs(await self.prompts.tokens(parts, "messages"), vision.image_token, made)
 
     async def text_prompt(self, text: str, param: str, *, total: int | None = None, cut: bool = False) -> list[int]:
         """Return the token ids of a raw prompt, in which the text of a special token means that token.

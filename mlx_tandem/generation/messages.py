@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -28,19 +28,66 @@ class RefusalPart(Struct, tag="refusal", tag_field="type"):
     refusal: str
 
 
+class ImageUrl(Struct):
+    """The address of an image. The model's processor decides on the resolution, whatever `detail` says."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(Struct, tag="image_url", tag_field="type"):
+    """One image of a message of the user."""
+
+    image_url: ImageUrl
+
+
 class ChatMessage(Struct):
     """The keys of a message that this module reads. All other keys reach the template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: str | list[TextPart | RefusalPart | ImagePart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     function_call: dict[str, Any] | None = None
 
 
-def chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the conversation in the form that templates expect. Raises InvalidRequest naming the message and key."""
+class ImageSource(NamedTuple):
+    """Where an image comes from, and the field of the request that says it."""
+
+    url: str
+    field: str
+
+
+def image_url(url: str) -> dict[str, Any]:
+    """Return the part of a message that stands for the image at `url`."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def image_field(message: int, part: int) -> str:
+    """Return the field of an image in OpenAI's form of a conversation, by the indices of its message and its part."""
+    return f"messages[{message}].content[{part}].image_url"
+
+
+def image_sources(messages: Sequence[Any], fields: Mapping[str, str]) -> list[ImageSource]:
+    """Return the images of a conversation that `chat_messages` has checked, in their order.
+
+    `fields` has the names of their fields where these differ from those of OpenAI's form.
+    """
+    return [
+        ImageSource(part["image_url"]["url"], fields.get(field := image_field(i, j), field))
+        for i, message in enumerate(messages)
+        if isinstance(message.get("content"), list)
+        for j, part in enumerate(message["content"])
+        if part["type"] == "image_url"
+    ]
+
+
+def chat_messages(messages: Sequence[Any], *, images: bool = False) -> list[dict[str, Any]]:
+    """Return the conversation in the form that templates expect. Raises InvalidRequest naming the message and key.
+
+    With `images` messages of the user may hold some, whose places the result has and `image_sources` the addresses.
+    """
     if not messages:
         raise InvalidRequest("messages is empty", param="messages")
     if len(messages) > limits.MAX_MESSAGES:
@@ -48,12 +95,12 @@ def chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     given = list(messages)
     # The list and the messages in it are two levels of nesting.
     check_nested(given, "messages", depth=2 + limits.MAX_MESSAGE_DEPTH, values=limits.MAX_MESSAGE_VALUES)
-    made = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    made = [_message(message, f"messages[{i}]", images) for i, message in enumerate(given)]
     _name_results(made)
     return made
 
 
-def _message(given: Any, where: str) -> dict[str, Any]:
+def _message(given: Any, where: str, images: bool) -> dict[str, Any]:
     """Return one message in the form that templates expect. `where` is its field in errors."""
     message = convert(given, ChatMessage, where)
     content = message.content
@@ -65,7 +112,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     entry = {key: value for key, value in given.items() if value is not None and key not in NO_EFFECT}
     # Templates know the role "system" only. "developer" is a newer name for it.
     entry["role"] = "system" if message.role == "developer" else message.role
-    entry["content"] = content if isinstance(content, str) else "".join(map(_text, content))
+    entry["content"] = content if isinstance(content, str) else _content(content, message.role, where, images)
     entry.pop("tool_calls", None)
     if message.role == "function":  # OpenAI's older form of calls and results
         entry["role"] = "tool"
@@ -84,9 +131,25 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     return entry
 
 
-def _text(part: TextPart | RefusalPart) -> str:
-    """Return the text of a part."""
-    return part.text if isinstance(part, TextPart) else part.refusal
+def _content(
+    parts: Sequence[TextPart | RefusalPart | ImagePart], role: str, where: str, images: bool
+) -> str | list[dict[str, str]]:
+    """Return the content of a message: its text, or the list of its texts and images if it has images.
+
+    Raises InvalidRequest for an image that the message may not hold.
+    """
+    texts: list[dict[str, str]] = []
+    for i, part in enumerate(parts):
+        if isinstance(part, ImagePart):
+            if not images or role != "user":
+                field = f"{where}.content[{i}].image_url"
+                why = "messages of the user only may hold images" if images else "only text can be used here"
+                raise InvalidRequest(f"{field}: {why}", param=field, code="unsupported_parameter")
+            texts.append({"type": "image"})
+        else:
+            texts.append({"type": "text", "text": part.text if isinstance(part, TextPart) else part.refusal})
+    has_images = any("text" not in part for part in texts)
+    return texts if has_images else "".join(part["text"] for part in texts)
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:

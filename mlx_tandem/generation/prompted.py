@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.parsers import MakeParser
-from mlx_tandem.types import AdapterRef, Grammar, Pooling, Request, SamplingParams
+from mlx_tandem.types import AdapterRef, Grammar, Image, Pooling, Request, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Prompted:
     grammar: Grammar | None = None  # what each choice must match; None: any text
     speculate: bool = True  # drafts may be verified for the request
     prediction: tuple[int, ...] = ()  # tokens that the answers may contain
+    images: tuple[Image, ...] = ()  # of the only prompt
 
     @property
     def choices(self) -> int:
@@ -41,6 +42,11 @@ class Prompted:
     def prompt_tokens(self) -> int:
         """The number of tokens of all prompts."""
         return sum(map(len, self.prompts))
+
+    @property
+    def array_bytes(self) -> int:
+        """The bytes of the arrays of all images."""
+        return sum(len(image.arrays) for image in self.images)
 
     def requests(self, client: EngineClient) -> list[Request]:
         """Return the engine's requests, one for each prompt, with new ids."""
@@ -58,6 +64,7 @@ class Prompted:
                 grammar=self.grammar,
                 speculate=self.speculate,
                 prediction=self.prediction,
+                images=self.images,
             )
             for id, prompt, adapter in zip(client.next_ids(len(self.prompts)), self.prompts, self.adapters, strict=True)
         ]

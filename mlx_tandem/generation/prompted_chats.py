@@ -29,5 +29,6 @@ async def prompted_chat(
         text=chat.text(text),
         parser=chat.parser,
         most_calls=chat.most_calls,
+        images=chat.images,
         grammar=None if made is None else await front.constraints.grammar(made),
     )

@@ -1,4 +1,4 @@
-"""Admission of requests by three limits: on requests, on their choices, and on the use of the KV pool."""
+"""Admission of requests by limits on requests, on their choices, on their images, and on the use of the KV pool."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import InvalidRequest, Overloaded
+from mlx_tandem.limits import MAX_OPEN_ARRAYS
 
 HISTORY = 256
 """Number of the last ended requests over which the rate is measured."""
@@ -28,6 +29,7 @@ class RequestAdmission:
         self._clock = clock
         self.open_requests = 0
         self.open_choices = 0
+        self.open_arrays = 0  # bytes of the arrays of images
         self.refused: Counter[str] = Counter()  # by the setting that refused
         self._idle = asyncio.Event()
         self._idle.set()
@@ -42,8 +44,8 @@ class RequestAdmission:
         blocks = occupancy.used_blocks + occupancy.free_blocks
         return occupancy.used_blocks / blocks if blocks and self.open_requests else 0.0
 
-    def check(self, choices: int = 1) -> None:
-        """Raise unless a request of `choices` choices would be admitted now.
+    def check(self, choices: int = 1, arrays: int = 0) -> None:
+        """Raise unless a request of `choices` choices, with `arrays` bytes of its images, would be admitted now.
 
         Raises Overloaded when it may be admitted later, InvalidRequest when it never will be, and EngineUnavailable
         while no request is.
@@ -58,6 +60,8 @@ class RequestAdmission:
         if over > 0:
             requests = over * self.open_requests / self.open_choices
             raise self._refusal("max_queue_size", "the server's queue is full", requests)
+        if arrays and self.open_arrays and self.open_arrays + arrays > MAX_OPEN_ARRAYS:
+            raise self._refusal("open_images", "the server has as many images as it takes", 1.0)
         if self.utilization >= server.memory_pressure_threshold:
             occupancy = self._client.occupancy
             limit = server.memory_pressure_threshold * (occupancy.used_blocks + occupancy.free_blocks)
@@ -82,19 +86,21 @@ class RequestAdmission:
         return max(len(self._endings) - 1, 1) / max(seconds, 1e-3)
 
     @contextmanager
-    def admitted(self, choices: int) -> Iterator[None]:
+    def admitted(self, choices: int, arrays: int = 0) -> Iterator[None]:
         """Count one request while the block runs. Raises the errors of `check`."""
-        self.check(choices)
+        self.check(choices, arrays)
         if not self.open_requests:
             self._since = self._clock()
             self._idle.clear()
         self.open_requests += 1
         self.open_choices += choices
+        self.open_arrays += arrays
         try:
             yield
         finally:
             self.open_requests -= 1
             self.open_choices -= choices
+            self.open_arrays -= arrays
             busy = self._busy + self._clock() - self._since
             self._endings.append(busy)
             if not self.open_requests:

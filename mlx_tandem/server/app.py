@@ -43,6 +43,8 @@ def create_app(front: ServerFront, routes: Sequence[Route] = ROUTES) -> Starlett
     """
     server = front.config.server
     limit = BodyLimit(server.max_request_bytes, server.receive_timeout_s)
+    larger = max(server.max_request_bytes, server.max_image_request_bytes)
+    with_images = BodyLimit(larger, server.receive_timeout_s, limit.turn)
     described = b""
 
     async def get_openapi(request: Request) -> ASGIApp:
@@ -51,7 +53,7 @@ def create_app(front: ServerFront, routes: Sequence[Route] = ROUTES) -> Starlett
     own = {**_own_endpoints(front), "/openapi.json": get_openapi}
     all_routes = [*routes, *(Route("GET", path, endpoint) for path, endpoint in own.items())]
     described = dumps(document(all_routes, needs_key=bool(server.api_key or server.api_key_file)))
-    served: list[HttpRoute] = [DialectRoute(r, _endpoint(front, r, limit)) for r in routes]
+    served: list[HttpRoute] = [DialectRoute(r, _endpoint(front, r, limit, with_images)) for r in routes]
     served += [HttpRoute(path, endpoint, methods=["GET"]) for path, endpoint in own.items()]
     app = Starlette(routes=served, exception_handlers=error_handlers(front))
     app.router.redirect_slashes = False
@@ -87,11 +89,12 @@ def _json(body: Any, status: int = 200) -> Response:
     return Response(dumps(body), status, media_type="application/json")
 
 
-def _endpoint(front: ServerFront, route: Route, limit: BodyLimit) -> Endpoint:
-    """Return the endpoint of a dialect's route."""
+def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: BodyLimit) -> Endpoint:
+    """Return the endpoint of a dialect's route. The limit `with_images` is for bodies that may hold some."""
     parameters, body = route.parameters, route.body
 
     async def endpoint(request: Request) -> ASGIApp:
+        limit = with_images if route.images and front.reads_images else usual
         if route.errors is not None:
             request.scope[ERRORS] = route.errors.write
         if route.reads == "texts":

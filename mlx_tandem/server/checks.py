@@ -12,6 +12,9 @@ from mlx_tandem.server.keys import check_exposure
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]{1,255}")
 """An `Origin` as browsers send it: scheme, host, and a port unless it is the scheme's default, all in lower case."""
 
+IMAGE_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?(:[0-9]{1,5})?")
+"""A host from which images may be fetched: a name or an IPv4 address, and a port unless it is the scheme's default."""
+
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 """A path prefix such as /a/b, or an empty text."""
 
@@ -21,6 +24,7 @@ def check(server: ServerConfig) -> None:
     check_exposure(server)
     _check_certificate(server)
     _check_origins(server.allowed_origins)
+    _check_image_hosts(server.allow_image_hosts)
     _check_root_path(server.root_path)
 
 
@@ -30,6 +34,14 @@ def _check_origins(origins: tuple[str, ...]) -> None:
         if origin != "*" and not ORIGIN.fullmatch(origin):
             message = f"allowed_origins has {origin!a}: an origin is scheme://host or scheme://host:port, or * for all"
             raise InvalidRequest(message, param="allowed_origins")
+
+
+def _check_image_hosts(hosts: tuple[str, ...]) -> None:
+    """Raise InvalidRequest for a text that is no host."""
+    for host in hosts:
+        if not IMAGE_HOST.fullmatch(host):
+            message = f"allow_image_hosts has {host!a}: a host is a name such as images.example.org, or name:port"
+            raise InvalidRequest(message, param="allow_image_hosts")
 
 
 def _check_root_path(path: str) -> None:

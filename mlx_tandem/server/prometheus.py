@@ -77,7 +77,13 @@ def _error_families(front: ServerFront) -> Iterator[Metric]:
         replies.add_metric([str(status), code], value)
     yield replies
     refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
-    for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold", WAITING_TEXT):
+    for setting in (
+        "max_concurrent_requests",
+        "max_queue_size",
+        "memory_pressure_threshold",
+        "open_images",
+        WAITING_TEXT,
+    ):
         refused.add_metric([setting], front.request_admission.refused[setting])
     yield refused
 

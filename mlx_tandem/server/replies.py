@@ -48,7 +48,7 @@ class Reply:
         """Admit and submit the request, send the reply, and count both."""
         front, prompted = self._front, self._plan.prompted
         self._request_id = request_id(scope, self._reply_id)
-        with front.request_admission.admitted(self._choices):
+        with front.request_admission.admitted(self._choices, prompted.array_bytes):
             async with front.client.submit(*prompted.requests(front.client)) as stream:
                 assembler = front.assembler(prompted, stream)
                 self._count_start()

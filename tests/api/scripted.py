@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -127,9 +128,11 @@ class ScriptedEngine:
 
 
 @contextlib.contextmanager
-def scripted_server(info: EngineInfo = INFO, **server: object) -> Iterator[tuple[httpx.Client, Peer, ScriptedEngine]]:
+def scripted_server(
+    info: EngineInfo = INFO, model: Path = demo.MODEL_PATH, **server: object
+) -> Iterator[tuple[httpx.Client, Peer, ScriptedEngine]]:
     """A real HTTP server on a thread, over a scripted engine that is ready."""
-    config = Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))), ServerConfig(**server))
+    config = Config(EngineConfig(ModelConfig(str(model))), ServerConfig(**server))
     engine = ScriptedEngine()
     front = ServerFront(config, engine.launch)
     sock = bind("127.0.0.1", 0)

@@ -19,6 +19,7 @@ from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.messages import Occupancy, Output, Submit
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest, Overloaded
 from mlx_tandem.generation.request_admission import RequestAdmission
+from mlx_tandem.limits import MAX_OPEN_ARRAYS
 from mlx_tandem.types import Delta
 from tests.api.scripted import INFO, Peer, scripted_server
 from tests.waiting import until
@@ -103,6 +104,16 @@ class Places(RuleBasedStateMachine):
 
 TestPlaces = Places.TestCase
 TestPlaces.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_the_arrays_of_images_are_counted() -> None:
+    gate, _ = admission(lambda: 0.0)
+    with gate.admitted(1, 2 * MAX_OPEN_ARRAYS):  # A request alone is always admitted.
+        gate.check()
+        with pytest.raises(Overloaded, match="images"):
+            gate.check(1, 1)
+    gate.check(1, 1)
+    assert gate.refused["open_images"] == 1
 
 
 def retry_after(admission: RequestAdmission, choices: int = 1) -> float:

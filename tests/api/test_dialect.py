@@ -135,8 +135,8 @@ def test_nothing_that_a_message_holds_becomes_a_control_token(server):
 def test_pictures_are_refused_clearly(server):
     part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
     error = refusal(post(server, "chat", messages=[{"role": "user", "content": [part]}]))
-    assert error["param"] == "messages[0].content[0].type"
-    assert error["message"] == "messages[0].content[0].type must be one of 'text', 'refusal'"
+    assert error["param"] == "messages[0].content[0].image_url"
+    assert error["message"] == "messages[0].content[0].image_url: this model reads text only"
 
 
 # --- usage in streams ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from mlx_tandem import limits
 from mlx_tandem.dialects.anthropic.bodies import Tool, ToolChoice
 from mlx_tandem.dialects.turns import Message, Turns
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.messages import ImageSource
 from mlx_tandem.strict_json import check_nested, convert
 
 
@@ -59,20 +60,35 @@ class _Result(Struct):
     is_error: bool | None = None
 
 
-_Block = _Text | _Thinking | _Redacted | _Call | _Result
+class _Source(Struct):
+    """The place of an image: its data, or its URL."""
+
+    type: Literal["base64", "url"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"] | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class _Image(Struct):
+    """An image."""
+
+    source: _Source
+
+
+_Block = _Text | _Thinking | _Redacted | _Call | _Result | _Image
 
 _BLOCKS: dict[str, dict[str, type[_Block]]] = {
     "system": {"text": _Text},
-    "user": {"text": _Text, "tool_result": _Result},
+    "user": {"text": _Text, "tool_result": _Result, "image": _Image},
     "assistant": {"text": _Text, "thinking": _Thinking, "redacted_thinking": _Redacted, "tool_use": _Call},
 }
 """The types of blocks that a message of each role may have."""
 
-_MEDIA = frozenset({"image", "document", "container_upload", "browser_state"})
+_MEDIA = frozenset({"document", "container_upload", "browser_state"})
 """Types of blocks whose content is no text."""
 
 
-def chat_form(system: str | Sequence[Any] | None, messages: Sequence[Any]) -> list[Message]:
+def chat_form(system: str | Sequence[Any] | None, messages: Sequence[Any]) -> Turns:
     """Return the conversation in the form of OpenAI's messages. Raises InvalidRequest naming the message or block.
 
     Consecutive turns of one role become one turn, and every tool result becomes a message of its own.
@@ -82,13 +98,13 @@ def chat_form(system: str | Sequence[Any] | None, messages: Sequence[Any]) -> li
     for field, value in (("system", system), ("messages", messages)):
         given = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         check_nested(given, field, depth=2 + limits.MAX_MESSAGE_DEPTH, values=limits.MAX_MESSAGE_VALUES)
-    turns = Turns(("system", "user"))
+    turns = Turns(("system", "user", "assistant"))
     for text in [system] if isinstance(system, str) else _texts(system or (), "system"):
         turns.text("system", text)
     for i, entry in enumerate(messages):
         message = convert(entry, _Message, f"messages[{i}]")
         _add_message(turns, message, f"messages[{i}].content")
-    return turns.messages
+    return turns
 
 
 def is_prefill(messages: Sequence[Message]) -> bool:
@@ -164,10 +180,26 @@ def _add_message(turns: Turns, message: _Message, where: str) -> None:
                 turns.thought(block.thinking)
             case _Call():
                 turns.call(block.id, block.name, block.input)
+            case _Image():
+                field = f"{where}[{i}].source"
+                turns.content(message.role, [ImageSource(_url(block.source, field), field)])
             case _Result():
                 turns.result(block.tool_use_id, _result(block, f"{where}[{i}].content"))
             case _Redacted():
                 turns.thought("")
+
+
+def _url(source: _Source, where: str) -> str:
+    """Return the URL of an image. Raises InvalidRequest naming the key that is missing."""
+    if source.type == "url":
+        if source.url is None:
+            raise InvalidRequest(f"{where}.url is required", param=f"{where}.url", code="missing_required_parameter")
+        return source.url
+    for name in ("data", "media_type"):
+        if getattr(source, name) is None:
+            field = f"{where}.{name}"
+            raise InvalidRequest(f"{field} is required", param=field, code="missing_required_parameter")
+    return f"data:{source.media_type};base64,{source.data}"
 
 
 def _result(block: _Result, where: str) -> str:

@@ -63,19 +63,24 @@ async def count_tokens(front: Front, body: TokensBody) -> Sequence[bytes]:
     front.client.check_ready()
     await front.models.select(body.model)
     with renamed(**_FIELDS):
-        messages, options = _chat_request(front, body).prepared(front)
-    parts = await front.prompts.rendered(messages, options)
-    found = await front.prompts.listing(parts, "messages", begins=False, pieces=False)
+        found = await _chat_request(front, body).listing(front)
     return (dumps({"input_tokens": found.count}),)
 
 
 def _chat_request(front: Front, body: TokensBody) -> ChatRequest:
     """Return the conversation with everything that decides how it is rendered and how its answers are read."""
-    messages = chat_form(body.system, body.messages)
+    turns = chat_form(body.system, body.messages)
     with flat_tools():
         tools = tools_of(function_tools(body.tools), *function_choice(body.tool_choice))
-    continues = is_prefill(messages)
-    return ChatRequest(messages, tools, _thinking(front, body), adds_prompt=not continues, continues=continues)
+    continues = is_prefill(turns.messages)
+    return ChatRequest(
+        turns.messages,
+        tools,
+        _thinking(front, body),
+        adds_prompt=not continues,
+        continues=continues,
+        fields=turns.fields,
+    )
 
 
 def _constraint(body: TokensBody) -> Constraint | None:

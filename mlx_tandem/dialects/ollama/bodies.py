@@ -86,7 +86,7 @@ class GenerateBody(Common, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     width: int | None = None
     height: int | None = None
     steps: int | None = None
@@ -127,7 +127,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "template": ("",),
     "context": ([],),
-    "images": ([],),
     "width": (0,),
     "height": (0,),
     "steps": (0,),

@@ -8,7 +8,9 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mlx_tandem import limits
+from mlx_tandem.dialects.turns import Turns
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.messages import ImageSource
 from mlx_tandem.strict_json import check_nested, convert
 
 
@@ -32,29 +34,37 @@ class _Message(Struct):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     tool_calls: list[_Call] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-def chat_form(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def chat_form(messages: Sequence[Any]) -> Turns:
     """Return the conversation in the form of OpenAI's messages. Raises InvalidRequest naming the message."""
     if len(messages) > limits.MAX_MESSAGES:
         raise InvalidRequest(f"messages has at most {limits.MAX_MESSAGES} entries", param="messages")
     depth = 2 + limits.MAX_MESSAGE_DEPTH
     check_nested(list(messages), "messages", depth=depth, values=limits.MAX_MESSAGE_VALUES)
-    return [_message(given, f"messages[{i}]") for i, given in enumerate(messages)]
+    turns = Turns(())
+    for i, given in enumerate(messages):
+        _add(turns, convert(given, _Message, f"messages[{i}]"), f"messages[{i}].images")
+    return turns
 
 
-def _message(given: Any, where: str) -> dict[str, Any]:
-    """Return one message. `where` is its field in errors."""
-    message = convert(given, _Message, where)
-    if message.images:
+def images(given: Sequence[str], where: str) -> list[ImageSource]:
+    """Return images, each given as base64 without its format. `where` is their field."""
+    return [ImageSource(f"data:image/*;base64,{data}", f"{where}[{i}]") for i, data in enumerate(given)]
+
+
+def _add(turns: Turns, message: _Message, where: str) -> None:
+    """Add one message. `where` is the field of its images."""
+    if message.images and message.role != "user":
         raise InvalidRequest(
-            f"{where}.images: this model reads text only", param=f"{where}.images", code="unsupported_parameter"
+            f"{where}: messages of the user only may hold images", param=where, code="unsupported_parameter"
         )
-    made: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    turns.content(message.role, [message.content or "", *images(message.images or (), where)])
+    made = turns.messages[-1]
     if message.thinking:
         made["reasoning_content"] = message.thinking
     if message.tool_calls:
@@ -63,7 +73,6 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         made["name"] = message.tool_name
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
-    return made
 
 
 def _call(call: _Call) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import time
 from typing import Any
 
 from mlx_tandem.dialects.ollama.bodies import ChatBody, Common, GenerateBody, Options, refuse_unsupported
-from mlx_tandem.dialects.ollama.messages import chat_form
+from mlx_tandem.dialects.ollama.messages import chat_form, images
 from mlx_tandem.dialects.ollama.names import select
 from mlx_tandem.dialects.ollama.renderer import ChatRenderer, GenerateRenderer, OllamaRenderer, now
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Plan
+from mlx_tandem.dialects.turns import Turns
 from mlx_tandem.errors import InvalidRequest, renamed
 from mlx_tandem.generation.chats import Chat, ChatRequest, Thinking
 from mlx_tandem.generation.front import Front
@@ -31,7 +32,8 @@ async def plan_chat(front: Front, body: ChatBody) -> Plan | Loaded:
     refuse_unsupported(body)
     if not body.messages:
         return await _loaded(front, body, ChatRenderer)
-    asked = ChatRequest(chat_form(body.messages), tools_of(body.tools, None, None), _thinking(body))
+    turns = chat_form(body.messages)
+    asked = ChatRequest(turns.messages, tools_of(body.tools, None, None), _thinking(body), fields=turns.fields)
     return await _plan(front, body, asked, ChatRenderer)
 
 
@@ -41,12 +43,16 @@ async def plan_completion(front: Front, body: GenerateBody) -> Plan | Loaded:
     if not body.prompt:
         return await _loaded(front, body, GenerateRenderer)
     if body.raw:
+        if body.images:
+            raise InvalidRequest("images cannot be used with raw", param="images")
         return await _plan(front, body, body.prompt, GenerateRenderer)
-    messages = [{"role": "user", "content": body.prompt}]
+    turns = Turns(())
     if body.system:
-        messages.insert(0, {"role": "system", "content": body.system})
+        turns.text("system", body.system)
+    turns.content("user", [body.prompt, *images(body.images or (), "images")])
     with renamed(messages="prompt"):
-        return await _plan(front, body, ChatRequest(messages, None, _thinking(body)), GenerateRenderer)
+        asked = ChatRequest(turns.messages, None, _thinking(body), fields=turns.fields)
+        return await _plan(front, body, asked, GenerateRenderer)
 
 
 async def _plan(front: Front, body: Common, asked: ChatRequest | str, renderer: type[OllamaRenderer]) -> Plan:

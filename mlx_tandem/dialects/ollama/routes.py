@@ -10,8 +10,10 @@ from mlx_tandem.dialects.ollama.plans import plan_chat, plan_completion
 from mlx_tandem.dialects.route import Route
 
 ROUTES = (
-    Route("POST", "/api/chat", plan_chat, ChatBody, reads="prompts", plain=True, errors=ERRORS),
-    Route("POST", "/api/generate", plan_completion, GenerateBody, reads="prompts", plain=True, errors=ERRORS),
+    Route("POST", "/api/chat", plan_chat, ChatBody, reads="prompts", images=True, plain=True, errors=ERRORS),
+    Route(
+        "POST", "/api/generate", plan_completion, GenerateBody, reads="prompts", images=True, plain=True, errors=ERRORS
+    ),
     Route("POST", "/api/embed", plan_embed, EmbedBody, reads="prompts", plain=True, errors=ERRORS),
     Route("POST", "/api/embeddings", plan_embeddings, EmbeddingsBody, reads="prompts", plain=True, errors=ERRORS),
     Route("GET", "/api/tags", models.tags, errors=ERRORS),

@@ -42,7 +42,7 @@ from mlx_tandem.generation.sampling import (
 )
 from mlx_tandem.training.draws import altered
 from mlx_tandem.training.live.recorder import Talk
-from mlx_tandem.types import Grammar, SamplingParams
+from mlx_tandem.types import Grammar, Image, SamplingParams
 
 
 async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
@@ -56,6 +56,8 @@ async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
     kept = kept_tokens(front, body.truncate_prompt_tokens, longest[1] if longest else body.max_tokens)
     asked = chat_request(body)
     chat = await asked.chat(front, cut=kept is not None)
+    if chat.images:
+        _check_images(body)
     prompt, talk = await chat_prompt(front, body, asked, _last(chat.prompt, kept))
     params = sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest)
     params = chat.params(params)
@@ -63,7 +65,7 @@ async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
     echo = _echoed(asked) if body.echo else None
     grammar, prediction = await _grammar(front, chat_constraint(front, chat, constraint)), await predicted(front, body)
     generates = _Generates(
-        [prompt], params, n, chat.text(text), prediction, chat.parser, chat.most_calls, grammar, talk
+        [prompt], params, n, chat.text(text), prediction, chat.parser, chat.most_calls, grammar, talk, chat.images
     )
     return _plan(front, body, ChatRenderer, model, generates, texts, echo)
 
@@ -99,6 +101,7 @@ class _Generates(NamedTuple):
     most_calls: int | None = None
     grammar: Grammar | None = None
     talk: Talk | None = None
+    images: tuple[Image, ...] = ()
 
 
 def _plan(
@@ -115,7 +118,7 @@ def _plan(
     `texts` are the prompts as the reward functions see them. `echo` has the text that the replies to each prompt begin
     with; None means none.
     """
-    prompts, params, n, text, prediction, parser, most_calls, grammar, talk = generates
+    prompts, params, n, text, prediction, parser, most_calls, grammar, talk, images = generates
     stream, with_usage, always_usage = streaming(body)
     follow = follows(front, body, model)
     collect = collect_fields(front, body, model, params, prompts, texts, n=n, silent=text.silent, talk=talk)
@@ -141,6 +144,7 @@ def _plan(
         prediction=prediction,
         follow=follow,
         grammar=grammar,
+        images=images,
     )
     shown = Shown(
         usage=with_usage or front.config.server.force_include_usage,
@@ -180,6 +184,13 @@ async def _selected(front: ServerFront, body: Common) -> Selection:
     if body.lora_adapter is None:
         return await front.models.select(body.model, body.user)
     return await front.models.select_adapter(body.lora_adapter, body.model, body.user)
+
+
+def _check_images(body: ChatBody) -> None:
+    """Raise InvalidRequest for a field that cannot be used in a chat with images."""
+    for name in ("truncate_prompt_tokens", "collect_trajectory", "trajectory_id", "scoring_function", "echo"):
+        if getattr(body, name) not in (None, False):
+            raise InvalidRequest(f"{name} cannot be used in a chat with images", param=name)
 
 
 def _learns(body: Common) -> bool:

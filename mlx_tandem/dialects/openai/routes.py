@@ -13,7 +13,15 @@ ROUTES = tuple(
     route
     for prefix in ("/v1", "")
     for route in (
-        Route("POST", f"{prefix}/chat/completions", plan_chat, ChatBody, reads="prompts", prepare=accepting("chat")),
+        Route(
+            "POST",
+            f"{prefix}/chat/completions",
+            plan_chat,
+            ChatBody,
+            reads="prompts",
+            images=True,
+            prepare=accepting("chat"),
+        ),
         Route(
             "POST",
             f"{prefix}/completions",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from mlx_tandem import limits
-from mlx_tandem.dialects.turns import Message, Turns
+from mlx_tandem.dialects.turns import Turns
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.messages import ImageSource
 from mlx_tandem.strict_json import check_nested, convert
 
 Item = dict[str, Any]
@@ -21,6 +22,7 @@ class _Part(Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
 
 
 class _Message(Struct):
@@ -97,26 +99,47 @@ def input_items(given: str | Sequence[Any] | None, find: Callable[[str], Item | 
     return items
 
 
-def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 0) -> list[Message]:
+def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 0) -> Turns:
     """Return the conversation in the form of OpenAI's chats. Raises InvalidRequest naming the item.
 
     The first `before` items are those of earlier responses, which errors do not count.
     """
-    turns = Turns(("system",))
+    turns = Turns(("system", "assistant"))
     if instructions:
         turns.text("system", instructions)
     for i, given in enumerate(items):
         where = f"input[{i - before}]"
         match _item(given, where):
             case _Message(role, content):
-                turns.text("system" if role == "developer" else role, _text(content, f"{where}.content"))
+                role = "system" if role == "developer" else role
+                if role == "user" and not isinstance(content, str) and any(map(_is_image, content)):
+                    turns.content(role, _pieces(content, f"{where}.content"))
+                else:
+                    turns.text(role, _text(content, f"{where}.content"))
             case _Call(call_id, name, arguments):
                 turns.call(call_id, name, arguments)
             case _Output(call_id, output):
                 turns.result(call_id, _text(output, f"{where}.output"))
             case _Reasoning(summary, content):
                 turns.thought(_text(content or summary or [], f"{where}.content"))
-    return turns.messages
+    return turns
+
+
+def _is_image(part: _Part) -> bool:
+    """Return whether a part is an image."""
+    return part.type == "input_image"
+
+
+def _pieces(content: Sequence[_Part], where: str) -> Iterator[str | ImageSource]:
+    """Yield the texts and images of a message. Raises InvalidRequest for another part, and for a file's id."""
+    for i, part in enumerate(content):
+        if not _is_image(part):
+            yield _part_text(part, f"{where}[{i}]")
+            continue
+        field = f"{where}[{i}].image_url"
+        if part.image_url is None:
+            raise InvalidRequest(f"{field} is required: this server keeps no files", param=field)
+        yield ImageSource(part.image_url, field)
 
 
 def _item(given: Any, where: str) -> _Item:
@@ -137,13 +160,15 @@ def _text(content: str | Sequence[_Part], where: str) -> str:
     """Return the text of an item's content. Raises InvalidRequest for a part that is no text."""
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*_TEXTS, "refusal") or text is None:
-            name = f"{where}[{i}].type"
-            raise InvalidRequest(
-                f"{name} is {part.type[:64]!a}: this model reads text only", param=name, code="unsupported_parameter"
-            )
-        texts.append(text)
-    return "".join(texts)
+    return "".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: _Part, where: str) -> str:
+    """Return the text of a part. Raises InvalidRequest for one that is no text."""
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in (*_TEXTS, "refusal") or text is None:
+        name = f"{where}.type"
+        raise InvalidRequest(
+            f"{name} is {part.type[:64]!a}: only text can be used here", param=name, code="unsupported_parameter"
+        )
+    return text

@@ -34,11 +34,11 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
     items = [*before, *input_items(body.input, front.responses.item)]
     if not items:
         raise InvalidRequest("input is required", param="input", code="missing_required_parameter")
-    messages = chat_form(body.instructions, items, before=len(before))
+    turns = chat_form(body.instructions, items, before=len(before))
     tools = function_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     effort = None if body.reasoning is None else body.reasoning.effort
     with renamed(messages="input", reasoning_effort="reasoning.effort"):
-        chat = await ChatRequest(messages, tools, Thinking(None, effort)).chat(front)
+        chat = await ChatRequest(turns.messages, tools, Thinking(None, effort), fields=turns.fields).chat(front)
         sampling = Sampling(max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p)
         longest = None if body.max_output_tokens is None else ("max_output_tokens", body.max_output_tokens)
         logprobs = logprobs_of(body)

@@ -10,7 +10,7 @@ ROUTES = tuple(
     route
     for prefix in ("/v1", "")
     for route in (
-        Route("POST", f"{prefix}/responses", plan_response, ResponseBody, reads="prompts"),
+        Route("POST", f"{prefix}/responses", plan_response, ResponseBody, reads="prompts", images=True),
         Route("GET", f"{prefix}/responses/{{response_id}}", stored),
         Route("DELETE", f"{prefix}/responses/{{response_id}}", delete),
     )

@@ -9,7 +9,7 @@ from mlx_tandem.dialects.vllm.scoring import plan_rerank, plan_score
 from mlx_tandem.dialects.vllm.tokenize import detokenize, tokenize, tokenizer_info
 
 ROUTES = (
-    Route("POST", "/tokenize", tokenize, TokenizeBody, reads="texts"),
+    Route("POST", "/tokenize", tokenize, TokenizeBody, reads="texts", images=True),
     Route("POST", "/detokenize", detokenize, DetokenizeBody, reads="texts"),
     Route("GET", "/tokenizer_info", tokenizer_info),
     Route("POST", "/v1/load_lora_adapter", load, LoadBody),

@@ -20,10 +20,13 @@ async def tokenize(front: Front, body: TokenizeBody) -> Pieces:
     """Return the token ids of a prompt or a conversation, as the body of the reply."""
     info = front.client.check_ready()
     await front.models.select(body.model)
-    parts, param, begins = _prompt(body) if body.messages is None else await _conversation(front, body)
     pieces = bool(body.return_token_strs)
-    del body  # The text may wait long for its turn, and `parts` already have a copy of it.
-    found = await front.prompts.listing(parts, param, begins=begins, pieces=pieces)
+    if body.messages is None:
+        parts, begins = _prompt(body)
+        del body  # The text may wait long for its turn, and `parts` already have a copy of it.
+        found = await front.prompts.listing(parts, "prompt", begins=begins, pieces=pieces)
+    else:
+        found = await _conversation(body).listing(front, pieces=pieces)
     head = b'{"count":%d,"max_model_len":%d,"tokens":' % (found.count, info.max_model_len)
     return (head, found.tokens, b',"token_strs":', found.pieces or b"null", b"}")
 
@@ -46,26 +49,25 @@ def tokenizer_info(front: Front) -> bytes:
     )
 
 
-def _prompt(body: TokenizeBody) -> tuple[list[Part], str, bool]:
-    """Return the prompt in parts, the field that errors name, and whether the prompt gets special tokens."""
+def _prompt(body: TokenizeBody) -> tuple[list[Part], bool]:
+    """Return the prompt in parts, and whether it gets special tokens."""
     if body.prompt is None:
         raise InvalidRequest("prompt or messages is required", param="prompt", code="missing_required_parameter")
     for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name} is for messages, not for a prompt", param=name)
-    return [(body.prompt, False)], "prompt", body.add_special_tokens is not False
+    return [(body.prompt, False)], body.add_special_tokens is not False
 
 
-async def _conversation(front: Front, body: TokenizeBody) -> tuple[list[Part], str, bool]:
-    """Return the rendered conversation in parts, the field that errors name, and False for no special tokens."""
+def _conversation(body: TokenizeBody) -> ChatRequest:
+    """Return the conversation."""
     if body.prompt is not None:
         raise InvalidRequest("either prompt or messages can be given, not both", param="prompt")
     if body.add_special_tokens:
         raise InvalidRequest("messages get their special tokens from the template", param="add_special_tokens")
-    asked = ChatRequest(
+    return ChatRequest(
         body.messages or [],
         tools_of(body.tools, None, None),
         variables=body.chat_template_kwargs or {},
         adds_prompt=body.add_generation_prompt is not False,
     )
-    return await front.prompts.rendered(*asked.prepared(front)), "messages", False

@@ -11,6 +11,7 @@ from mlx_tandem import small_files
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.generation.parts import Part
 from mlx_tandem.generation.templates.call_forms import CONVERSATION, FORMS, TOOLS, CallForm, prints_call
+from mlx_tandem.generation.templates.contents import GREETING, ContentForm, form_of, in_form
 from mlx_tandem.generation.templates.messages import Failed, Rendered, Setup, decode_answer
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.isolation.frames import encode
@@ -21,7 +22,9 @@ from mlx_tandem.limits import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_MEMORY, MAX_TEMPL
 Message = Mapping[str, Any]
 """One message of a conversation."""
 
-FILE = "chat_template.jinja"
+FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+"""The files that may have a folder's template. The second one is written for models that read images."""
+
 WORKERS = 2
 """Number of processes. When a conversation costs one of them, the other still renders those of other callers."""
 
@@ -30,9 +33,6 @@ BOUNDS = Bounds(items=1024, bytes=MAX_WAITING_TEXT, seconds=30.0)
 
 ROOM = 1 << 20
 """Bytes that an answer may have besides the rendered text, for the boundaries of its parts."""
-
-GREETING = {"role": "user", "content": "Hello!"}
-"""The conversation that `ChatTemplate.check` renders."""
 
 LOST: Mapping[LostKind, str] = {
     "timeout": "takes more than {seconds:g} s of CPU time",
@@ -67,6 +67,7 @@ class ChatTemplate:
         )
         self._pool = WorkerPool("chat templates", program, WORKERS, BOUNDS)
         self._calls = CallForm()
+        self._contents: ContentForm = "any"
 
     @classmethod
     def given(cls, given: str, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate:
@@ -83,28 +84,30 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate | None:
-        """Return the template in `chat_template.jinja`, else in `tokenizer_config.json`; None when there is none.
+        """Return the template in the first of FILES that is there; None when there is none.
 
         Raises ModelError naming the file. Only `check` finds out whether the template works.
         """
-        path = folder / FILE
+        path = folder / FILES[0]
         if (raw := small_files.read(path)) is not None:
             source: Any = _decoded(path, raw)
+        elif (object := small_files.read_object(path := folder / FILES[1])) is not None:
+            source = object.get("chat_template")
         else:
-            path = folder / "tokenizer_config.json"
+            path = folder / FILES[2]
             source = tokenizer.config.get("chat_template")
             if isinstance(source, list):  # Several templates with names.
                 named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
                 source = named.get("default")
-            if source is None:
-                return None
-            if not isinstance(source, str):
-                problem = "chat_template is neither text nor a list of named texts"
-                raise ModelError(f"{path}: {problem}", param="chat_template")
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            problem = "chat_template is neither text nor a list of named texts"
+            raise ModelError(f"{path}: {problem}", param="chat_template")
         return cls(source, tokenizer, seconds=seconds, where=str(path))
 
     async def check(self) -> None:
-        """Find the form in which the template reads calls, once, before it renders conversations.
+        """Find the forms in which the template reads contents and calls, once, before it renders conversations.
 
         Raises ModelError when the text is not a valid template, or when rendering a greeting exceeds the limits.
 
@@ -115,6 +118,7 @@ class ChatTemplate:
             raise ModelError(f"{self._where}: the chat template {self._lost(answer.kind)}", param="chat_template")
         if isinstance(answer, Failed) and answer.kind == "syntax":
             raise ModelError(f"{self._where} is not a valid template: {answer.detail}", param="chat_template")
+        self._contents = await self._content_form()
         self._calls = await self._call_form()
 
     async def render(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[Part]:
@@ -123,7 +127,7 @@ class ChatTemplate:
         Raises InvalidRequest naming `messages` when the template refuses them, fails at them, or exceeds its limits.
         """
         try:
-            item = encode(_values(self._calls.messages(messages), options or {}))
+            item = encode(_values(self._formed(self._calls.messages(messages)), options or {}))
         except (TypeError, ValueError, OverflowError, RecursionError) as e:  # Half a surrogate pair is a ValueError.
             raise InvalidRequest("messages hold a value that is no plain data", param="messages") from e
         answer = await self._pool.ask(item)
@@ -140,10 +144,22 @@ class ChatTemplate:
         """End the processes."""
         await self._pool.close()
 
+    def _formed(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the conversation with its contents in the form that the template reads."""
+        return messages if self._contents == "any" else [in_form(message, self._contents) for message in messages]
+
+    async def _content_form(self) -> ContentForm:
+        """Return the form in which the template reads contents."""
+        asked = (GREETING, in_form(GREETING, "list"))
+        answers = [await self._pool.ask(encode(_values([message], {}))) for message in asked]
+        as_text, as_list = (answer.parts if isinstance(answer, Rendered) else None for answer in answers)
+        return form_of(as_text, as_list)
+
     async def _call_form(self) -> CallForm:
         """Return the first form in which the template prints a call; the usual one if it prints none."""
         for form in FORMS:
-            answer = await self._pool.ask(encode(_values(form.messages(CONVERSATION), {"tools": TOOLS})))
+            messages = self._formed(form.messages(CONVERSATION))
+            answer = await self._pool.ask(encode(_values(messages, {"tools": TOOLS})))
             if isinstance(answer, Rendered) and prints_call(answer.parts):
                 return form
         return CallForm()

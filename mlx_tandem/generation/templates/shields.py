@@ -62,7 +62,7 @@ class Shields:
         self._end = next(self._free) if continues else ""
         if continues:
             messages = self.values["messages"]
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + self._end}
+            messages[-1] = {**messages[-1], "content": _ended(messages[-1]["content"], self._end)}
 
     def split(self, text: str) -> list[Part]:
         """Return the rendered text in parts, in which the texts of control tokens are back as plain parts.
@@ -122,6 +122,13 @@ class Shields:
         if text not in known:
             known[text] = next(self._free)
         return known[text]
+
+
+def _ended(content: Any, end: str) -> Any:
+    """Return the content of a message, which is a text or a list of parts, with `end` behind its text."""
+    if isinstance(content, str):
+        return content + end
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + end}] if content else content
 
 
 def texts(value: Any) -> Iterator[str]:

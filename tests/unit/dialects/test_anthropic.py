@@ -211,7 +211,7 @@ def test_a_conversation_of_an_agent() -> None:
         {"role": "assistant", "content": [text("It is"), text(" ")]},
     ]
     call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    assert chat_form(system, sent) == [
+    assert chat_form(system, sent).messages == [
         {"role": "system", "content": "Be brief.\nBe right."},
         {"role": "user", "content": "<context/>\nAdd 1."},
         {"role": "assistant", "content": "Sure.", "reasoning_content": "Add.", "tool_calls": [call]},
@@ -220,28 +220,31 @@ def test_a_conversation_of_an_agent() -> None:
         {"role": "system", "content": "Hurry."},
         {"role": "assistant", "content": "It is "},
     ]
-    assert is_prefill(chat_form(None, sent))
-    assert not is_prefill(chat_form("s", sent[:1]))
+    assert is_prefill(chat_form(None, sent).messages)
+    assert not is_prefill(chat_form("s", sent[:1]).messages)
     with pytest.raises(InvalidRequest, match="no tool_result"):
-        is_prefill(chat_form(None, sent[:2]))
+        is_prefill(chat_form(None, sent[:2]).messages)
 
 
 @pytest.mark.parametrize(("content", "said"), [("no", "Error: no"), (None, "Error: "), ([], "Error: ")])
 def test_a_result_that_is_an_error_says_so(content: Any, said: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "t1", "is_error": True}
     sent = [user(result if content is None else result | {"content": content})]
-    assert chat_form(None, sent) == [{"role": "tool", "tool_call_id": "t1", "content": said}]
+    assert chat_form(None, sent).messages == [{"role": "tool", "tool_call_id": "t1", "content": said}]
 
 
 def test_results_are_messages_of_their_own() -> None:
     results = [{"type": "tool_result", "tool_use_id": f"t{i}", "content": str(i)} for i in range(2)]
-    assert [m["content"] for m in chat_form(None, [user(*results)])] == ["0", "1"]
+    assert [m["content"] for m in chat_form(None, [user(*results)]).messages] == ["0", "1"]
 
 
 @pytest.mark.parametrize(
     ("sent", "param"),
     [
-        ([user({"type": "image", "source": {}})], "messages[0].content[0].type"),
+        ([user({"type": "image", "source": {}})], "messages[0].content[0].source.type"),
+        ([user({"type": "image", "source": {"type": "url"}})], "messages[0].content[0].source.url"),
+        ([user({"type": "image", "source": {"type": "base64"}})], "messages[0].content[0].source.data"),
+        ([{"role": "assistant", "content": [{"type": "image"}]}], "messages[0].content[0].type"),
         ([user(text("a"), {"type": "document", "source": {}})], "messages[0].content[1].type"),
         ([user(CALL)], "messages[0].content[0].type"),
         ([{"role": "assistant", "content": [{"type": "server_tool_use"}]}], "messages[0].content[0].type"),

@@ -96,7 +96,7 @@ def test_messages() -> None:
         {"role": "assistant"},
     ]
     made = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    assert chat_form(sent) == [
+    assert chat_form(sent).messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Add."},
         {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [made, {"id": "c1"} | made]},
@@ -109,7 +109,8 @@ def test_messages() -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "user", "content": "a", "images": ["x"]}, "messages[0].images"),
+        ({"role": "assistant", "content": "a", "images": ["x"]}, "messages[0].images"),
+        ({"role": "user", "content": "a", "images": [3]}, "messages[0].images[0]"),
         ({"role": "robot", "content": "a"}, "messages[0].role"),
         ({"role": "user", "content": 3}, "messages[0].content"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
@@ -124,7 +125,7 @@ def test_wrong_messages_are_refused_by_name(message: Any, param: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("images", ["x"]), ("template", "x"), ("suffix", "x"), ("context", [1])],
+    [("template", "x"), ("suffix", "x"), ("context", [1])],
 )
 def test_what_is_not_supported_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as found:

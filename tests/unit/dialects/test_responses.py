@@ -173,7 +173,7 @@ def test_a_conversation_of_an_agent() -> None:
         for id, name, arguments in (("c1", "add", '{"a": 1}'), ("c2", "now", "{}"))
     ]
     items = input_items(sent, lambda _: None)
-    assert chat_form("Be brief.", items) == [
+    assert chat_form("Be brief.", items).messages == [
         {"role": "system", "content": "Be brief.\nBe right."},
         {"role": "user", "content": "ab"},
         {"role": "user", "content": "c"},
@@ -182,7 +182,7 @@ def test_a_conversation_of_an_agent() -> None:
         {"role": "tool", "tool_call_id": "c2", "content": "noon"},
         {"role": "assistant", "content": "No.", "reasoning_content": "long"},
     ]
-    assert chat_form(None, input_items("Hi", lambda _: None)) == [{"role": "user", "content": "Hi"}]
+    assert chat_form(None, input_items("Hi", lambda _: None)).messages == [{"role": "user", "content": "Hi"}]
 
 
 def test_references_are_replaced_by_what_the_store_has() -> None:
@@ -196,7 +196,8 @@ def test_references_are_replaced_by_what_the_store_has() -> None:
 @pytest.mark.parametrize(
     ("item", "param"),
     [
-        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}, "input[0].content[0].image_url"),
+        ({"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0].type"),
         ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0].type"),
         ({"type": "web_search_call", "id": "x"}, "input[0].type"),
         ({"type": "function_call_output", "output": "x"}, "input[0].call_id"),

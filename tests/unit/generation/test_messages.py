@@ -20,7 +20,7 @@ def test_an_earlier_refusal_is_the_text_of_its_message() -> None:
     ("message", "param"),
     [
         ({"role": "assistant", "tool_calls": [{"type": "custom", "id": "x"}]}, "messages[0].tool_calls[0].type"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].image_url"),
         ({"role": "assistant", "content": [{"type": "refusal"}]}, "messages[0].content[0].refusal"),
     ],
 )

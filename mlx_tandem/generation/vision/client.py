@@ -1,0 +1,182 @@
+"""The client of the processes that decode and process the images of requests for one model folder."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_tandem import limits, small_files
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.messages import ImageSource
+from mlx_tandem.generation.vision.layouts import FAMILIES, Family, family_of
+from mlx_tandem.generation.vision.messages import Failed, Job, Made, Setup, decode_answer
+from mlx_tandem.isolation.frames import encode
+from mlx_tandem.isolation.pool import Bounds, WorkerPool
+from mlx_tandem.isolation.process import Lost, LostKind, Program
+from mlx_tandem.types import VisionInfo
+
+if TYPE_CHECKING:
+    from mlx_tandem.generation.vision.fetching import Fetcher
+
+WORKERS = 2
+"""Number of processes. When an image costs one of them, the other still serves other callers."""
+
+PLACES = 4
+"""Most requests whose images are fetched and processed at the same time, which bounds the memory for their arrays."""
+
+SECONDS = 10.0
+"""CPU seconds that decoding and processing one image may take."""
+
+BOUNDS = Bounds(items=256, bytes=limits.MAX_WAITING_IMAGES, seconds=60.0)
+"""Limits of the queue in front of the processes."""
+
+ROOM = 1 << 20
+"""Bytes that an answer may have besides the arrays."""
+
+TEXT_ONLY = "this model reads text only"
+
+LOST: Mapping[LostKind, str] = {
+    "timeout": f"takes more than {SECONDS:g} s of CPU time to process",
+    "memory": f"needs more than {limits.MAX_IMAGE_MEMORY >> 20} MB of memory to process",
+    "died": "ends the process that decodes it",
+}
+"""The words of errors for each way in which a process can be lost."""
+
+_DATA = re.compile(r"data:image/[a-z0-9.+*-]{1,32}(?:;[a-z0-9.+=-]{1,64})*;base64,", re.IGNORECASE)
+
+
+class Images:
+    """The images of requests for the model in a folder. It belongs to one event loop.
+
+    No process is started before the first image. A folder whose images cannot be served has no `family`.
+    """
+
+    def __init__(self, folder: Path, hosts: Sequence[str] = ()):
+        """Read the folder's small files. Images are fetched from `hosts` only. Raises ModelError for damaged files."""
+        self.family: Family | None = None
+        self._why = TEXT_ONLY
+        self._pool: WorkerPool[Made | Failed] | None = None
+        self._fetcher: Fetcher | None = None
+        self._places = asyncio.Semaphore(PLACES)
+        setup = _setup(folder)
+        if setup is None:
+            return
+        if setup.family not in FAMILIES:
+            self._why = f"images are not served for models of the type {setup.family[:64]!a}"
+        elif find_spec("PIL") is None or find_spec("transformers") is None:
+            self._why = "images need a package that is not installed: pip install 'mlx-tandem[vision]'"
+        else:
+            self._serve(setup, hosts)
+
+    def _serve(self, setup: Setup, hosts: Sequence[str]) -> None:
+        """Prepare the processes and the client that fetches."""
+        self.family = family_of(setup)
+        program = Program(
+            "mlx_tandem.generation.vision.worker",
+            (str(SECONDS), str(limits.MAX_IMAGE_MEMORY)),
+            decode_answer,
+            limits.MAX_IMAGE_ARRAYS + ROOM,
+            encode(setup),
+            # Threads would take address space and time from serving; the hub is not asked for anything.
+            {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+        self._pool = WorkerPool("images", program, WORKERS, BOUNDS)
+        if hosts:
+            from mlx_tandem.generation.vision.fetching import Fetcher  # Its imports take time and memory.
+
+            self._fetcher = Fetcher(hosts)
+
+    def refusal(self, info: VisionInfo | None) -> str:
+        """Return why a request with images is refused; empty if it is not. `info` is what the engine says."""
+        if self.family is None:
+            return self._why
+        return TEXT_ONLY if info is None else info.refusal
+
+    def check(self, sources: Sequence[ImageSource], info: VisionInfo | None) -> None:
+        """Raise InvalidRequest naming the field of the first image that the model cannot be given."""
+        if not sources:
+            return
+        if why := self.refusal(info):
+            raise InvalidRequest(f"{sources[0].field}: {why}", param=sources[0].field, code="unsupported_parameter")
+        if len(sources) > limits.MAX_IMAGES:
+            field = sources[limits.MAX_IMAGES].field
+            raise InvalidRequest(f"{field}: a request has at most {limits.MAX_IMAGES} images", param=field)
+
+    async def made(self, sources: Sequence[ImageSource]) -> list[Made]:
+        """Return what the model's processor makes of the images, which `check` has let pass.
+
+        Raises:
+            InvalidRequest: An image cannot be used; the error names its field.
+            Overloaded: Too many images wait.
+            EngineError: No process can be started.
+        """
+        async with self._places:
+            return await self._all_made(sources)
+
+    async def _all_made(self, sources: Sequence[ImageSource]) -> list[Made]:
+        """Return what the processor makes of the images, one after the other. Raises the errors of `made`."""
+        made: list[Made] = []
+        size = 0
+        for source in sources:  # A request holds one process.
+            image = await self._made(source)
+            size += len(image.arrays)
+            if size > limits.MAX_REQUEST_ARRAYS:
+                raise InvalidRequest(
+                    f"{source.field}: the images of a request become at most {limits.MAX_REQUEST_ARRAYS} bytes of "
+                    "arrays: send fewer or smaller ones",
+                    param=source.field,
+                )
+            made.append(image)
+        return made
+
+    async def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def _made(self, source: ImageSource) -> Made:
+        """Return what the processor makes of one image. Raises the errors of `made`."""
+        assert self._pool is not None
+        field = source.field
+        answer = await self._pool.ask(encode(await self._job(source)))
+        if isinstance(answer, Made):
+            return answer
+        why = LOST[answer.kind] if isinstance(answer, Lost) else answer.why
+        raise InvalidRequest(f"{field} {why}", param=field)
+
+    async def _job(self, source: ImageSource) -> Job:
+        """Return the image in its file format, which the request holds or which is fetched. Raises InvalidRequest."""
+        url, field = source
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            head = _DATA.match(url, 0, 256)
+            if head is None:
+                raise InvalidRequest(f"{field} must begin with data:image/…;base64,", param=field)
+            if (len(url) - head.end()) * 3 // 4 > limits.MAX_IMAGE_BYTES + 2:
+                raise InvalidRequest(f"{field} has over {limits.MAX_IMAGE_BYTES} bytes", param=field)
+            return Job(url[head.end() :].encode(), True)
+        if scheme in ("http", "https"):
+            if self._fetcher is None:
+                why = "this server fetches no images, as --allow-image-hosts names no host; send a data: URL"
+                raise InvalidRequest(f"{field}: {why}", param=field)
+            return Job(await self._fetcher.fetch(url, field), False)
+        raise InvalidRequest(f"{field} must be a data: or an http(s) URL", param=field)
+
+
+def _setup(folder: Path) -> Setup | None:
+    """Return what a folder says about images; None for a model that reads text only. Raises ModelError."""
+    config = small_files.read_object(folder / "config.json") or {}
+    family = config.get("model_type")
+    if not isinstance(family, str) or not isinstance(config.get("vision_config"), dict):
+        return None
+    processor = small_files.read_object(folder / "processor_config.json") or {}
+    image_processor = small_files.read_object(folder / "preprocessor_config.json")
+    if image_processor is None:
+        image_processor = processor.get("image_processor")
+    if not isinstance(image_processor, dict):
+        image_processor = {}  # The family's usual values.
+    return Setup(family, config, image_processor, processor)

@@ -1,0 +1,50 @@
+"""The messages between the client of the image processor and its worker processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from mlx_tandem.isolation.frames import Busy
+
+
+class Setup(Struct, frozen=True, array_like=True):
+    """The parts of a model folder that say how images are processed. The worker imports no code from the folder."""
+
+    family: str  # model_type in config.json
+    config: dict[str, Any]  # config.json
+    image_processor: dict[str, Any]  # preprocessor_config.json, or the same part of processor_config.json
+    processor: dict[str, Any]  # processor_config.json
+
+
+class Job(Struct, frozen=True, array_like=True):
+    """One image in a file format, which may be written as base64."""
+
+    data: bytes
+    base64: bool
+
+
+class Made(Struct, frozen=True, array_like=True, tag=True):
+    """An image as the model's processor made it.
+
+    `arrays` is the content of a safetensors file. `text` takes the place of the template's placeholder in the prompt.
+    Each placeholder token in `text` stands for a run of them, and `runs` has the lengths of these runs.
+    """
+
+    digest: bytes
+    arrays: bytes
+    text: str
+    runs: list[int]
+
+
+class Failed(Struct, frozen=True, array_like=True, tag=True):
+    """The reason why an image was not processed, which follows the name of its field in an error."""
+
+    why: str
+
+
+decode_setup = msgspec.msgpack.Decoder(Setup).decode
+decode_job = msgspec.msgpack.Decoder(Job).decode
+decode_answer = msgspec.msgpack.Decoder(Made | Failed | Busy).decode

@@ -1,0 +1,56 @@
+"""The places of images in a prompt: in the text that a chat template prints, and among its token ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.parts import IMAGE_MARK, Part
+from mlx_tandem.generation.vision.messages import Made
+from mlx_tandem.types import Image
+
+
+def with_texts(parts: Sequence[Part], placeholder: str, images: Sequence[Made]) -> list[Part]:
+    """Return a prompt's text in which each `placeholder` or IMAGE_MARK is replaced by the text of its image.
+
+    Raises InvalidRequest when the template does not print one for each image.
+    """
+    pattern = re.compile(f"{re.escape(placeholder)}|{IMAGE_MARK}")
+    found = sum(len(pattern.findall(text)) for text, plain in parts if not plain)
+    if found != len(images):
+        raise InvalidRequest(
+            f"the model's chat template has {found} places for the {len(images)} images of these messages",
+            param="messages",
+        )
+    left = iter(images)
+    made: list[Part] = []
+    for text, plain in parts:
+        if not plain:
+            text = pattern.sub(lambda _: next(left).text, text)
+        made.append((text, plain))
+    return made
+
+
+def with_runs(ids: Sequence[int], token: int, images: Sequence[Made]) -> tuple[list[int], tuple[Image, ...]]:
+    """Return the ids of a prompt with as many placeholders as its images take, and the images with their places.
+
+    `ids` have one placeholder, `token`, for each run. Raises InvalidRequest when a message spells more of them.
+    """
+    at = [i for i, found in enumerate(ids) if found == token]
+    if len(at) != sum(len(image.runs) for image in images):
+        raise InvalidRequest("the messages spell a placeholder of images", param="messages")
+    made: list[int] = []
+    placed: list[Image] = []
+    done, places = 0, iter(at)
+    for image in images:
+        start = None
+        for run in image.runs:
+            place = next(places)
+            made += ids[done:place]
+            start = len(made) if start is None else start
+            made += [token] * run
+            done = place + 1
+        assert start is not None
+        placed.append(Image(image.digest, start, sum(image.runs), image.arrays))
+    return made + list(ids[done:]), tuple(placed)

@@ -1,0 +1,137 @@
+"""The image processors of transformers by the names that model folders use, in their variants without PyTorch.
+
+A folder only chooses from this table and sets the processor's values: no code of the folder is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from PIL.Image import Image
+
+from mlx_tandem.errors import ModelError
+from mlx_tandem.generation.vision.decoding import BadImage
+from mlx_tandem.generation.vision.messages import Setup
+from mlx_tandem.limits import MAX_IMAGE_TOKENS
+
+PROCESSORS: Mapping[str, str] = {
+    "CLIPImageProcessor": "clip",
+    "SiglipImageProcessor": "siglip",
+    "LlavaImageProcessor": "llava",
+    "Gemma3ImageProcessor": "gemma3",
+    "PixtralImageProcessor": "pixtral",
+    "GotOcr2ImageProcessor": "got_ocr2",
+    "Idefics3ImageProcessor": "idefics3",
+    "SmolVLMImageProcessor": "smolvlm",
+    "Qwen2VLImageProcessor": "qwen2_vl",
+}
+"""The package of transformers.models that has each processor."""
+
+USUAL: Mapping[str, str] = {
+    "llava": "CLIPImageProcessor",
+    "gemma3": "Gemma3ImageProcessor",
+    "pixtral": "PixtralImageProcessor",
+    "mistral3": "PixtralImageProcessor",
+    "internvl": "GotOcr2ImageProcessor",
+    "internvl_chat": "GotOcr2ImageProcessor",
+    "idefics3": "Idefics3ImageProcessor",
+    "smolvlm": "SmolVLMImageProcessor",
+    "qwen2_vl": "Qwen2VLImageProcessor",
+    "qwen2_5_vl": "Qwen2VLImageProcessor",
+    "qwen3_vl": "Qwen2VLImageProcessor",
+}
+"""The processor of each family that is served, for folders that name none."""
+
+_NAMES = frozenset(("image_processor_type", "processor_class", "feature_extractor_type", "auto_map", "backend"))
+"""Keys of a processor's configuration that choose a class, which this module does itself."""
+
+
+def name_of(family: str, image_processor: Mapping[str, Any]) -> str:
+    """Return the name of a folder's processor in PROCESSORS. Raises ModelError for one that is not there."""
+    given = image_processor.get("image_processor_type") or USUAL[family]
+    if family == "internvl_chat":  # Its folders name CLIP's, which their own code does not use.
+        given = USUAL[family]
+    name = given.removesuffix("Fast").removesuffix("Pil") if isinstance(given, str) else ""
+    if name not in PROCESSORS:
+        raise ModelError(f"image_processor_type {given!a} is not supported", param="image_processor_type")
+    return name
+
+
+class Processor:
+    """The image processor of a folder. The constructor raises the errors of transformers, of any type."""
+
+    def __init__(self, setup: Setup):
+        family, image_processor, processor = setup.family, setup.image_processor, setup.processor
+        self.name = name_of(family, image_processor)
+        package = PROCESSORS[self.name]
+        module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
+        values = {key: value for key, value in image_processor.items() if key not in _NAMES and value is not None}
+        self._options: dict[str, Any] = {}
+        match self.name:
+            case "GotOcr2ImageProcessor":
+                self._options["crop_to_patches"] = True
+                if family == "internvl_chat":
+                    values = _tiles(setup.config)
+            case "Idefics3ImageProcessor" | "SmolVLMImageProcessor":
+                self._options["return_row_col_info"] = True
+            case "Gemma3ImageProcessor":
+                self._options["do_pan_and_scan"] = False
+            case "PixtralImageProcessor":
+                side = _side(processor.get("patch_size") or values.get("patch_size") or 16)
+                values["patch_size"] = side * int(processor.get("spatial_merge_size") or 1)
+                _limit_side(values, setup.config)
+            case "Qwen2VLImageProcessor":
+                _limit_pixels(values)
+        self._processor = getattr(module, f"{self.name}Pil")(**values)
+        self.patch: Any = values.get("patch_size", getattr(self._processor, "patch_size", None))
+        self.merge = int(values.get("merge_size", getattr(self._processor, "merge_size", 1)))
+
+    def __call__(self, image: Image) -> dict[str, np.ndarray]:
+        """Return the arrays that the processor makes of an image in RGB. Raises BadImage for one that it refuses."""
+        try:
+            made = self._processor(
+                images=[np.asarray(image)], input_data_format="channels_last", return_tensors="np", **self._options
+            )
+        except ValueError as e:  # Its own words, such as those about the ratio of the sides.
+            raise BadImage(f"is refused by the model's processor: {str(e)[:200]}") from None
+        return {name: np.ascontiguousarray(value) for name, value in made.items()}
+
+
+def _tiles(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values for folders of `internvl_chat`, which have them in config.json or in code."""
+    tower = config.get("vision_config")
+    size = config.get("force_image_size") or (tower.get("image_size") if isinstance(tower, Mapping) else None) or 448
+    return {
+        "size": {"height": int(size), "width": int(size)},
+        "min_patches": int(config.get("min_dynamic_patch") or 1),
+        "max_patches": int(config.get("max_dynamic_patch") or 12),
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    }
+
+
+def _side(patch: Any) -> int:
+    """Return the side of a patch, which is a number or an object with a height."""
+    return int(patch["height"] if isinstance(patch, Mapping) else patch)
+
+
+def _limit_side(values: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """Lower the longest side of an image to what the positions of Pixtral's encoder reach."""
+    tower, size = config.get("vision_config"), values.get("size")
+    most = tower.get("image_size") if isinstance(tower, Mapping) else None
+    if most:
+        given = size.get("longest_edge") if isinstance(size, Mapping) else None
+        values["size"] = {"longest_edge": min(int(given or most), int(most))}
+
+
+def _limit_pixels(values: dict[str, Any]) -> None:
+    """Lower the most pixels of an image to what MAX_IMAGE_TOKENS tokens show."""
+    most = MAX_IMAGE_TOKENS * (int(values.get("patch_size", 14)) * int(values.get("merge_size", 2))) ** 2
+    size = values.get("size")
+    size = dict(size) if isinstance(size, Mapping) else {}
+    least = values.pop("min_pixels", None) or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
+    largest = values.pop("max_pixels", None) or size.get("longest_edge") or size.get("max_pixels") or 28 * 28 * 1280
+    values["size"] = {"shortest_edge": min(int(least), most), "longest_edge": min(int(largest), most)}

@@ -1,0 +1,84 @@
+"""The program that decodes and processes images: `python -m mlx_tandem.generation.vision.worker FD SECONDS BYTES`.
+
+The first frame on the socket FD is the setup, and each further one an image. The kernel ends the process when an image
+takes more than SECONDS of CPU time. The process may use BYTES of memory besides what it has with its processor loaded.
+It runs at a lower priority than the server.
+"""
+
+from __future__ import annotations
+
+import binascii
+import os
+import signal
+import sys
+from hashlib import blake2b
+
+from safetensors.numpy import save
+
+from mlx_tandem.generation.vision.decoding import BadImage, decoded
+from mlx_tandem.generation.vision.layouts import family_of
+from mlx_tandem.generation.vision.messages import Failed, Job, Made, Setup, decode_job, decode_setup
+from mlx_tandem.generation.vision.processors import Processor
+from mlx_tandem.isolation.frames import receive
+from mlx_tandem.isolation.program import connect, limit_memory, out_of_memory, say_busy, serve, time_limit
+from mlx_tandem.limits import MAX_IMAGE_ARRAYS
+
+REAL_SECONDS_PER_SECOND = 20.0
+"""Seconds of real time that one second of CPU time may take while other programs use the machine."""
+
+NICENESS = 5
+"""Added to the process's nice value."""
+
+
+class Worker:
+    """A folder's image processor, which answers images with their arrays and texts."""
+
+    def __init__(self, setup: Setup, seconds: float):
+        self._setup = setup
+        self._seconds = seconds
+        self._family = family_of(setup)
+        self._processor = Processor(setup)
+
+    def answer(self, raw: bytes) -> Made | Failed:
+        """Return what the model's processor makes of an encoded image. A lack of memory ends the process."""
+        try:
+            with time_limit(signal.ITIMER_PROF, self._seconds):
+                return self._made(decode_job(raw))
+        except BadImage as e:
+            return Failed(str(e))
+        except MemoryError:
+            out_of_memory()
+        except Exception:  # The folder's values may let the processor raise anything.
+            return Failed("cannot be processed by the model's processor")
+
+    def _made(self, job: Job) -> Made:
+        try:
+            data = binascii.a2b_base64(job.data, strict_mode=True) if job.base64 else job.data
+        except binascii.Error:
+            raise BadImage("is not base64") from None
+        arrays = self._processor(decoded(data))
+        layout = self._family.layout(self._setup, self._processor.patch, self._processor.merge, arrays)
+        kept = {name: array for name, array in arrays.items() if name not in self._family.unused}
+        size = sum(array.nbytes for array in kept.values())
+        if size > MAX_IMAGE_ARRAYS:
+            raise BadImage(f"becomes {size} bytes of arrays, and {MAX_IMAGE_ARRAYS} are allowed: send it smaller")
+        saved = save(kept)
+        digest = blake2b(self._setup.family.encode(), digest_size=16)
+        digest.update(saved)
+        return Made(digest.digest(), saved, layout.text, layout.runs)
+
+
+def main(fd: str, seconds: str, size: str) -> None:
+    """Load the processor and answer images until the socket is closed."""
+    sock = connect(fd)
+    os.nice(NICENESS)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # transformers prints advice.
+    stream = sock.makefile("rb")
+    worker = Worker(decode_setup(receive(stream)), float(seconds))
+    limit_memory(int(size))
+    say_busy(sock, REAL_SECONDS_PER_SECOND * float(seconds))
+    serve(sock, stream, worker.answer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

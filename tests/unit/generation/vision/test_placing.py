@@ -1,0 +1,60 @@
+"""The places of images in a prompt's text and among its token ids."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.parts import IMAGE_MARK
+from mlx_tandem.generation.vision.messages import Made
+from mlx_tandem.generation.vision.placing import with_runs, with_texts
+
+TOKEN = 9
+IMAGES = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), max_size=4)
+TEXT = st.lists(st.integers(0, 8), max_size=5)
+
+
+def made(runs: list[int], text: str = "") -> Made:
+    return Made(bytes(runs), b"a", text, runs)
+
+
+@given(IMAGES, st.data())
+def test_runs_of_placeholders(images: list[list[int]], data: st.DataObject) -> None:
+    """The prompt without placeholders stays, and each image has its own tokens from its start on."""
+    ids: list[int] = data.draw(TEXT)
+    for runs in images:
+        for _ in runs:
+            ids += [TOKEN, *data.draw(TEXT)]
+    long, placed = with_runs(ids, TOKEN, [made(runs) for runs in images])
+    assert [t for t in long if t != TOKEN] == [t for t in ids if t != TOKEN]
+    assert long.count(TOKEN) == sum(map(sum, images))
+    places = [i for i, t in enumerate(long) if t == TOKEN]
+    assert [image.tokens for image in placed] == list(map(sum, images))
+    for image in placed:
+        assert places[0] == image.start
+        del places[: image.tokens]
+    assert not places
+
+
+@given(IMAGES, TEXT)
+def test_a_placeholder_that_belongs_to_no_image_is_refused(images: list[list[int]], text: list[int]) -> None:
+    ids = [*text, TOKEN, *(TOKEN for runs in images for _ in runs)]
+    with pytest.raises(InvalidRequest, match="placeholder"):
+        with_runs(ids, TOKEN, [made(runs) for runs in images])
+
+
+def test_the_texts_of_images_replace_what_the_template_prints() -> None:
+    parts = [("a<i>b", False), ("<i>", True), ("<i>", False)]
+    assert with_texts(parts, "<i>", [made([1], "1"), made([1], "2")]) == [("a1b", False), ("<i>", True), ("2", False)]
+
+
+def test_a_mark_is_a_place_for_an_image() -> None:
+    assert with_texts([(f"a{IMAGE_MARK}b<i>", False)], "<i>", [made([1], "1"), made([1], "2")]) == [("a1b2", False)]
+
+
+@pytest.mark.parametrize("text", ["", "<i><i>"])
+def test_a_template_without_a_place_for_each_image_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{text.count('<i>')} places for the 1 images"):
+        with_texts([(text, False)], "<i>", [made([1])])
