@@ -249,14 +249,6 @@ class MemoryBudget(Struct, frozen=True):
         return self.limit - self.total
 
 
-class VisionInfo(Struct, frozen=True):
-    """The part of a model folder that encodes images, and whether the engine uses it."""
-
-    family: str  # the folder's model_type, by which mlx-vlm names its processors and encoders
-    image_token: int = -1  # the id of placeholders in prompts
-    refusal: str = ""  # why images are not served, as a sentence; empty: they are
-
-
 class EngineInfo(Struct, frozen=True):
     """The description of a ready engine: its model and its device."""
 
