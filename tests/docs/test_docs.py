@@ -98,13 +98,11 @@ SHORT = {
     "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1", "--completions", "2"],
 }
 
-JAN = "tandem bench serve --url http://localhost:8000 --profile jan --prompt-tokens 16"
 ELSEWHERE = {
     "tandem demo": "tests/api/test_cli_serve.py",
     "tandem demo --seconds 5": "tests/api/test_cli_serve.py",
     "tandem demo learn": "tests/api/test_cli_terminal.py",
     "tandem bench report": "tests/unit/cli/test_bench_report.py",
-    JAN: "tests/unit/cli/test_bench_serve.py",
     "tandem doctor --report": "tests/unit/cli/test_doctor.py",
 }
 """Commands that take seconds, and the tests that run them and look at all that they print."""
