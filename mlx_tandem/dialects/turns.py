@@ -11,7 +11,7 @@ Message = dict[str, Any]
 
 
 class Turns:
-    """The turns so far, in `messages`, and in `fields` the caller's fields of images by those in OpenAI's form.
+    """The turns so far, in `messages`. `fields` has the request's name of each image's field, by OpenAI's name.
 
     A piece of a turn of a role in `joined` joins the turn before it: thoughts, text and calls of the assistant belong
     to one turn. Text of the other roles goes on a line of its own.

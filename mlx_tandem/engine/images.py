@@ -1,6 +1,6 @@
 """The images of prompts: where their placeholders are, and which of them the device has encoded.
 
-An image is encoded when a prompt is about to be read up to its placeholders, at most one in each step. Its embeddings
+While a prompt is being read, its images are encoded in their order, at most one in each step. Its embeddings
 stay on the device, within a budget, for the chunks that follow, for other requests with the same image and for
 sequences that are computed again.
 """
@@ -19,7 +19,7 @@ from mlx_tandem.types import Image, Request
 
 
 class Work(NamedTuple):
-    """What a step does for images: those whose embeddings it drops, and then those that it encodes."""
+    """What a step does for images: it drops the embeddings of these digests, then encodes these images."""
 
     drops: tuple[bytes, ...] = ()
     encodes: tuple[Image, ...] = ()
@@ -32,7 +32,7 @@ DIGEST_BYTES = 16
 
 
 class Images:
-    """The account of the images of all requests.
+    """The images of all requests: which of them the device has encoded, and which come next.
 
     `token` is the id of placeholders, and `room` the number of embeddings that the device keeps. `columns` returns the
     columns of an image in models whose positions have several axes, and 0 in others; it may raise InvalidRequest.
@@ -46,7 +46,7 @@ class Images:
         self._under_way: set[bytes] = set()  # of these, images whose encoding has not been read
 
     def runs(self, request: Request) -> tuple[Run, ...]:
-        """Return the placeholders of a request's images. Raises InvalidRequest unless these are what the images say."""
+        """Return the placeholders of a request's images. Raises InvalidRequest unless they match the images."""
         if not request.images:
             return ()
         places = [i for i, token in enumerate(request.prompt) if token == self._token]
@@ -67,10 +67,10 @@ class Images:
         return tuple(runs)
 
     def plan(self, reading: Iterable[Sequence]) -> Work:
-        """Return what the next step does for the prompts that are being read, in the order of their importance.
+        """Return what the next step does for the images of the prompts that are being read, most important ones first.
 
-        The images that they need next are kept as far as there is room, and no others of them are encoded, so that the
-        first prompt never waits for room.
+        The images that they still need are kept in this order as far as there is room, and only these are encoded. So
+        the first prompt never waits for room.
         """
         needed: dict[bytes, Image] = {}
         room = self._room
@@ -104,7 +104,7 @@ class Images:
         return Work(tuple(drops), (image,))
 
     def readable(self, s: Sequence, tokens: int) -> int:
-        """Return how many of the next `tokens` of a prompt can be read now: those before an image not encoded."""
+        """Return how many of the next `tokens` of a prompt can be read: those before the first image not encoded."""
         for run in s.runs:
             if run.start >= s.scheduled + tokens:
                 break
@@ -116,7 +116,7 @@ class Images:
         return digest in self._kept and digest not in self._under_way
 
     def done(self, plan: StepPlan, failed: Iterable[bytes]) -> None:
-        """Note that a step was read, in which these images could not be encoded."""
+        """Note that a step's result was read. The images with the digests `failed` could not be encoded."""
         self._under_way.difference_update(image.digest for image in plan.encodes)
         for digest in failed:
             self._kept.pop(digest, None)
@@ -138,7 +138,7 @@ def _runs(image: Image, places: list[int], shift: int, after: int, columns: int)
 
 
 def shift_at(s: Sequence, position: int) -> int:
-    """Return what to add to this index of a token to get its position, unless it is a placeholder."""
+    """Return what to add to the index `position` of a token that is no placeholder to get its rotary position."""
     return next((run.after for run in reversed(s.runs) if run.end <= position), 0)
 
 

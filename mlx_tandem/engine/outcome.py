@@ -11,8 +11,8 @@ from mlx_tandem.types import Delta
 class StepOutcome:
     """The outcome of a step that was read: new tokens, and requests that have failed.
 
-    `failed` are requests whose logits were not finite; `unencoded` says by the request why an image of it could not be
-    encoded.
+    `failed` are requests whose logits were not finite; `unencoded` has the reason why an image could not be
+    encoded, by its request.
     """
 
     deltas: list[Delta] = field(default_factory=list)

@@ -68,12 +68,12 @@ class RowKind(IntEnum):
 
 
 class Shown(Struct, frozen=True, gc=False):
-    """Adjacent placeholders of an image in a row, from number `at` of its tokens on.
+    """Adjacent placeholders of an image in a row: `count` of them, from number `at` of the row's tokens on.
 
-    The image's embeddings from number `first` on take the places of theirs. `image` is its digest.
+    The image's embeddings from number `first` on replace those of the placeholders. `image` is the image's digest.
 
-    In models whose positions have several axes the image lies in a grid of `columns`. `shift` is what to add to the
-    index of its first placeholder to get the position of it, and `after` the same for tokens behind the image.
+    In models whose positions have several axes the image's tokens form a grid with `columns` columns. `shift` is added
+    to the index of the image's first placeholder to get its position, and `after` to those of tokens behind the image.
     """
 
     image: bytes
@@ -102,8 +102,8 @@ class Row(Struct, frozen=True, gc=False):
     `following` is the prompt's token after the last of `tokens`, where the row does not draw that one; a head for
     multi-token prediction reads it.
 
-    `images` are the placeholders of images among the tokens of a PROMPT row; no other row has any. `shift` is what to
-    add to the index of a token before the first of them to get its position; it is 0 unless images came before the row
+    `images` are the placeholders of images among the tokens of a PROMPT row; no other row has any. `shift` is added
+    to the index of a token before the first of them to get its position; it is 0 unless images came before the row
     in a model whose positions have several axes.
 
     `version` and `background` say for whom the row runs, and `predicted` where its drafts come from; the runner ignores
@@ -214,8 +214,8 @@ class StepResult:
     a row is NOT_A_NUMBER where the logits of any of its positions, accepted or not, were not finite. `scores` has the
     logprobs of the rows' `targets`, by the row's index. `pooled` has for each row with `pooling` the sum of its tokens'
     hidden states for a mean, or the last token's hidden state. `drafts` has by the row's index what the model's head
-    expects after the row's last token, if the plan `proposes`; masked rows have none. `unencoded` says by its digest
-    why an image could not be encoded.
+    expects after the row's last token, if the plan `proposes`; masked rows have none. `unencoded` has
+    the reason why an image could not be encoded, by its digest.
     """
 
     tokens: list[tuple[int, ...]]

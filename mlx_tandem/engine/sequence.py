@@ -117,7 +117,7 @@ class Sequence:
 
     @property
     def content(self) -> list[int]:
-        """Its tokens, with numbers that name the images in place of placeholders: what decides the cache's content."""
+        """Its tokens as the prefix cache compares them: placeholders are replaced by numbers that name the images."""
         if not self.runs:
             return self.tokens
         content = self.tokens[:]

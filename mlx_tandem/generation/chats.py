@@ -83,7 +83,7 @@ class ChatRequest:
     variables: Mapping[str, Any] = field(default_factory=dict)
     adds_prompt: bool = True  # the prompt ends with the beginning of an answer
     continues: bool = False  # the answer continues the last message
-    fields: Mapping[str, str] = field(default_factory=dict)  # of images, by their fields in OpenAI's form
+    fields: Mapping[str, str] = field(default_factory=dict)  # the request's names of images' fields, by OpenAI's names
 
     async def chat(self, front: Front, *, cut: bool = False) -> Chat:
         """Return the conversation as a prompt. `cut` is that of `Front.chat_prompt`. Raises InvalidRequest."""

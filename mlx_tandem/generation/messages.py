@@ -86,7 +86,8 @@ def image_sources(messages: Sequence[Any], fields: Mapping[str, str]) -> list[Im
 def chat_messages(messages: Sequence[Any], *, images: bool = False) -> list[dict[str, Any]]:
     """Return the conversation in the form that templates expect. Raises InvalidRequest naming the message and key.
 
-    With `images` messages of the user may hold some, whose places the result has and `image_sources` the addresses.
+    With `images`, messages of the user may hold images. The result has their places; `image_sources` returns their
+    addresses.
     """
     if not messages:
         raise InvalidRequest("messages is empty", param="messages")

@@ -45,10 +45,10 @@ class Namespace(Struct, frozen=True):
 
 
 _IMAGE = 1 << 128
-"""The first number that stands for an image; token ids are below it."""
+"""A bit of every number that stands for a part of an image, which makes it larger than any token id."""
 
 _WIDE = 24
-"""Bytes of each number of a block that has some of an image."""
+"""Bytes of each number of a block that has placeholders of images."""
 
 
 def content_of(digest: bytes, first: int, count: int) -> list[int]:
@@ -61,7 +61,7 @@ def content_of(digest: bytes, first: int, count: int) -> list[int]:
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
-    """Return the bytes of a block's tokens. Blocks with and without a part of an image differ in their length."""
+    """Return the bytes of a block's tokens. Blocks with and without placeholders of images have different lengths."""
     try:
         return pack(f"<{len(tokens)}I", *tokens)
     except error:

@@ -179,7 +179,7 @@ def _no_columns(image: Image) -> int:
 def build_draft(config: EngineConfig, served: EngineInfo, report: Report) -> Built:
     """Load the draft model of an engine that serves `served`, and return a runner for it. Raises ModelError."""
     built = build(draft_settings(config, served.num_blocks), {}, report)
-    built.runner.compiled.untraced = 0  # its rows read the few tokens that were said since, so that kinds come again
+    built.runner.compiled.untraced = 0  # kinds of steps recur: rows read only the tokens since the last
     device.wire(served.memory.total)
     mx.set_cache_limit(served.memory.activations)
     return built

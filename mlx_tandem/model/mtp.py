@@ -212,7 +212,7 @@ def _sorted(
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
     """Return a head's weights by their names in `PredictionHead`, and those of its layer by their names there.
 
-    less: what the weights of the head's own norms are stored less of.
+    less: what is added to the weights of the head's own norms, because the folder stores them less by that.
     """
     parts: dict[str, mx.array] = {}
     inner: dict[str, mx.array] = {}

@@ -45,8 +45,8 @@ class InTurns:
 def recurrent_modules(model: nn.Module) -> list[nn.Module] | None:
     """Return the innermost modules that are called with a state.
 
-    None if a state is used elsewhere, as by attention that convolves its keys: then the tokens of a row cannot be
-    computed one after another without the rest of the layer.
+    Return None if a state is used elsewhere, for example by attention that convolves its keys: then the tokens of a row
+    cannot be computed one after another without the rest of the layer.
     """
     module: Any = model
     caches = list(leaves(make_prompt_cache(module)))

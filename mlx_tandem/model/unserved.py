@@ -1,4 +1,4 @@
-"""Families of mlx-lm that are refused by name, because no check at start would find what is wrong with them.
+"""Families of mlx-lm that are refused by name, because the check at start would miss or not explain the fault.
 
 The check compares a few short prompts. Some families are right for these and wrong for longer ones, some fail only in
 a compiled step, and one ends the process. Others would be refused with an error of mlx-lm that says little.

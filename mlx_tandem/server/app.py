@@ -90,7 +90,7 @@ def _json(body: Any, status: int = 200) -> Response:
 
 
 def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: BodyLimit) -> Endpoint:
-    """Return the endpoint of a dialect's route. The limit `with_images` is for bodies that may hold some."""
+    """Return the endpoint of a dialect's route. The limit `with_images` is for bodies that may hold images."""
     parameters, body = route.parameters, route.body
 
     async def endpoint(request: Request) -> ASGIApp:

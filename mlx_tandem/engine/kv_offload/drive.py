@@ -40,8 +40,8 @@ class Drive(Protocol):
 class Link:
     """The link to the drive, which saves and reads share; there may be no drive yet.
 
-    `blocks` and `states` are the forms of its records. One step saves or loads up to `step_bytes` of each, or one
-    record.
+    `blocks` and `states` are the forms of its records. One step saves up to `step_bytes` of each, and loads
+    up to `step_bytes` in all, but at least one record.
     """
 
     def __init__(self, blocks: RecordForm, states: RecordForm, step_bytes: int):
@@ -60,8 +60,8 @@ class Link:
     def id(self, form: RecordForm, namespace: bytes, parent: bytes, key: bytes, tokens: Iterable[int]) -> BlockId:
         """Return the id of the record of a block, whose namespace names the model as well.
 
-        A state's record has the tokens of the block that it follows, and the block's key as its parent. Of what stands
-        for an image only the last 32 bits go to the drive; the key tells images apart.
+        A state's record has the tokens of the block that it follows, and the block's key as its parent. Of the
+        numbers that stand for an image only the last 32 bits go to the drive; the key tells images apart.
         """
         name = namespace + form.label
         own = self._namespaces.get(name)

@@ -100,9 +100,9 @@ class KVReads:
                 self._done(sequence).payloads = []
 
     def awaits(self, sequence: int, chain: Chain, tokens: Sequence[int], match: Match) -> bool:
-        """Return whether a waiting sequence that memory has `match` of should wait for the drive.
+        """Return whether a waiting sequence, of which memory has `match`, should wait for the drive.
 
-        Begin to read more blocks when asked for the first time, and again when what was read is no use any more.
+        The first call begins a read. A later call begins another one if what was read cannot be used any more.
         """
         fetch = self._fetches.get(sequence)
         if fetch is None:
@@ -117,7 +117,7 @@ class KVReads:
         return False
 
     def take(self, sequence: int, chain: Chain, tokens: Sequence[int], match: Match) -> Prefix:
-        """Return the prefix with which a sequence begins that memory has `match` of, and drop its read."""
+        """Return the prefix with which a sequence begins, of which memory has `match`, and drop its read."""
         prefix = self.coming(sequence, chain, tokens, match)
         self.forget(sequence)
         self.hit_tokens += (prefix.whole - match.whole) * self._size
@@ -128,7 +128,7 @@ class KVReads:
         fetch = self._fetches.get(sequence)
         memory = Prefix(match.tables, match.whole)
         if fetch is None or not fetch.payloads or chain.keys[fetch.end - 1 : fetch.end] != [fetch.key]:
-            return memory  # the last: the sequence has moved to another adapter
+            return memory  # if the key differs, the sequence has moved to another adapter
         blocks = fetch.payloads[:-1] if fetch.with_state else fetch.payloads
         link, tables, known = self._link, match.tables, match.whole
         end = fetch.first + len(fetch.payloads)
@@ -162,7 +162,7 @@ class KVReads:
         del self._fetches[sequence]
 
     def _in_memory(self, chain: Chain, tokens: Sequence[int], end: int) -> tuple[int, list[list[int]]]:
-        """Return what memory has of a prefix of `end` blocks: how many blocks that are no states, and each group's
+        """Return what memory has of a prefix of `end` blocks: the number of blocks of keys and values, and each group's
         table. A table of states is empty unless memory has the state at `end`.
         """
         link = self._link

@@ -83,9 +83,10 @@ class KVSaves:
         return bool(self._wanted or self._flights)
 
     def save_all(self) -> None:
-        """Mark all records of what can be found, and that the drive lacks, to be saved.
+        """Mark every record that the drive lacks, and whose content can be found, to be saved.
 
-        With states these are the newest states first, each behind the blocks before it: other blocks are no use.
+        With states, the newest states come first, each after the blocks that lead to it. Other blocks are not saved,
+        since they cannot be used without a state.
         """
         if self._link.drive is None:
             return

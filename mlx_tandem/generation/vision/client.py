@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlx_tandem.generation.vision.fetching import Fetcher
 
 WORKERS = 2
-"""Number of processes. When an image costs one of them, the other still serves other callers."""
+"""Number of processes. When an image ends one of them, the other still serves other callers."""
 
 PLACES = 4
 """Most requests whose images are fetched and processed at the same time, which bounds the memory for their arrays."""
@@ -107,7 +107,7 @@ class Images:
             raise InvalidRequest(f"{field}: a request has at most {limits.MAX_IMAGES} images", param=field)
 
     async def made(self, sources: Sequence[ImageSource]) -> list[Made]:
-        """Return what the model's processor makes of the images, which `check` has let pass.
+        """Return what the model's processor makes of the images, for which `check` has raised no error.
 
         Raises:
             InvalidRequest: An image cannot be used; the error names its field.
@@ -121,13 +121,13 @@ class Images:
         """Return what the processor makes of the images, one after the other. Raises the errors of `made`."""
         made: list[Made] = []
         size = 0
-        for source in sources:  # A request holds one process.
+        for source in sources:  # A request uses one process at a time.
             image = await self._made(source)
             size += len(image.arrays)
             if size > limits.MAX_REQUEST_ARRAYS:
                 raise InvalidRequest(
-                    f"{source.field}: the images of a request become at most {limits.MAX_REQUEST_ARRAYS} bytes of "
-                    "arrays: send fewer or smaller ones",
+                    f"{source.field}: the images of a request may become at most {limits.MAX_REQUEST_ARRAYS} bytes "
+                    "of arrays: send fewer or smaller images",
                     param=source.field,
                 )
             made.append(image)
@@ -149,7 +149,7 @@ class Images:
         raise InvalidRequest(f"{field} {why}", param=field)
 
     async def _job(self, source: ImageSource) -> Job:
-        """Return the image in its file format, which the request holds or which is fetched. Raises InvalidRequest."""
+        """Return the job with the image's file, which the request holds or which is fetched. Raises InvalidRequest."""
         url, field = source
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":

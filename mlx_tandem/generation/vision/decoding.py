@@ -1,4 +1,4 @@
-"""Decoding images in the calling process, which an image may bring down; sizes are checked before any decoding."""
+"""Decodes images in the calling process, which an image may end; sizes are checked before anything is decoded."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class BadImage(Exception):
 
 
 def decoded(data: bytes) -> Image.Image:
-    """Return the image in `data` upright and in RGB; of an animation its first frame. Raises BadImage."""
+    """Return the image in `data`, or the first frame of an animation, upright and in RGB. Raises BadImage."""
     if len(data) > MAX_IMAGE_BYTES:
         raise BadImage(f"has over {MAX_IMAGE_BYTES} bytes")
     if (size := webp_size(data)) is not None:  # Pillow allocates the canvas of a WebP file when it opens it.
         check_pixels(*size)
-    Image.MAX_IMAGE_PIXELS = MAX_IMAGE_PIXELS  # Some formats have sizes inside, which Pillow checks as it finds them.
+    Image.MAX_IMAGE_PIXELS = MAX_IMAGE_PIXELS  # Pillow checks the sizes that it finds inside a file.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about metadata
         warnings.simplefilter("error", Image.DecompressionBombWarning)

@@ -39,9 +39,9 @@ class _Refused(Exception):
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address is one of the public internet, also where another address is embedded in it.
+    """Return whether an IP address, and each address that is embedded in it, belongs to the public internet.
 
-    IPv4 addresses that are mapped into IPv6 or translated from it lie in a reserved network, and are not.
+    IPv4 addresses that are mapped into or translated to IPv6 lie in reserved networks, so they are not public.
     """
     found = ip_address(address.partition("%")[0])
     inner: Iterable[IPv4Address | IPv6Address | None] = ()

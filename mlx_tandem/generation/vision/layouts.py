@@ -18,7 +18,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Layout:
-    """The text of an image in the prompt, and the length of the run of each placeholder token in it."""
+    """The text that stands for an image in the prompt, and how often each placeholder token in it is repeated."""
 
     text: str
     runs: list[int]
@@ -39,7 +39,7 @@ class Family:
 
 
 def family_of(setup: Setup) -> Family:
-    """Return the family of a folder. Some folders have a tower of another family."""
+    """Return the family of a folder. A `llava` folder with Pixtral's encoder is laid out like `pixtral`."""
     tower = _part(setup.config, "vision_config").get("model_type")
     return FAMILIES["pixtral" if setup.family == "llava" and tower == "pixtral" else setup.family]
 
@@ -125,6 +125,6 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an object inside of a configuration; an empty one if there is none."""
+    """Return the object `name` of a configuration; an empty one if there is none."""
     part = config.get(name)
     return part if isinstance(part, Mapping) else {}

@@ -35,11 +35,11 @@ def with_texts(parts: Sequence[Part], placeholder: str, images: Sequence[Made]) 
 def with_runs(ids: Sequence[int], token: int, images: Sequence[Made]) -> tuple[list[int], tuple[Image, ...]]:
     """Return the ids of a prompt with as many placeholders as its images take, and the images with their places.
 
-    `ids` have one placeholder, `token`, for each run. Raises InvalidRequest when a message spells more of them.
+    `ids` have one placeholder, `token`, for each run. Raises InvalidRequest when the text of a message adds others.
     """
     at = [i for i, found in enumerate(ids) if found == token]
     if len(at) != sum(len(image.runs) for image in images):
-        raise InvalidRequest("the messages spell a placeholder of images", param="messages")
+        raise InvalidRequest("the text of the messages contains a placeholder of an image", param="messages")
     made: list[int] = []
     placed: list[Image] = []
     done, places = 0, iter(at)

@@ -101,7 +101,7 @@ class Processor:
 
 
 def _tiles(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values for folders of `internvl_chat`, which have them in config.json or in code."""
+    """Return the processor's values for a folder of `internvl_chat`: some are in config.json, others fixed."""
     tower = config.get("vision_config")
     size = config.get("force_image_size") or (tower.get("image_size") if isinstance(tower, Mapping) else None) or 448
     return {
@@ -128,7 +128,7 @@ def _limit_side(values: dict[str, Any], config: Mapping[str, Any]) -> None:
 
 
 def _limit_pixels(values: dict[str, Any]) -> None:
-    """Lower the most pixels of an image to what MAX_IMAGE_TOKENS tokens show."""
+    """Lower the limit on the pixels of an image to the pixels of MAX_IMAGE_TOKENS tokens."""
     most = MAX_IMAGE_TOKENS * (int(values.get("patch_size", 14)) * int(values.get("merge_size", 2))) ** 2
     size = values.get("size")
     size = dict(size) if isinstance(size, Mapping) else {}

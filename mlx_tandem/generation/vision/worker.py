@@ -61,7 +61,9 @@ class Worker:
         kept = {name: array for name, array in arrays.items() if name not in self._family.unused}
         size = sum(array.nbytes for array in kept.values())
         if size > MAX_IMAGE_ARRAYS:
-            raise BadImage(f"becomes {size} bytes of arrays, and {MAX_IMAGE_ARRAYS} are allowed: send it smaller")
+            raise BadImage(
+                f"becomes {size} bytes of arrays, but at most {MAX_IMAGE_ARRAYS} are allowed: send a smaller image"
+            )
         saved = save(kept)
         digest = blake2b(self._setup.family.encode(), digest_size=16)
         digest.update(saved)

@@ -5,7 +5,7 @@ has SCRATCH for blocks whose state nobody needs, so a sequence holds a few rows,
 full, its row is a snapshot at the block's boundary. A sequence restores a snapshot by beginning the next block after
 it, without a copy; only a sequence that parts from another within a block copies that block's row. A state cannot be
 cut back to fewer tokens, so a step that verifies drafts keeps the states after each of its tokens until it knows how
-many drafts are accepted, and writes only those that hold then. So rejected drafts leave nothing behind in the pool.
+many drafts are accepted, and then writes only those after accepted tokens. Rejected drafts leave nothing in the pool.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class StateGroup(TableGroup):
     For a row of tokens at `start`, a runner reads the state in block (start - 1) // block_size of the row's table, and
     writes the state after the row's last token into the block of that token. A row that begins within a block ends in
     it at the latest, so every state but the newest is one at the end of its block. A VERIFY row may go on into further
-    blocks: the state after the last accepted token in each block that has one goes there, and other blocks stay as they
-    are.
+    blocks: each block with accepted tokens gets the state after the last of them, and other blocks stay as they are.
     """
 
     divides = False

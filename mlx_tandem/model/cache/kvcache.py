@@ -108,7 +108,7 @@ class StepView:
             those before it, read from the pool, and the new ones as they were computed. The mask is "causal", for which
             fused attention is fastest.
         kept, block_size: As in `PoolLayout`.
-        turns_by_index: Whether tokens are at the positions that their indices say, so that a kernel may turn them.
+        turns_by_index: Whether each token's position is its index, so that a kernel may apply the rotary embedding.
 
     pause: after how many layers the host waits for the device; 0: never. MLX keeps the inputs of every operation until
     its graph is done, and the host issues a whole forward long before that, so that of a long chunk the numbers of all

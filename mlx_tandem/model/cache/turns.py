@@ -1,9 +1,9 @@
-"""Recurrent layers in a forward that verifies drafts: the tokens of a row one after another, and the state after each.
+"""Recurrent layers in a forward that verifies drafts, which compute the tokens of a row one after another.
 
-Such a forward has a row for each token. A recurrent layer needs the state after the token before, so it is called in
+Such a forward has a row for each token. A recurrent layer needs the state after the previous token, so it is called in
 turns: turn n computes the n-th token of every row that has one, by the model's own code for one token. All other layers
 compute all tokens at once. How many drafts are accepted is known only when the rows have drawn, so the states after
-every turn are kept until then, and the device picks those that hold and writes them into the pool.
+every turn are kept until then. The device then writes the states after accepted tokens into the pool.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from mlx_tandem.kv.groups.state import MOST_DRAFTS
 from mlx_tandem.model.step.inputs import Numbers
 
 _DRAFTS = (0, 1, 3, MOST_DRAFTS)
-"""Numbers to which the drafts of the longest row are padded, each of which is a turn."""
-
+"""Values to which the number of drafts of the longest row is padded. Each draft is a turn."""
 
 _BLOCKS = 4
-"""Least width of a table. Rows with drafts hardly touch more blocks, and each width is a kind of steps to trace."""
+"""Least width of a table. Rows with drafts rarely touch more blocks, and each width is another kind of step."""
 
 
 class TurnShape(NamedTuple):
-    """The sizes of the turns of a forward, all padded: rows, rows with drafts, drafts of a row, blocks of a table."""
+    """The padded sizes of the turns: numbers of rows, of rows with drafts, of drafts of a row, of blocks of a table."""
 
     rows: int
     drafting: int
@@ -134,7 +133,7 @@ class Turns:
     Args:
         drafts: Turns after the first.
         first, drafting, output: As in `TurnNumbers`.
-        narrowed: A context in which the model's linears have the adapters of some rows [n] of the forward only.
+        narrowed: Returns a context in which the model's linears compute only these rows [n] of the forward.
     """
 
     def __init__(
@@ -197,10 +196,10 @@ def line_of(base: mx.array, tables: mx.array, position: mx.array, size: int) -> 
 def kept_lines(
     shape: TurnShape, size: int, numbers: Sequence[mx.array], start: mx.array, newest: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return the lines [n] of the pool that are written, and which of the states after all turns [n] goes to each.
+    """Return the lines [n] of the pool to write, and the index [n] of the state for each among those after all turns.
 
-    In each block that has accepted tokens of a row, the state after the last of them is kept. The lines of other blocks
-    are the first line of the pool, which is scratch.
+    In each block that has accepted tokens of a row, the state after the last of them is kept. States of
+    other blocks go to the first line of the pool, which is scratch.
 
     Args:
         shape: The sizes of the turns.

@@ -29,4 +29,4 @@ class StepKey(NamedTuple):
     turns: TurnShape | None = None  # of recurrent layers, where the step verifies drafts
     masked: bool = False  # whether rows wait for masks, so that the step ends with the logits
     images: bool = False  # whether embeddings of images take the places of those of tokens
-    shifted: bool = False  # whether the positions of rows without images are not those of their indices
+    shifted: bool = False  # whether positions differ from indices in a step whose rows have no images

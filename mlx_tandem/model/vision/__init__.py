@@ -1,1 +1,1 @@
-"""Images: the encoders of vision models, and the way of their embeddings into a step."""
+"""The encoders of vision models, and the use of their embeddings in steps."""

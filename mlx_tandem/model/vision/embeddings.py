@@ -1,4 +1,4 @@
-"""The embeddings of images on the device, and their way into a forward of rows."""
+"""The embeddings of images: how they are kept on the device and used in forwards."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from mlx_tandem.model.vision.positions import AxisPositions, positions_of
 from mlx_tandem.types import Image
 
 ROOM_BYTES = 128 << 20
-"""Bytes of the embeddings that are kept. An image of 4,096 tokens has 32 MiB in a model of width 4,096."""
+"""Most bytes of embeddings that are kept. An image of 4,096 tokens takes 32 MiB in a 16-bit model of width 4,096."""
 
 
 class Embeddings:
-    """The embeddings of the images that the scheduler keeps, by their digests; without `encoder` there are none."""
+    """The embeddings of the images that the scheduler keeps, by the images' digests; without `encoder`, none."""
 
     def __init__(self, encoder: Encoder | None):
         self._encoder = encoder
         self._of: dict[bytes, mx.array] = {}
 
     def encode(self, image: Image) -> None:
-        """Compute the embeddings of an image, and wait for them. Raises InvalidRequest, and RuntimeError of MLX."""
+        """Compute the embeddings of an image, wait until they are computed, and keep them.
+
+        Raises InvalidRequest if the image does not fit the model, and RuntimeError if MLX fails.
+        """
         assert self._encoder is not None, "a server without an encoder refuses images"
         embeddings = self._encoder(image.arrays, image.tokens)
         mx.eval(embeddings)
         self._of[image.digest] = embeddings
 
     def drop(self, digests: Iterable[bytes]) -> None:
-        """Drop embeddings; those of images that could not be encoded are not there."""
+        """Drop the embeddings of these images. An image that could not be encoded has none."""
         for digest in digests:
             self._of.pop(digest, None)
 
@@ -45,7 +48,7 @@ class Embeddings:
     def of(self, rows: Sequence[Row], count: int, length: int) -> list[mx.array]:
         """Return what `ShownImages.bind` takes for a forward of these rows, padded to `count` rows of `length` tokens.
 
-        The rows show an image, or the positions of some are shifted.
+        Call it only if a row shows an image or has shifted positions.
         """
         if not any(row.images for row in rows):
             return [mx.array(np.array([row.shift for row in rows] + [0] * (count - len(rows)), np.int32))]
@@ -67,13 +70,13 @@ class Embeddings:
 
 
 class ShownImages:
-    """The images of the forward that is being traced, which a model's embedding of tokens shows in their places.
+    """The images of the forward that is being traced. The model's embedding of tokens returns theirs at placeholders.
 
-    Where the encoder makes embeddings for layers, too, these layers add them to what they return.
+    If the encoder also makes embeddings for the first layers, these layers add them to their outputs.
     """
 
     def __init__(self, model: nn.Module, encoder: Encoder):
-        """Change the model's embedding, and what else of it takes part in showing images of this encoder."""
+        """Change the model's embedding of tokens, and its ropes and first layers if the encoder needs that."""
         self._given: Sequence[mx.array] = ()
         self._positions = AxisPositions(model, encoder.axes) if encoder.axes else None
         owner: Any = model
@@ -91,15 +94,17 @@ class ShownImages:
                 return
 
     def bind(self, given: Sequence[mx.array]) -> None:
-        """Show these in the forward that follows: nothing, or embeddings [rows, length, …] and where they are shown
-        [rows, length]. Positions come last, as `AxisPositions.bind` takes them, where indices do not tell them.
+        """Set what the forward that follows shows.
+
+        given: nothing, or the embeddings [rows, length, …] and a mask [rows, length] of the tokens that they replace.
+        If positions differ from indices, the array that `AxisPositions.bind` takes comes last.
         """
         self._given = given[:2] if len(given) > 1 else ()
         if self._positions is not None:
             self._positions.bind(given[-1] if len(given) % 2 else None)
 
     def put(self, tokens: mx.array) -> mx.array:
-        """Return the embeddings of tokens [rows, length, width] with those of images in their places."""
+        """Return the embeddings of tokens [rows, length, width], with those of images at their placeholders."""
         if not self._given:
             return tokens
         images, where = self._given
@@ -132,5 +137,5 @@ class _ImageEmbedding:
     _shown_images: ShownImages
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return the embeddings of tokens x [rows, length], or of images where these are shown."""
+        """Return the embeddings of tokens x [rows, length], with those of images at their placeholders."""
         return self._shown_images.put(super().__call__(x))  # type: ignore[misc]

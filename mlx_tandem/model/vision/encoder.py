@@ -1,8 +1,8 @@
 """The encoder of a vision model: mlx-vlm's modules for images, without its language model.
 
-A family of mlx-vlm computes the embeddings of a prompt and puts those of its images in their places. Here it is given a
-prompt of placeholders only, and an embedding table of zeros in place of the language model: what comes back are the
-image's embeddings, projected and scaled as the family does it.
+A family's model in mlx-vlm computes the embeddings of a prompt, in which those of images replace those of placeholders.
+Here it is given a prompt of placeholders only, and an embedding table of zeros in place of the language model. So it
+returns the image's embeddings, projected and scaled as the family does it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _NoLanguageModel(nn.Module):
         return mx.zeros((*ids.shape, self._width), self._dtype)
 
     def get_rope_index(self, *_: object) -> tuple[None, None]:
-        """Return no positions, which `positions_of` makes."""
+        """Return no positions, since `positions_of` computes them."""
         return None, None
 
 
@@ -50,9 +50,9 @@ class Encoder:
     Attributes:
         module: The modules, with their weights.
         image_token: The id of placeholders in prompts.
-        axes: As in `AxisPositions`; empty if positions have one axis.
-        depth: After how many layers of the language model further embeddings are added at the placeholders.
-        width: Numbers of an embedding.
+        axes: The axis of each frequency, as in `AxisPositions`; empty if positions have one axis.
+        depth: Number of first layers of the language model after which further embeddings are added at placeholders.
+        width: The length of an embedding.
     """
 
     def __init__(self, module: Any, config: Any, dtype: mx.Dtype, axes: Sequence[int]):
@@ -67,13 +67,13 @@ class Encoder:
         self._merged: int = config.vision_config.spatial_merge_size if axes else 1
 
     def room(self, nbytes: int) -> int:
-        """Return how many embeddings take so many bytes."""
+        """Return how many embeddings fit into so many bytes."""
         return nbytes // ((1 + self.depth) * self.width * self._dtype.size)
 
     def columns(self, image: Image) -> int:
-        """Return the columns of an image's tokens if positions have several axes, else 0.
+        """Return how many columns the grid of an image's tokens has if positions have several axes, else 0.
 
-        Raises InvalidRequest if these are not the columns of so many tokens.
+        Raises InvalidRequest if the grid does not have `image.tokens` tokens.
         """
         if not self.axes:
             return 0
@@ -87,10 +87,10 @@ class Encoder:
         return int(columns)
 
     def __call__(self, arrays: bytes, tokens: int) -> mx.array:
-        """Return the embeddings [tokens, (1 + depth) · width] of an image, not computed yet.
+        """Return the embeddings [tokens, (1 + depth) · width] of an image, which are not evaluated yet.
 
-        Those that take the places of the placeholders' come first, then those that are added after each layer.
-        arrays: what the processor made of it, as in `types.Image`. Raises InvalidRequest if it does not fit the model.
+        The first `width` columns replace the embeddings of placeholders; the others are added after each of the first
+        layers. arrays: as in `types.Image`. Raises InvalidRequest if the image does not fit the model.
         """
         model: Any = self.module
         try:
@@ -109,7 +109,7 @@ class Encoder:
 
 
 def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype: mx.Dtype) -> Encoder:
-    """Return the encoder of a folder, its weights unread.
+    """Return the encoder of a folder, whose weights are not read yet.
 
     Args:
         settings: The contents of config.json.
@@ -142,7 +142,7 @@ def _config(family: Any, settings: Mapping[str, Any]) -> Any:
     text = given["text_config"] = given.get("text_config") or given.get("llm_config") or settings
     if "image_token_id" in given:
         given.setdefault("image_token_index", given["image_token_id"])
-    # The scale of gemma3's embeddings follows from it, and mlx-vlm's default is right for one size of the model only.
+    # gemma3 scales its embeddings by hidden_size, and mlx-vlm's default is right for one size of the model only.
     given.setdefault("hidden_size", text.get("hidden_size"))
     config = family.ModelConfig.from_dict(dict(given))  # some families change what they are given
     for part in _PARTS:
@@ -161,7 +161,7 @@ def _image_token(config: Any) -> int:
 
 
 def _own_weights(family: Any, module: nn.Module, config: Any, stored: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return those of a folder's weights that are not the language model's, named and shaped as mlx-vlm's modules."""
+    """Return a folder's weights without the language model's, with the names and shapes of mlx-vlm's modules."""
     for part in (module, family.VisionModel(config.vision_config)):
         if hasattr(part, "sanitize"):
             stored = part.sanitize(stored)
@@ -172,7 +172,7 @@ def _own_weights(family: Any, module: nn.Module, config: Any, stored: dict[str, 
 
 
 def _quantise(module: nn.Module, settings: Mapping[str, Any], own: dict[str, mx.array]) -> None:
-    """Make those linears quantised that are so in the folder."""
+    """Quantise the modules whose weights are quantised in the folder."""
     if how := settings.get("quantization"):
 
         def is_packed(path: str, m: nn.Module) -> bool | dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The families of vision models whose images are served, and why those of others are not."""
+"""The families of vision models whose images are served, and the reasons why other images are not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mlx_tandem.config import ModelConfig
 from mlx_tandem.model.vision.positions import alternating, consecutive
 
 AXES = {"qwen2_5_vl": consecutive, "qwen2_vl": consecutive, "qwen3_vl": alternating}
-"""Families in which the tokens of an image have positions on several axes, and how the frequencies are spread over
-these."""
+"""Families in which the tokens of an image have positions on several axes, each with the function that
+returns the axis of each frequency."""
 
 SERVED = frozenset(AXES) | {"gemma3", "idefics3", "internvl_chat", "llava", "mistral3", "pixtral", "smolvlm"}
-"""Families by the `model_type` of their folders, which is mlx-vlm's name of them. The tests compare each with mlx-vlm.
+"""Families by the `model_type` of their folders, which is also mlx-vlm's name for them. The tests compare each
+with mlx-vlm.
 
-What they have in common: an image becomes embeddings that replace those of its placeholders, and tokens attend to those
-before them.
+In all of them the embeddings of an image replace those of its placeholders, and no token attends to later ones.
 """
 
 OWN_TEXT_PART = frozenset({"idefics3", "internvl_chat", "smolvlm"})

@@ -1,8 +1,9 @@
-"""Rotary positions with several axes: the tokens of an image have a time, a line and a column.
+"""Rotary positions with several axes: a token of an image has a time, a line and a column.
 
-Tokens of text have one number on all axes, which is not their index once an image came before them: an image takes as
-many numbers as its longer side has placeholders. So a row says by how much its positions are shifted, and rows with
-images have three positions for each token. Where nothing is shifted, the model's own code runs alone.
+A token of text has the same number on all axes. Behind an image this number differs from the token's index, because an
+image takes only as many numbers as its longer side has placeholders. So each row says by how much its positions are
+shifted, and rows with images have three positions for each token. Rows without images or shifts use the model's own
+code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ AXES = 3
 
 
 def consecutive(sections: Sequence[int]) -> list[int]:
-    """Return the axis of each frequency where the first ones belong to the time, then come those of the lines.
+    """Return the axis of each frequency if those of the time come first, then those of lines, then those of columns.
 
     sections: the number of frequencies of each axis.
     """
@@ -31,7 +32,10 @@ def consecutive(sections: Sequence[int]) -> list[int]:
 
 
 def alternating(sections: Sequence[int]) -> list[int]:
-    """Return the axis of each frequency where the axes take turns as long as lines and columns have any left."""
+    """Return the axis of each frequency if the axes take turns.
+
+    Where lines or columns have no frequency left, the frequency belongs to the time. sections: as above.
+    """
     turns = [n % AXES for n in range(sum(sections))]
     return [axis if n < AXES * sections[axis] else 0 for n, axis in enumerate(turns)]
 
@@ -57,7 +61,7 @@ def positions_of(rows: Sequence[Row], count: int, length: int) -> npt.NDArray[np
 class AxisPositions:
     """The positions of the forward that is being traced, which the ropes of a model read.
 
-    `axes` says for each frequency of a head by which axis it turns.
+    `axes` has the axis of each frequency of a head.
     """
 
     def __init__(self, model: nn.Module, axes: Sequence[int]):
@@ -73,15 +77,15 @@ class AxisPositions:
                     mix_in(rope, _AxisRope)
 
     def bind(self, given: mx.array | None) -> None:
-        """Set what ropes do in the forward that follows.
+        """Set the positions of the forward that follows.
 
-        given: the shifts of rows [rows], or the positions of tokens [AXES, rows, length]; None: the model's own code.
+        given: the shifts of rows [rows], or the positions of tokens [AXES, rows, length]; None: positions are indices.
         """
         self._given, self._moved = given, None
         self._made.clear()
 
     def turn(self, rope: Any, x: mx.array, offset: Any, plain: Callable[[mx.array, Any], mx.array]) -> mx.array:
-        """Return queries or keys x [rows, heads, length, dim], turned. plain: the rope's own code."""
+        """Return queries or keys x [rows, heads, length, dim], rotated. plain: the rope's own code."""
         if self._given is None:
             return plain(x, offset)
         if self._given.ndim == 1:
@@ -112,5 +116,5 @@ class _AxisRope:
     _axis_positions: AxisPositions
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """Return x [rows, heads, length, dim], turned."""
+        """Return x [rows, heads, length, dim], rotated."""
         return self._axis_positions.turn(self, x, offset, super().__call__)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The language models of vision families that mlx-lm knows under the name of the language model only."""
+"""The language models of vision families that mlx-lm does not know by their own names."""
 
 from __future__ import annotations
 

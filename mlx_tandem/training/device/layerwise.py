@@ -18,7 +18,7 @@ Layer = Callable[[mx.array], mx.array]
 
 
 class _Call(NamedTuple):
-    """A recorded call of a layer, without its states: these come first, or by the keyword `name` where one is given."""
+    """A recorded call of a layer without its states, which are its first argument or the keyword argument `name`."""
 
     layer: Any
     name: str | None
