@@ -274,6 +274,7 @@ MAX_IMAGE_BYTES = 16 << 20  # bytes of one image as it is sent or fetched
 MAX_IMAGE_PIXELS = 50_000_000  # pixels of one image, which are counted before it is decoded
 MAX_IMAGE_RATIO = 200  # length of an image's longer side over that of the shorter one
 MAX_IMAGE_TOKENS = 4096  # tokens of one image, where the model's processor lets the image's size decide
+MAX_IMAGE_PLACEHOLDERS = 1 << 16  # tokens of one image in any family; a folder may say how many they are
 MAX_IMAGE_ARRAYS = 128 << 20  # bytes of the arrays that the model's processor makes of one image
 MAX_REQUEST_ARRAYS = 192 << 20  # bytes of those arrays of all images of one request
 MAX_OPEN_ARRAYS = 512 << 20  # bytes of those arrays of all requests that have not ended

@@ -60,5 +60,3 @@ def groups_of(layers: Sequence[LayerShape], states: Sequence[StateShape]) -> tup
 def _unsupported(model: LoadedModel, found: Examined) -> Iterator[str]:
     if not verifies_drafts(model, found):
         yield f"drafts (--spec-decode): the family {NO_DRAFTS}"
-    if found.states:
-        yield "the cache on the drive (--ssd-cache-dir): states are kept in memory only"

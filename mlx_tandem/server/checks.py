@@ -39,7 +39,7 @@ def _check_origins(origins: tuple[str, ...]) -> None:
 def _check_image_hosts(hosts: tuple[str, ...]) -> None:
     """Raise InvalidRequest for a text that is no host."""
     for host in hosts:
-        if not IMAGE_HOST.fullmatch(host):
+        if not IMAGE_HOST.fullmatch(host) or int(host.partition(":")[2] or 1) not in range(1, 1 << 16):
             message = f"allow_image_hosts has {host!a}: a host is a name such as images.example.org, or name:port"
             raise InvalidRequest(message, param="allow_image_hosts")
 

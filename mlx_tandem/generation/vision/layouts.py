@@ -76,8 +76,6 @@ def _internvl(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
         tower.get("patch_size") or 14
     )
     usual = int(side**2 * float(setup.config.get("downsample_ratio") or 0.5) ** 2)
-    if setup.family == "internvl":
-        usual = int(setup.config.get("image_seq_length") or 256)
     count = int(setup.processor.get("image_seq_length") or usual)
     return Layout("<img><IMG_CONTEXT></img>", [count * len(arrays["pixel_values"])])
 
@@ -114,7 +112,6 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family("<start_of_image>", "<image_soft_token>", _gemma3, frozenset(("num_crops",))),
     "pixtral": _PIXTRAL,
     "mistral3": _PIXTRAL,
-    "internvl": _INTERNVL,
     "internvl_chat": _INTERNVL,
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,

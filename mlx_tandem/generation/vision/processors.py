@@ -35,7 +35,6 @@ USUAL: Mapping[str, str] = {
     "gemma3": "Gemma3ImageProcessor",
     "pixtral": "PixtralImageProcessor",
     "mistral3": "PixtralImageProcessor",
-    "internvl": "GotOcr2ImageProcessor",
     "internvl_chat": "GotOcr2ImageProcessor",
     "idefics3": "Idefics3ImageProcessor",
     "smolvlm": "SmolVLMImageProcessor",

@@ -21,7 +21,7 @@ from mlx_tandem.generation.vision.messages import Failed, Job, Made, Setup, deco
 from mlx_tandem.generation.vision.processors import Processor
 from mlx_tandem.isolation.frames import receive
 from mlx_tandem.isolation.program import connect, limit_memory, out_of_memory, say_busy, serve, time_limit
-from mlx_tandem.limits import MAX_IMAGE_ARRAYS
+from mlx_tandem.limits import MAX_IMAGE_ARRAYS, MAX_IMAGE_PLACEHOLDERS
 
 REAL_SECONDS_PER_SECOND = 20.0
 """Seconds of real time that one second of CPU time may take while other programs use the machine."""
@@ -58,6 +58,8 @@ class Worker:
             raise BadImage("is not base64") from None
         arrays = self._processor(decoded(data))
         layout = self._family.layout(self._setup, self._processor.patch, self._processor.merge, arrays)
+        if min(layout.runs, default=0) < 1 or sum(layout.runs) > MAX_IMAGE_PLACEHOLDERS:
+            raise BadImage("takes no possible number of tokens by the settings of the model's folder")
         kept = {name: array for name, array in arrays.items() if name not in self._family.unused}
         size = sum(array.nbytes for array in kept.values())
         if size > MAX_IMAGE_ARRAYS:

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from safetensors.numpy import load
 
 from mlx_tandem.generation.vision.decoding import BadImage
 from mlx_tandem.generation.vision.layouts import family_of
-from mlx_tandem.generation.vision.messages import Job, Made, Setup
+from mlx_tandem.generation.vision.messages import Failed, Job, Made, Setup
 from mlx_tandem.generation.vision.processors import PROCESSORS, USUAL
 from mlx_tandem.generation.vision.worker import Worker
 from mlx_tandem.isolation.frames import encode
@@ -31,7 +32,6 @@ FOLDERS = {
         {"image_processor_type": "PixtralImageProcessorFast", "patch_size": 14, "size": {"longest_edge": 160}},
         {"patch_size": 14, "spatial_merge_size": 2},
     ),
-    "internvl": Setup("internvl", TOWER, SMALL | {"max_patches": 6}, {"image_seq_length": 3}),
     "internvl_chat": Setup(
         "internvl_chat",
         {"force_image_size": 56, "vision_config": {"patch_size": 14}, "max_dynamic_patch": 6, "downsample_ratio": 0.5},
@@ -97,6 +97,13 @@ def expected(family: str, setup: Setup, arrays: dict[str, Any]) -> str:
 @pytest.fixture(scope="module", params=FOLDERS)
 def worker(request: pytest.FixtureRequest) -> Worker:
     return Worker(FOLDERS[request.param], 60.0)
+
+
+@pytest.mark.parametrize("count", [-1, 10**10])
+def test_a_folder_cannot_ask_for_any_number_of_tokens(count: int) -> None:
+    worker = Worker(structs.replace(FOLDERS["gemma3"], processor={"image_seq_length": count}), 60.0)
+    answer = worker.answer(encode(Job(picture(40, 20), False)))
+    assert isinstance(answer, Failed) and "no possible number of tokens" in answer.why
 
 
 def test_an_image_takes_what_it_takes_in_transformers(worker: Worker) -> None:
