@@ -298,6 +298,11 @@ def test_what_is_no_origin(origin):
     assert "an origin is scheme://host" in refused(allowed_origins=(PAGE, origin))
 
 
+@pytest.mark.parametrize("host", ["", "a b", "https://a.test", "a.test/x", "a.test:0", "a.test:65536", "a.test:"])
+def test_a_host_of_images_that_cannot_be_one_is_refused(host: str) -> None:
+    assert "a host is a name" in refused(allow_image_hosts=("a.test", host))
+
+
 # -- names and keys ----------------------------------------------------------------------------------------------------
 
 
