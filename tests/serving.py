@@ -57,11 +57,15 @@ class RunningServer:
 
     def engine_pid(self) -> int:
         """The engine is one of the server's children."""
+        return self.child_pid("mlx_tandem.engine_main")
+
+    def child_pid(self, program: str) -> int:
+        """The server's child that runs this module."""
         found = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
         children = [
             int(p)
             for p, parent, args in (line.split(None, 2) for line in found.splitlines()[1:])
-            if int(parent) == self.process.pid and "mlx_tandem.engine_main" in args
+            if int(parent) == self.process.pid and program in args
         ]
         (pid,) = children
         return pid

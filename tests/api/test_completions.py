@@ -104,6 +104,9 @@ def test_the_context_is_respected(server):
         assert response.json()["error"]["param"] == param
     rest = server.complete([65] * (room - 3), max_tokens=None, ignore_eos=True)
     assert rest.json()["usage"]["completion_tokens"] == 3
+    several = server.complete([[65], [65] * (room - 3)], max_tokens=None, ignore_eos=True)
+    assert several.status_code == 200, several.text
+    assert several.json()["usage"]["completion_tokens"] == 6, "the longest prompt decides for all"
 
 
 # --- what ends a choice --------------------------------------------------------------------------------------------

@@ -12,7 +12,11 @@ import threading
 import httpx
 import msgspec
 import pytest
+from msgspec import structs
 
+from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.records import Added
+from tests.api.learns import collect, learning_config
 from tests.serving import ROOT, RunningServer, demo_config, serving
 from tests.waiting import until
 
@@ -94,6 +98,25 @@ def test_new_connections_are_answered_until_the_last_stream_has_ended():
         assert server.process.wait(20) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/livez")
+
+
+def test_the_rewards_of_finished_answers_are_computed_and_kept(tmp_path):
+    config = learning_config(tmp_path, scoring_function="contains", reward_timeout_s=60.0)
+    config = structs.replace(config, server=structs.replace(config.server, drain_seconds=DRAIN))
+    with serving(config) as server:
+        collect(server, scoring_function=None)  # a reply does not wait for a reward that the request does not ask for
+        until(lambda: server.client.get("/v1/training/status").json()["trajectories_collected"] == 4)
+        worker = server.child_pid("mlx_tandem.training.rewards.worker")
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            collect(server, "Sort down: 1 2", scoring_function=None)
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: server.client.get("/readyz").status_code != 200)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert server.process.wait(60) == 0
+    _, records = Journal.open(tmp_path / "checkpoints" / "journal")
+    assert sum(isinstance(record, Added) for record in records) == 8
 
 
 def test_a_stream_longer_than_the_limit_gets_a_typed_error():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.config import SpeculationConfig
+from mlx_tandem.engine.drafting import predicted_of
 from mlx_tandem.engine.plan import Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.proposers import ngram
 from mlx_tandem.engine.proposers.ngram import NgramIndex
@@ -318,3 +319,20 @@ def test_a_head_that_is_never_right_is_asked_less_and_less() -> None:
             drafted += 1
             proposer.settle(request, 0, 1, 0)
     assert 3 < drafted < 20
+
+
+@pytest.mark.parametrize(
+    ("drawn", "said", "counts"),
+    [
+        ((5, 6, 7, 8), (5, 6, 7, 8), (3, 0)),
+        ((5, 6, 9), (5, 6, 9), (2, 1)),
+        ((9,), (9,), (0, 3)),
+        ((5, 6, 7, 8), (5, 6), (2, 1)),
+        ((5, 6, 9), (5,), (1, 2)),
+    ],
+)
+def test_drafts_behind_the_end_of_an_answer_do_not_count_as_accepted(
+    drawn: tuple[int, ...], said: tuple[int, ...], counts: tuple[int, int]
+) -> None:
+    """Each of the last two answers ends at a draft, so the accepted drafts after it are no part of the answer."""
+    assert predicted_of(Row(RowKind.VERIFY, 1, 0, 0, 9, (4, 5, 6, 7), ((1,),), True), drawn, said) == counts
