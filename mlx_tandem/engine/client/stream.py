@@ -123,6 +123,8 @@ class Stream:
             else:
                 self._owner.cancel(self.first + k)
             self._end(choice)
+            if not self._open:
+                self._wake()
 
     async def __aenter__(self) -> Stream:
         return self
