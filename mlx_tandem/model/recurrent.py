@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from mlx_tandem.model import gated_delta
 from mlx_tandem.model.cache.kvcache import ProbeCache
 from mlx_tandem.model.cache.states import StateCache, arranged, keeps_state, leaves
 from mlx_tandem.model.loader import LoadedModel
@@ -31,15 +32,18 @@ class _Noting:
 
 
 class InTurns:
-    """Mixin of a module that uses a state: with drafts, it computes the tokens of a row one after another."""
+    """Mixin of a module that uses a state. It uses our kernels, and with drafts it computes the tokens of a row one
+    after another.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output."""
         plain = super().__call__  # type: ignore[misc]
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StateCache)), None)
-        if cache is None or cache.turns is None:
+        if cache is None:
             return plain(*args, **kwargs)
-        return cache.turns.run(cache, plain, args, kwargs)
+        with gated_delta.serving(cache):
+            return plain(*args, **kwargs) if cache.turns is None else cache.turns.run(cache, plain, args, kwargs)
 
 
 def recurrent_modules(model: nn.Module) -> list[nn.Module] | None:

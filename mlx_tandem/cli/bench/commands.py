@@ -173,7 +173,8 @@ def bench_serve(
 def bench_engine(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a model.")] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Measure a model of this shape with random weights: 0.13m, 4m, qwen3-8b.")
+        str | None,
+        typer.Option(help="Measure a model of this shape with random weights: 0.13m, 4m, qwen3-8b, qwen3.5-9b."),
     ] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Draw MODEL's weights at random.")] = False,
     batch: Annotated[

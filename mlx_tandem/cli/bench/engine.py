@@ -164,12 +164,13 @@ async def _chats(folder: Path) -> list[tuple[int, ...]]:
 
 def _make(folder: Path, name: str, load: EngineLoad) -> tuple[str, bool, list[Path]]:
     """Return a folder of the named shape, whether its weights are drawn when it is loaded, and folders of adapters."""
+    from mlx_tandem.cli.bench.hybrid_shape import HYBRIDS, HybridShape
     from mlx_tandem.cli.bench.shapes import POSITIONS, SHAPES, write_adapter, write_model
 
-    if name not in SHAPES:
-        fail(f"there is no shape '{name}'; known are: {', '.join(SHAPES)}")
-    shape = SHAPES[name]
-    drawn = shape.dtype != "float32" or load.bits is not None
+    shape = SHAPES.get(name) or HYBRIDS.get(name)
+    if shape is None:
+        fail(f"there is no shape '{name}'; known are: {', '.join((*SHAPES, *HYBRIDS))}")
+    drawn = isinstance(shape, HybridShape) or shape.dtype != "float32" or load.bits is not None
     longest = max(POSITIONS, load.longest)
     model = write_model(folder / name, shape, positions=longest, weights=not drawn, bits=load.bits)
     with ThreadPoolExecutor() as pool:

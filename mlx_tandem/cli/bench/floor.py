@@ -14,6 +14,7 @@ class Floor:
 
     weights: int  # bytes of weights that every step reads
     token: int  # bytes of the keys and values of one token
+    state: int  # bytes of the states of one sequence
     adapter: int  # bytes of one adapter
     bandwidth: float  # bytes per second
 
@@ -29,6 +30,7 @@ class Floor:
         return cls(
             footprint.read_by_a_step(model.module),
             info.kv_bytes_per_token,
+            sum(pool.block_bytes for pool in info.memory.pools if pool.state),
             footprint.adapter_bytes(model.module, rank, model.dtype.size),
             copy_bandwidth(),
         )
@@ -36,11 +38,11 @@ class Floor:
     def of_step(self, rows: int, context: float, adapters: int, milliseconds: float) -> dict[str, float]:
         """Return the bytes and least time of a step in which `rows` rows decode at `context` tokens each.
 
-        It reads the weights once, every row's keys and values (the last token's are written), and the arrays of the
-        adapters in use. `bandwidth_share` is the share of the copying bandwidth that the step reached in
+        It reads the weights once, every row's keys and values (the last token's are written), the arrays of the
+        adapters in use, and it reads and writes every row's states. `bandwidth_share` is the share of the copying bandwidth that the step reached in
         `milliseconds`.
         """
-        cache = rows * context * self.token
+        cache = rows * (context * self.token + 2 * self.state)
         moved = self.weights + cache + adapters * self.adapter
         floor = moved / self.bandwidth * 1e3
         return {

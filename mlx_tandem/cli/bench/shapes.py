@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_tandem.cli.bench.hybrid_shape import HybridShape
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Control tokens of the vocabulary."""
 _TEMPLATE = (
@@ -50,6 +52,33 @@ class Shape:
     def parameters(self) -> int:
         """The number of parameters."""
         return sum(int(np.prod(shape)) for shape in self.tensors().values())
+
+    def adapted(self) -> dict[str, tuple[int, int]]:
+        """Return the (outputs, inputs) of every linear of the layers by its name."""
+        return {
+            f"model.layers.{layer}.{name}": dims
+            for layer, (name, dims) in product(range(self.layers), self.linears().items())
+        }
+
+    def config(self, positions: int, stop: list[int]) -> dict[str, Any]:
+        """Return the content of `config.json`; `stop` are the tokens that end a sequence."""
+        return {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": 1e-6,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": positions,
+            "tie_word_embeddings": self.tied,
+            "rope_theta": 1_000_000.0,
+            "eos_token_id": stop,
+            "torch_dtype": self.dtype,
+        }
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return the (outputs, inputs) of each linear of a layer."""
@@ -90,7 +119,7 @@ SHAPES: dict[str, Shape] = {
 
 def write_model(
     folder: Path,
-    shape: Shape,
+    shape: Shape | HybridShape,
     *,
     positions: int = POSITIONS,
     weights: bool = True,
@@ -103,42 +132,29 @@ def write_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(folder, shape.vocab, positions)
-    config: dict[str, Any] = {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "intermediate_size": shape.intermediate,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": shape.tied,
-        "rope_theta": 1_000_000.0,
-        "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
-        "torch_dtype": shape.dtype,
-    }
+    config = shape.config(positions, [ids["<|im_end|>"], ids["<|endoftext|>"]])
     if bits:
         config["quantization"] = {"group_size": 64, "bits": bits}
     _write_json(folder / "config.json", config)
     if weights:
+        if isinstance(shape, HybridShape):
+            raise ValueError("the weights of this shape are drawn when they are loaded; use random weights")
         if shape.parameters > _MAX_WRITTEN:
             raise ValueError(f"{shape.parameters:,} parameters are too many to write; use random weights instead")
         _write_weights(folder / "model.safetensors", shape, seed)
     return folder
 
 
-def write_adapter(folder: Path, shape: Shape, *, rank: int = 16, scale: float = 2.0, seed: int = 0) -> Path:
+def write_adapter(
+    folder: Path, shape: Shape | HybridShape, *, rank: int = 16, scale: float = 2.0, seed: int = 0
+) -> Path:
     """Write an adapter folder in mlx-lm's format with a delta on every linear, strong enough to change answers."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     tensors: dict[str, NDArray[np.float32]] = {}
-    for layer, (name, (out, into)) in product(range(shape.layers), shape.linears().items()):
-        at = f"model.layers.{layer}.{name}"
+    for at, (out, into) in shape.adapted().items():
         tensors[f"{at}.lora_a"] = rng.normal(0, into**-0.5, (into, rank)).astype(np.float32)
         tensors[f"{at}.lora_b"] = rng.normal(0, 0.2 * rank**-0.5, (rank, out)).astype(np.float32)
     save_file(tensors, folder / "adapters.safetensors")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
@@ -69,6 +69,19 @@ class StateView:
         self.lines: list[mx.array] = []
 
 
+class Place(NamedTuple):
+    """The place of one array of the states of a forward in the pool: a kernel may read and write it there.
+
+    number: that of the array in the layer. pool: [lines, width]. read, write: int32 [rows], the line of each row before
+    and after the forward.
+    """
+
+    number: int
+    pool: mx.array
+    read: mx.array
+    write: mx.array
+
+
 class StateCache(ArraysCache):
     """The cache of one recurrent layer, bound to arrays of the pool for each forward.
 
@@ -82,6 +95,7 @@ class StateCache(ArraysCache):
         self._read: list[mx.array] = []
         self._view: StateView | None = None
         self._after_turns: dict[int, list[mx.array]] = {}  # the states of each array
+        self._written: set[int] = set()  # arrays whose new states are in the pool already
 
     @property
     def turns(self) -> Turns | None:
@@ -91,6 +105,23 @@ class StateCache(ArraysCache):
     def keep_turns(self, index: int, states: list[mx.array]) -> None:
         """Take the states of one array after each turn, [rows, …] after the first and [drafting, …] after others."""
         self._after_turns[index] = states
+
+    def place_of(self, state: mx.array) -> Place | None:
+        """Return the place of an array that this cache gave to its layer. Return None if the layer has changed it, or
+        if its new states have to be kept apart, after each turn.
+        """
+        view = self._view
+        index = next((i for i, own in enumerate(self._read) if own is state), None)
+        if view is None or view.turns is not None or index is None:
+            return None
+        assert view.read is not None and view.written_to is not None
+        return Place(index, self._arrays[index], view.read, view.written_to)
+
+    def wrote(self, place: Place, done: mx.array) -> None:
+        """Note that the new states of this array are in the pool; `done` [1] depends on their write."""
+        assert self._view is not None
+        self._view.written.append(done)
+        self._written.add(place.number)
 
     def bind(self, arrays: Sequence[mx.array], view: StateView) -> None:
         """Bind the cache for a forward. `arrays`: [rows, width] for each array of the state."""
@@ -108,6 +139,7 @@ class StateCache(ArraysCache):
         assert view is not None
         self._arrays, self._read, self._view, self.cache = [], [], None, [None] * len(arrays)
         turns, self._after_turns = self._after_turns, {}
+        written, self._written = self._written, set()
         if view.turns is not None:
             if len(turns) == len(arrays):  # else the forward has failed
                 each = (turns[i] for i in range(len(arrays)))
@@ -120,8 +152,11 @@ class StateCache(ArraysCache):
         if inplace.writing().store is None:
             view.lines += lines
             return arrays
+        read = [own for i, own in enumerate(read) if i not in written]
         rows = after([zero_of(read)], view.written_to) if read else view.written_to  # no write before the reads
         for i, new in enumerate(lines):
+            if i in written:
+                continue
             arrays[i], zero = write(arrays[i], rows, new)
             view.written += [] if zero is None else [zero]
         return arrays

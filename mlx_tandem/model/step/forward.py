@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
-from mlx_tandem.model import cpu, device
+from mlx_tandem.model import cpu, depthwise, device
 from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
@@ -133,6 +133,8 @@ class Forward:
         self._place = len(own)  # of the head's arrays in the pools
         self._caches: Sequence[Any] = [*own, *states]
         self._arranged = arranged(module, own, states)
+        if states:
+            depthwise.speed_up(module)
         for recurrent in (recurrent_modules(module) or ()) if states else ():
             if not isinstance(recurrent, InTurns):
                 mix_in(recurrent, InTurns)

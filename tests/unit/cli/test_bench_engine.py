@@ -19,6 +19,7 @@ from mlx_tandem import demo
 from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer
 from mlx_tandem.cli.bench.engine import Batch, EngineBench, EngineLoad
 from mlx_tandem.cli.bench.floor import Floor
+from mlx_tandem.cli.bench.hybrid_shape import HybridShape
 from mlx_tandem.cli.bench.plot import plot_engine
 from mlx_tandem.cli.bench.script import Script, ScriptChannel, Work
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
@@ -179,13 +180,13 @@ def test_the_least_that_a_step_moves(model: ModelConfig) -> None:
     assert footprint.read_by_a_step(module) == 4 * SHAPE.parameters
     widths = sum(i + o for o, i in SHAPE.linears().values()) * SHAPE.layers
     assert footprint.adapter_bytes(module, 16, 2) == 2 * 16 * widths
-    floor = Floor(weights=1000, token=10, adapter=100, bandwidth=1e6)
+    floor = Floor(weights=1000, token=10, state=3, adapter=100, bandwidth=1e6)
     assert floor.of_step(rows=4, context=25.0, adapters=2, milliseconds=4.4) == {
         "weight_bytes": 1000,
-        "cache_bytes": 1000,
+        "cache_bytes": 1024,  # the states are read and written
         "adapter_bytes": 200,
-        "floor_ms": 2.2,
-        "bandwidth_share": 0.5,
+        "floor_ms": 2.224,
+        "bandwidth_share": 0.505,
     }
 
 
@@ -195,6 +196,15 @@ def test_an_embedding_that_is_looked_up_is_not_read(tmp_path: Path) -> None:
     shape = SHAPES["qwen3-8b"]
     item = mx.float32.size  # on this device
     assert footprint.read_by_a_step(module) == item * (shape.parameters - shape.vocab * shape.hidden)
+
+
+def test_a_hybrid_s_shape_is_that_of_its_model(tmp_path: Path) -> None:
+    shape = HybridShape(64, 8, 4, 2, 16, 128, 512, 2, 4, 16)
+    config = ModelConfig(path=str(write_model(tmp_path, shape, weights=False)), random_weights=True)
+    module = loader.load_unread(config, lambda stage, fraction: None).module
+    assert {k: (s.outputs, s.inputs) for k, s in footprint.linears(module).items()} == shape.adapted()
+    with pytest.raises(ValueError, match="random"):
+        write_model(tmp_path, shape)
 
 
 def test_a_quantised_shape_is_measured_as_what_it_is(tmp_path: Path) -> None:
@@ -216,7 +226,7 @@ def test_ratios_are_of_neighbours_in_time() -> None:
         ]
 
     sides = {"tandem": rounds(100, 200, 300), "same": rounds(90, 160, 270), "mixed": rounds(45, 160, 240)}
-    found = summary(8, 10, sides, Floor(1, 1, 1, 1.0), adapters=4)
+    found = summary(8, 10, sides, Floor(1, 1, 0, 1, 1.0), adapters=4)
     assert found["ratio"] == {"same/base": 0.9, "mixed/base": 0.8, "mixed/same": 0.889}
     assert found["mixed"]["adapter_bytes"] == 4
     assert found["mixed"]["cache_bytes"] == 8 * (10 + 2)
