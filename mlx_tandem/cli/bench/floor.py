@@ -38,9 +38,9 @@ class Floor:
     def of_step(self, rows: int, context: float, adapters: int, milliseconds: float) -> dict[str, float]:
         """Return the bytes and least time of a step in which `rows` rows decode at `context` tokens each.
 
-        It reads the weights once, every row's keys and values (the last token's are written), the arrays of the
-        adapters in use, and it reads and writes every row's states. `bandwidth_share` is the share of the copying bandwidth that the step reached in
-        `milliseconds`.
+        It reads the weights once, every row's keys and values (the last token's are written), and the arrays of the
+        adapters in use. It reads and writes every row's states. `bandwidth_share` is the share of the copying bandwidth
+        that the step reached in `milliseconds`.
         """
         cache = rows * (context * self.token + 2 * self.state)
         moved = self.weights + cache + adapters * self.adapter
