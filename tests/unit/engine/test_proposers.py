@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.drafting import predicted_of
 from mlx_tandem.engine.plan import Row, RowKind, StepPlan, StepResult
-from mlx_tandem.engine.proposers import ngram
+from mlx_tandem.engine.proposers import Asked, ngram
+from mlx_tandem.engine.proposers.draft_model import DraftModel
 from mlx_tandem.engine.proposers.ngram import NgramIndex
 from mlx_tandem.engine.proposers.payoff import FIRST, LONGEST, PROBE, SHORTEST, SKIPPED, Payoff
-from mlx_tandem.engine.proposers.speculation import MOST_DRAFTS, Speculation
+from mlx_tandem.engine.proposers.speculation import MOST_DRAFTS, WITHOUT_MODEL, Speculation
 from mlx_tandem.types import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1000)
@@ -58,6 +60,17 @@ def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert found[0] == 9 and index.find(tokens, tokens) == (100, 2)
 
 
+def test_one_call_indexes_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "INDEXED_AT_ONCE", 10)
+    tokens = list(range(100))
+    index = NgramIndex(2, 4)
+    found = []
+    for _ in range(3):
+        index.extend(tokens)
+        found.append([n for n in range(2, 50) if index.find(tokens, tokens[n - 2 : n])[0] == n])
+    assert found == [list(range(2, 12)), list(range(2, 22)), list(range(2, 32))]
+
+
 def test_tokens_before_the_first_are_not_looked_at() -> None:
     tokens = [1, 2, 3, 9, 9, 1, 2]
     index = NgramIndex(2, 4, first=3)
@@ -90,7 +103,9 @@ def test_a_copy_gets_more_drafts_until_one_is_rejected() -> None:
     proposer.settle(request, 0, 63, 2)
     assert len(proposer.propose(request, 0, tokens, 0, 100)) == 3
     assert list(proposer.propose(request, 0, tokens, 0, 2)) == [1]
-    assert (proposer.counts.rows, proposer.counts.drafted, proposer.counts.accepted) == (6, 182, 121)
+    counts = proposer.counts
+    assert (counts.rows, counts.drafted, counts.accepted) == (6, 182, 121)
+    assert counts.by_position == [6] * 2 + [5] + [4] * 4 + [3] * 8 + [2] * 16 + [1] * 32
 
 
 def test_drafts_behind_drafts_go_on_only_while_all_are_accepted() -> None:
@@ -167,6 +182,103 @@ def test_a_text_that_repeats_itself_is_followed_where_it_is() -> None:
     lines = tuple(token for n in range(20) for token in (5, 5, 5, 5, 5, 5, 5, 5, 5, 30 + n))
     request = Request(0, (1, 2, 3), PARAMS, prediction=lines)
     assert answered(request, lines, proposer=speculation(method="none")) == (8, 0)
+
+
+def test_what_repeats_itself_is_followed_where_it_is_after_a_token_more() -> None:
+    """Once the answer has been found again, its next tokens are expected there, and not where they stand later."""
+    line = (5, 5, 5, 5, 5, 5, 5, 5, 5)
+    said = (20, 21, 22, *line, 30, 31, 32, *line, 40, 41, 42, *line, 50, 51, 52)
+    request = Request(0, (1, 2, 3), PARAMS, prediction=said)
+    proposer = speculation(method="none")
+    tokens = [*request.prompt, 9, *said[:3]]
+    assert list(proposer.propose(request, 0, tokens, 0, 3)) == list(said[3:6])
+    tokens += said[3:12]
+    assert list(proposer.propose(request, 0, tokens, 0, 3)) == [30, 31, 32]
+
+
+def test_without_look_up_nothing_is_copied_from_the_prompt() -> None:
+    request, proposer = Request(0, (1, 2, 3, 4) * 4, PARAMS), speculation(prompt_lookup=False)
+    assert not proposer.propose(request, 0, request.prompt, 0, 9)
+    assert not proposer.propose(request, 0, [*request.prompt, 1, 2], 0, 9)
+    assert list(proposer.propose(request, 0, [*request.prompt, 1, 2, 3, 1, 2], 0, 1)) == [3]
+
+
+def test_a_sequence_waits_for_its_newest_token_while_its_drafts_are_accepted_on_average() -> None:
+    request, proposer = Request(0, (1, 2, 3, 4) * 4, PARAMS), speculation()
+    proposer.propose(request, 0, request.prompt, 0, 3)
+    for _ in range(20):
+        proposer.settle(request, 0, 3, 3)
+    assert not proposer.needs_newest(request, 0), "all were accepted, so drafts follow the drafts"
+    waits = []
+    for _ in range(5):
+        proposer.settle(request, 0, 3, 0)
+        waits.append(proposer.needs_newest(request, 0))
+    assert waits == [True, True, True, False, False], "3 · 0.7³ > 1 > 3 · 0.7⁴"
+
+
+class Small:
+    """A draft model that makes as many drafts as it is asked for, or none, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.first_use, self.has_drafts = False, True
+        self.most: list[int] = []
+
+    def draft(self, asked: Sequence[Asked]) -> dict[tuple[int, int], tuple[int, ...]]:
+        self.most += [a.most for a in asked]
+        return {(a.request.id, a.choice): (7,) * a.most for a in asked if a.most} if self.has_drafts else {}
+
+    def forget(self, key: tuple[int, int]) -> None:
+        self.most.clear()
+
+
+def with_model() -> tuple[Speculation, Small]:
+    model = Small()
+    return Speculation(SpeculationConfig(method="draft"), cast(DraftModel, model), clock=lambda: 0.0), model
+
+
+def test_a_draft_model_is_asked_for_fewer_only_once_its_drafts_are_wrong_again_and_again() -> None:
+    request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
+    tokens = list(request.prompt)
+    for accepted in (5, 5, 5, 0, 5, 0):
+        proposer.prepare([Asked(request, 0, tokens, 0, 100)])
+        assert list(proposer.propose(request, 0, tokens, 0, 100)) == [7] * model.most[-1]
+        proposer.settle(request, 0, 5, accepted)
+        tokens += [1] * 8
+    assert model.most == [3] * 6, "5 drafts, in one of the few numbers of rows that are traced"
+    for _ in range(9):
+        proposer.settle(request, 0, 1, 0)
+    tokens += [1] * 64
+    proposer.prepare([Asked(request, 0, tokens, 0, 100)])
+    tokens += [1] * 64
+    proposer.prepare([Asked(request, 0, tokens, 0, 100)])
+    assert model.most[-1] == 1
+    proposer.forget(request, 0)
+    assert not model.most, "the draft model forgets the sequence, too"
+
+
+def test_nobody_waits_for_a_draft_model_that_has_nothing() -> None:
+    request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
+    model.has_drafts = False
+    waits = []
+    for length in range(3, 22):
+        proposer.prepare([Asked(request, 0, [1] * length, 0, 100)])
+        waits.append(proposer.needs_newest(request, 0))
+    assert not any(waits)
+    assert [n for n, most in enumerate(model.most) if most] == [0, WITHOUT_MODEL, 2 * WITHOUT_MODEL]
+    model.has_drafts = True
+    proposer.prepare([Asked(request, 0, [1] * 40, 0, 100)])
+    assert proposer.needs_newest(request, 0)
+
+
+def test_a_new_step_of_the_draft_model_leaves_out_one_measurement() -> None:
+    request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
+    noted: list[bool] = []
+    proposer.payoff.note = lambda now, tokens, *, usual, new: noted.append(new)  # type: ignore[method-assign]
+    for first_use in (False, True, False, False):
+        model.first_use = first_use
+        proposer.prepare([Asked(request, 0, [1, 2, 3], 0, 100)])
+        proposer.observe(StepPlan((Row(RowKind.DECODE, 0, 0, 0, 5, (1,), (), True),)), StepResult([(1,)]))
+    assert noted == [False, True, False, False]
 
 
 def test_a_longer_match_with_its_own_tokens_wins() -> None:
@@ -260,6 +372,42 @@ def test_new_shapes_without_an_end_count() -> None:
         now += 3.0 if used[-1] else 1.0
         payoff.note(now, 2 if used[-1] else 1, usual=True, new=used[-1])
     assert used[500:].count(True) < 100
+
+
+def test_rates_are_those_of_either_way_without_the_steps_of_a_change() -> None:
+    payoff, now, before = Payoff(), 0.0, True
+    for _ in range(1000):
+        drafts = payoff.uses_drafts(4)
+        now += 1.0 if drafts == before else 50.0
+        before = drafts
+        payoff.note(now, 6 if drafts else 4, usual=True)
+    assert payoff.state["uses_drafts"]
+    assert payoff.state["tokens_per_s_with"] == pytest.approx(1500)
+    assert payoff.state["tokens_per_s_without"] == pytest.approx(1000)
+
+
+def test_a_step_counts_for_the_size_of_its_own_batch() -> None:
+    """Every fourth step is one of a large batch. Two of these never follow each other, so their rate stays unknown."""
+    payoff = Payoff()
+    for now in range(600):
+        payoff.uses_drafts(32 if now % 4 == 3 else 4)
+        payoff.note(float(now), 9, usual=True)
+    assert not payoff.state["tokens_per_s_with"] and not payoff.state["tokens_per_s_without"]
+    payoff.uses_drafts(4)
+    assert payoff.state["tokens_per_s_with"]
+
+
+def test_a_step_in_which_nothing_may_draft_is_not_measured() -> None:
+    now = [0.0]
+    proposer = Speculation(SpeculationConfig(method="ngram", disable_batch_size=8), clock=lambda: now[0])
+    step = StepPlan(tuple(Row(RowKind.DECODE, n, n, 0, 5, (1,), (), True) for n in range(4)))
+    for _ in range(60):
+        for rows, seconds in ((4, 0.001), (9, 0.05)):
+            proposer.is_on(rows)
+            now[0] += seconds
+            proposer.observe(step, StepResult([(1,)] * 4))
+    stats = proposer.stats()
+    assert stats is not None and stats.tokens_per_s_with == pytest.approx(1000)
 
 
 def test_only_usual_steps_are_measured() -> None:
