@@ -121,14 +121,13 @@ class WorkerPool(Generic[A]):
         items: list[_Waiting[A]] = []
         size = 0
         while self._waiting and len(items) < most:
-            size += len(self._waiting[0].item)
-            if items and size > MOST_BYTES_AT_ONCE:
-                break
-            waiting = self._waiting.popleft()
-            if waiting.future.done():
-                size -= len(waiting.item)
-            else:
+            waiting = self._waiting[0]
+            if not waiting.future.done():
+                size += len(waiting.item)
+                if items and size > MOST_BYTES_AT_ONCE:
+                    break
                 items.append(waiting)
+            self._waiting.popleft()
         return items
 
     def _refuse(self, waiting: _Waiting[A]) -> None:

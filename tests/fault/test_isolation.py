@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mlx_tandem.errors import EngineError, Overloaded
+from mlx_tandem.isolation import process
 from mlx_tandem.isolation.pool import Bounds, WorkerPool
 from mlx_tandem.isolation.process import Lost, Program, WorkerProcess
 from tests.fault.worker_program import Said, decode_answer
@@ -70,7 +71,14 @@ def test_one_process_answers_in_order_and_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("item", "kind"),
-    [("spin", "timeout"), ("sleep", "timeout"), ("hoard", "memory"), ("die", "died"), ("much", "died")],
+    [
+        ("spin", "timeout"),
+        ("sleep", "timeout"),
+        ("alarm", "timeout"),
+        ("hoard", "memory"),
+        ("die", "died"),
+        ("much", "died"),
+    ],
 )
 def test_an_item_loses_its_own_answer_only(tmp_path: Path, item: str, kind: str) -> None:
     async def use(pool: Pool) -> None:
@@ -79,6 +87,22 @@ def test_an_item_loses_its_own_answer_only(tmp_path: Path, item: str, kind: str)
         assert answers == [Said("a"), Lost(kind), Said("b"), Lost(kind), Said("c")]
 
     with_pool(tmp_path, use, silence=1.0)
+
+
+def test_a_worker_has_the_time_of_a_start_each_time_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The silence that the last one was allowed does not count."""
+
+    async def use(pool: Pool) -> None:
+        os.kill(await pid(pool), signal.SIGKILL)
+        monkeypatch.setattr(process, "START_SECONDS", 0.001)
+        with pytest.raises(EngineError, match="could not be started"):
+            await pid(pool)
+        monkeypatch.undo()
+        await pid(pool)
+
+    with_pool(tmp_path, use)
 
 
 def test_who_was_killed_from_outside_is_started_again_and_asked_again(tmp_path: Path) -> None:

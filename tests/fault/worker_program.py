@@ -37,6 +37,8 @@ def answer(raw: bytes) -> Said:
                     pass
             elif word == "sleep":
                 time.sleep(1000)
+            elif word == "alarm":
+                signal.raise_signal(signal.SIGALRM)
             elif word == "hoard":
                 kept = [b"x" * (1 << 20) for _ in range(1 << 20)]
                 return Said(str(len(kept)))
