@@ -80,11 +80,20 @@ def test_folders_under_the_root_are_models(server: RunningServer) -> None:
     states = {name: (models[name]["loaded"], models[name]["status"]) for name in ("a0", "a39", "both")}
     assert states == {"a0": (True, "loaded"), "a39": (False, "available_not_loaded"), "both": (True, "loaded")}
     assert (models["a39"]["root"], models["a39"]["parent"]) == ("a39", "tandem-demo")
+    tags, running = (
+        {m["name"]: m for m in server.client.get(f"/api/{route}").json()["models"]} for route in ("tags", "ps")
+    )
+    assert set(tags) == set(models)
+    assert set(running) == {name for name, model in models.items() if model["loaded"]}
+    assert (tags["a0"]["digest"], tags["a0"]["size"]) != (tags["a39"]["digest"], tags["a39"]["size"])
+    read = names["a0"]
+    assert (tags["a0"]["digest"], tags["a0"]["size"]) == (read["digest"], read["memory_bytes"])
     # Reading them needs no command, more of them than fit into memory or slots take turns, and each is itself.
     for i in range(40):
         assert answer(server, f"a{i}") == ANSWERS["shout" if i % 2 else "json"]
     listed = server.client.get("/v1/adapters").json()
     assert listed["loaded"] <= 2 and listed["resident"] <= 3
+    assert listed["evictions"] >= 30
     entry = server.client.get("/v1/adapters/a3").json()
     assert entry["requests"] == 1 and entry["open"] == 0 and entry["size_bytes"] > 0
 

@@ -62,7 +62,7 @@ class Places(RuleBasedStateMachine):
     def arrive(self, choices: int) -> None:
         taken = sum(c for c, _ in self.open)
         load = self.client.occupancy
-        full = self.open and load.used_blocks >= self.threshold * 64
+        full = self.open and load.used_blocks / 64 >= self.threshold
         fits = taken + choices <= SEATS + self.queue and not full and not (0 < self.most <= len(self.open))
         stack = ExitStack()
         if choices > SEATS + self.queue:
@@ -86,7 +86,7 @@ class Places(RuleBasedStateMachine):
             with pytest.raises(error), stack:
                 raise error
 
-    @rule(used=st.integers(0, 64))
+    @rule(used=st.one_of(st.integers(0, 64), st.sampled_from([32, 64])))  # among these exactly a threshold
     def hear(self, used: int) -> None:
         self.client.occupancy = Occupancy(1, 0, used, 64 - used)
 
@@ -114,6 +114,12 @@ def test_the_arrays_of_images_are_counted() -> None:
             gate.check(1, 1)
     gate.check(1, 1)
     assert gate.refused["open_images"] == 1
+    with gate.admitted(1), gate.admitted(1, MAX_OPEN_ARRAYS + 1):  # The first one has no images.
+        pass
+    exactly = gate.admitted(1, MAX_OPEN_ARRAYS - 5), gate.admitted(1, 5)
+    with exactly[0], exactly[1], pytest.raises(Overloaded, match="images"):
+        gate.check(1, 1)
+    assert gate.open_arrays == 0
 
 
 def retry_after(admission: RequestAdmission, choices: int = 1) -> float:

@@ -55,6 +55,17 @@ def test_the_last_token_sees_everything_before_it(server) -> None:
     assert np.abs(cut - one).max() > 1e-3
 
 
+def test_the_end_of_a_prompt_is_kept_and_of_a_text_for_ollama_its_beginning(server) -> None:
+    ids = server.client.post("/tokenize", json={"prompt": TEXTS[1]}).json()["tokens"]
+    last = embed(server, input=[ids[-3:]])[0]
+    np.testing.assert_allclose(embed(server, input=[ids], truncate_prompt_tokens=3)[0], last, atol=2e-3)
+    long = " ".join(map(str, range(700)))
+    ids = server.client.post("/tokenize", json={"prompt": long}).json()["tokens"]
+    assert len(ids) > 1023
+    cut = server.client.post("/api/embed", json={"model": "base", "input": long}).json()
+    np.testing.assert_allclose(cut["embeddings"][0], embed(server, input=[ids[:1023]])[0], atol=2e-3)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

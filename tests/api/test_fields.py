@@ -12,7 +12,7 @@ from msgspec import structs
 
 from mlx_tandem.engine.messages import Output, Submit
 from mlx_tandem.types import Delta, Request
-from tests.api.scripted import Peer, scripted_server
+from tests.api.scripted import INFO, Peer, scripted_server
 
 HELLO = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -23,20 +23,21 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"model": "base", "messages": HELLO, "options": {"num_predict": 9}, "stream": False},
     "/api/generate": {"model": "base", "prompt": "hi", "options": {"num_predict": 9}, "stream": False},
 }
+EMBEDDINGS = "/v1/embeddings"
 OPENAI, OLLAMA = ("/v1/chat/completions", "/v1/completions"), ("/api/chat", "/api/generate")
 ALL = [p for p in BODIES if p not in OLLAMA]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[httpx.Client, Peer]]:
-    with scripted_server() as (client, peer, _):
+    with scripted_server(structs.replace(INFO, hidden_size=8)) as (client, peer, _):
         yield client, peer
 
 
 def asked(served: tuple[httpx.Client, Peer], path: str, **fields: Any) -> Request:
     """What the engine is asked for. Its seed and number are left out: they differ from request to request."""
     client, peer = served
-    body = BODIES[path] | fields
+    body = BODIES.get(path, {"model": "base"}) | fields
     if path in OLLAMA:
         body["options"] = BODIES[path]["options"] | fields.get("options", {})
     found: list[Request] = []
@@ -160,6 +161,21 @@ def test_logprobs_of_ollama(served: tuple[httpx.Client, Peer], path: str) -> Non
     check(served, path, {"logprobs": True}, {"logprobs": 0})
     check(served, path, {"logprobs": True, "top_logprobs": 2}, {"logprobs": 2})
     check(served, path, {"logprobs": False}, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "made"),
+    [
+        ({"priority": -2}, {"priority": -2}),
+        ({"pooling": "last"}, {"pooling": "last"}),
+        ({"truncate_prompt_tokens": 2}, {"prompt": (303, 304)}),
+        ({"truncate_prompt_tokens": 9}, {}),
+    ],
+)
+def test_embeddings(served: tuple[httpx.Client, Peer], fields: dict[str, Any], made: dict[str, Any]) -> None:
+    prompt = {"input": [[301, 302, 303, 304]]}
+    own, plain = (asked(served, EMBEDDINGS, **prompt, **more) for more in (fields, {}))
+    assert own == structs.replace(plain, **made)
 
 
 def test_what_is_said_first_is_part_of_the_prompt(served: tuple[httpx.Client, Peer]) -> None:

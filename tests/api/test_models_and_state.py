@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -77,8 +78,9 @@ def test_an_alias_cannot_be_called_like_the_base(server, name):
 
 
 def test_an_adapter_comes_changes_and_goes(server):
-    load = {"name": "guest", "path": str(demo.ADAPTER_PATHS["shout"])}
+    load, began = {"name": "guest", "path": str(demo.ADAPTER_PATHS["shout"])}, int(time.time())
     reply = server.client.post("/v1/adapters", json=load)
+    assert began <= server.client.get("/v1/models/guest").json()["created"] <= time.time()
     assert reply.status_code == 200, reply.text
     first = reply.json()
     assert (first["status"], first["name"], first["id"], first["format"]) == ("loaded", "guest", "guest@1", "mlx-lm")

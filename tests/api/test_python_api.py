@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
+from functools import partial
 
 import numpy as np
 import pytest
 
 from mlx_tandem import Engine, demo
+from mlx_tandem.api.generation import _chat_request, _prompted
 from mlx_tandem.errors import EngineError, InvalidRequest, NotFound
+from mlx_tandem.generation.adapters.model_names import Selection
+from mlx_tandem.types import Request
 
 QUESTION = [{"role": "user", "content": "What is 12 + 5?"}]
 
@@ -177,6 +182,81 @@ def test_wrong_options_and_folders():
         Engine(max_num_seq=3)
     with pytest.raises(NotFound):
         Engine("/does/not/exist")
+
+
+def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> Request:
+    """What the engine is asked for by a call."""
+    found: list[Request] = []
+    submit = engine._front.client.submit
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._front.client, "submit", lambda *made: (found.extend(made), submit(*made))[1])
+        call()
+    (request,) = found
+    return request
+
+
+def test_arguments_reach_the_engine(engine, monkeypatch):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    calls = (
+        lambda **more: engine.generate("Once", max_tokens=1, **more),
+        lambda **more: engine.chat(QUESTION, max_tokens=1, tools=tools, **more),
+        lambda **more: list(engine.stream("Once", max_tokens=1, **more)),
+    )
+    for call in calls:
+        plain = asked(engine, monkeypatch, call)
+        own = asked(engine, monkeypatch, partial(call, priority=-3, speculation=False))
+        assert (plain.priority, plain.speculate) == (0, True)
+        assert (own.priority, own.speculate) == (-3, False)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_the_pooling_reaches_the_engine(engine, monkeypatch, pooling):
+    request = asked(engine, monkeypatch, partial(engine.embed, "a fox", pooling=pooling))
+    assert request.pooling == pooling
+
+
+def test_each_completion_says_how_much_of_its_own_prompt_was_cached(engine):
+    short, long = list(range(300, 310)), list(range(300, 400))
+    engine.generate(long, max_tokens=1)
+    of_short, of_long = engine.generate([short, long], max_tokens=1)
+    assert (of_short.prompt_tokens, of_long.prompt_tokens) == (10, 100)
+    assert of_short.cached_tokens < 10 and 64 <= of_long.cached_tokens < 100
+
+
+def test_the_longest_of_several_prompts_says_how_long_answers_may_be(engine):
+    answers = engine.generate([[300], [300] * 500], ignore_eos=True)
+    assert [len(answer.token_ids) for answer in answers] == [12, 12]
+
+
+def test_one_choice_that_was_asked_for_is_a_list(engine):
+    (one,) = engine.generate("Once", max_tokens=1, n=1)
+    assert one.finish_reason == "length"
+
+
+def test_at_most_one_call_where_calls_are_not_parallel(engine):
+    tools = [
+        {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
+    ]
+    for parallel, most in ((None, None), (True, None), (False, 1)):
+        request = _chat_request(QUESTION, {"tools": tools, "parallel_tool_calls": parallel})
+        work = request.chat(engine._front)
+        chat = engine._call(work)
+        prompted = engine._call(_prompted(engine._front, [chat.prompt], engine._call(_base(engine)), {}, chat))
+        assert prompted.most_calls == most
+
+
+async def _base(engine: Engine) -> list[Selection]:
+    return await engine._generation._select(None)
+
+
+def test_a_closed_engine_is_not_closed_again_at_the_end_of_the_program(monkeypatch):
+    """The program would otherwise keep it in memory until then."""
+    known: list[object] = []
+    monkeypatch.setattr(atexit, "register", known.append)
+    monkeypatch.setattr(atexit, "unregister", known.remove)
+    with Engine(num_blocks=65, max_model_len=128, max_num_seqs=2, adapters={}):
+        assert len(known) == 1
+    assert not known
 
 
 def test_a_closed_engine(engine):

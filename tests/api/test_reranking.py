@@ -90,6 +90,8 @@ def test_documents_are_sorted(reranker, path):
     assert [list(result) for result in best] == [["index", "relevance_score"]] * 2
     assert [result["index"] for result in best] == [result["index"] for result in results[:2]]
     assert [result["relevance_score"] for result in best] == pytest.approx(scores[:2], abs=1e-4)
+    usage = reranker.client.post(path, json=asked).json()["usage"]
+    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] == usage["total_tokens"]
 
 
 def test_a_document_cannot_answer_for_the_model(reranker):

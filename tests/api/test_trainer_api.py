@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mlx_tandem import Engine, demo
 from mlx_tandem.adapters.convert import inspect
-from mlx_tandem.engine.learning import Datum, Truncation
+from mlx_tandem.api.conversations import _said
+from mlx_tandem.api.data import check_data
+from mlx_tandem.api.generation import Completion, FunctionCall
+from mlx_tandem.engine.learning import Datum, LossConfig, Truncation
 from mlx_tandem.errors import Conflict, InvalidRequest, ModelError, NotFound
+from mlx_tandem.files import StorageError
 
 QUESTION = [{"role": "user", "content": "Sort down: 5 3 9 1"}]
 LESSON = [{"messages": [*QUESTION, {"role": "assistant", "content": "9 5 3 1"}]}]
@@ -195,6 +203,66 @@ def test_beginning_with_an_adapter(engine):
     data = [{"prompt": engine.codec.chat(QUESTION, asks=True), "completion": list(served.token_ids)}]
     own = trainer.forward(data).logprobs[0]
     assert own == pytest.approx([step.model for step in served.logprobs], abs=1e-4)
+
+
+def test_beginning_with_an_adapter_under_another_rule_of_scale(engine):
+    trainer = engine.trainer("rs-down", init_from="down", rslora=True)
+    found = inspect(demo.ADAPTER_PATHS["down"])
+    assert trainer.info.alpha / math.sqrt(trainer.info.rank) == pytest.approx(found.scales[0])
+    served = engine.chat(QUESTION, adapter="down", temperature=0, logprobs=0)
+    data = [{"prompt": engine.codec.chat(QUESTION, asks=True), "completion": list(served.token_ids)}]
+    own = trainer.forward(data).logprobs[0]
+    assert own == pytest.approx([step.model for step in served.logprobs], abs=1e-4)
+    trainer.close()
+
+
+def test_a_trainer_that_cannot_be_saved_leaves_nothing_behind(engine, tmp_path: Path, monkeypatch):
+    trainer = engine.trainer("unsaved", rank=2)
+
+    async def fails(name: str, folder: str) -> None:
+        (Path(folder) / "half").write_text("x")
+        raise StorageError("the drive is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._front.client, "save_trainer", fails)
+        with pytest.raises(StorageError):
+            trainer.save(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "saved").mkdir()  # an empty folder may be there
+    trainer.save(tmp_path / "saved")
+    assert inspect(tmp_path / "saved").ranks == (2,)
+    trainer.close()
+
+
+def test_an_example_may_be_as_long_as_the_context(engine):
+    loss = LossConfig("cross_entropy")
+    (datum,) = check_data([{"prompt": [300] * 500, "completion": [300] * 12}], engine.codec, loss)
+    assert len(datum.tokens) == 512
+    with pytest.raises(InvalidRequest) as e:
+        check_data([LESSON[0], {"prompt": [300] * 500, "completion": [300] * 13}], engine.codec, loss)
+    assert (e.value.param, e.value.code) == ("data[1]", "context_length_exceeded")
+
+
+def test_only_a_prompt_that_is_text_gets_the_tokens_that_begin_one() -> None:
+    codec: Any = SimpleNamespace(text=lambda text, begins: [1, 2] if begins else [2], vocab_size=9, longest=9)
+    loss = LossConfig("cross_entropy")
+    begun, plain = check_data(
+        [{"prompt": "a", "completion": [5, 6]}, {"prompt": [5, 6], "completion": "a"}], codec, loss
+    )
+    assert (begun.tokens, begun.prompt_length) == ((1, 2, 5, 6), 2)
+    assert (plain.tokens, plain.prompt_length) == ((5, 6, 2), 2)
+
+
+def test_an_answer_is_a_message_with_its_thoughts_and_calls() -> None:
+    answer = Completion("said", (5,), None, "stop", None, 3)
+    assert _said(answer) == {"role": "assistant", "content": "said"}
+    answer = replace(answer, reasoning="so", tool_calls=(FunctionCall("id", "add", "{}"),))
+    assert _said(answer) == {
+        "role": "assistant",
+        "content": "said",
+        "reasoning_content": "so",
+        "tool_calls": [{"id": "id", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+    }
 
 
 def test_requests_run_while_it_learns(engine):

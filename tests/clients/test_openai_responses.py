@@ -60,6 +60,12 @@ def test_a_response_continues_another_one(client, stream):
     assert (second.output_text, second.previous_response_id) == ("1 + 2 = 3.", first.id)
     assert second.usage.input_tokens > first.usage.total_tokens
     assert client.responses.retrieve(second.id).output_text == "1 + 2 = 3."
+    last = text(input="What is 2 + 2?", previous_response_id=second.id)
+    assert last.usage.input_tokens > second.usage.total_tokens, "the first turn is there, too"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        parts = [{"type": "input_audio"}]
+        text(input=[{"role": "user", "content": parts}], previous_response_id=second.id)
+    assert wrong.value.param == "input[0].content[0].type", "items of earlier responses are not counted"
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)

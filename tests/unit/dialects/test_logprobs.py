@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs, TextLogprobs
+from mlx_tandem.dialects.parallm.perplexity import PerplexityRenderer
+from mlx_tandem.generation.answers import Answers
+from mlx_tandem.generation.events import PromptRead, Usage
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.types import TokenLogprob
 
@@ -37,3 +42,10 @@ def test_of_alternatives_that_read_the_same_the_likeliest_counts(
 def test_offsets_are_those_of_the_text_whatever_tokens_are_called(tokens: list[int], as_ids: bool) -> None:
     shown = TextLogprobs(TOKENIZER, as_ids=as_ids).take(tokens, [None] * len(tokens))
     assert shown["text_offset"] == [sum(len(TEXTS[t]) for t in tokens[:i]) for i in range(len(tokens))]
+
+
+def test_the_perplexity_of_what_has_no_probability_is_a_number() -> None:
+    answers = Answers(1, 1)
+    answers.add([PromptRead(0, 0, (TokenLogprob(-math.inf, -math.inf), TokenLogprob(-1.0, -1.0)))])
+    body = json.loads(PerplexityRenderer("base").whole(answers, Usage(3), []))
+    assert (body["token_count"], body["avg_nll"], body["ppl"]) == (2, 5000.0, math.exp(700))

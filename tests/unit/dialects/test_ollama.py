@@ -13,6 +13,7 @@ from msgspec import structs
 
 from mlx_tandem.dialects.ollama.bodies import GenerateBody, Options, refuse_unsupported
 from mlx_tandem.dialects.ollama.messages import chat_form
+from mlx_tandem.dialects.ollama.models import _in_words
 from mlx_tandem.dialects.ollama.plans import _sampling
 from mlx_tandem.dialects.ollama.renderer import ChatRenderer, GenerateRenderer, OllamaRenderer
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
@@ -79,6 +80,14 @@ def test_a_stream_has_the_logprobs_of_all_tokens_those_without_text_included(kin
     lines = Said(events, Usage(7, 0, 5)).stream(kind("base", 0.0, 0.0, ChatLogprobs(tokenizer))).splitlines()
     told = [[one["token"] for one in json.loads(line).get("logprobs", ())] for line in lines]
     assert told == [["0"], ["1", "2"], ["3", "4"]]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [(999, "999"), (1000, "1.0K"), (10**6 - 1, "1000.0K"), (10**6, "1.0M"), (7_620_000_000, "7.6B")],
+)
+def test_a_number_of_parameters_in_words(parameters: int, words: str) -> None:
+    assert _in_words(parameters) == words
 
 
 def test_an_error_is_a_line_of_its_own() -> None:

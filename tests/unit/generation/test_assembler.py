@@ -174,6 +174,24 @@ def test_every_prompt_is_read_once_before_its_choices_speak() -> None:
     assert submission.assembler.usage() == Usage(prompt=6, cached=3, completion=3)
 
 
+def test_predicted_and_thought_tokens_add_up_over_deltas_and_choices() -> None:
+    """The last delta comes after its choice has ended, and does not count."""
+    submission = Submission(n=2, parser=ToyParser)
+    think = byte_level().encode("<think>one two three")
+    submission.assembler.push(
+        [
+            Delta(FIRST, 0, tuple(think), predicted=(3, 1)),
+            Delta(FIRST, 1, (300,), predicted=(2, 2)),
+            Delta(FIRST, 0, (301,), predicted=(0, 4)),
+            Delta(FIRST, 1, (302,), finish="length", predicted=(1, 0)),
+            Delta(FIRST, 1, (303,), predicted=(7, 7)),
+        ]
+    )
+    usage = submission.assembler.usage()
+    assert (usage.accepted, usage.rejected) == (6, 7)
+    assert (usage.completion, usage.reasoning) == (len(think) + 3, len(think) + 1)
+
+
 def test_running_usage_comes_before_the_tokens_that_it_counts() -> None:
     submission = Submission(running_usage=True)
     events = submission.assembler.push([Delta(FIRST, 0, (300,)), Delta(FIRST, 0, (301,), finish="length")])

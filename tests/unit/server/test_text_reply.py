@@ -58,3 +58,16 @@ def test_a_long_reply_to_a_short_request_counts_while_it_is_sent(monkeypatch: py
     assert not any(asyncio.run(reply(LEAST)))
     assert all(asyncio.run(reply(10 * LEAST)))
     assert not is_refused(), "what was sent counts no more"
+
+
+def test_a_text_alone_is_admitted_and_others_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_admission, "MAX_WAITING_TEXT", 10 * LEAST)
+    refused: Counter[str] = Counter()
+    admission = TextAdmission(refused)
+    with admission.admitted(20 * LEAST), pytest.raises(Overloaded), admission.admitted(1):
+        pass
+    with admission.admitted(9 * LEAST), admission.admitted(1), pytest.raises(Overloaded), admission.admitted(1):
+        pass
+    with admission.admitted(9 * LEAST), pytest.raises(Overloaded), admission.admitted(LEAST + 1):
+        pass
+    assert refused == {text_admission.WAITING_TEXT: 3}

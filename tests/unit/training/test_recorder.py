@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.errors import EngineUnavailable
@@ -135,6 +135,10 @@ def answer(number: int, length: int, version: int, kind: str) -> Answer:
     paired=st.booleans(),
     fails=st.sampled_from([False, False, False, True]),
 )
+@example(  # single answers, whose groups are of no known size
+    shape=(2, 1), answers=[(2, NEW, "text", 1.0)] * 9, way="kept and shown", shared=False, across=False, paired=False,
+    fails=False,
+)  # fmt: skip
 def test_each_choice_is_collected_or_its_reason_told(
     shape: tuple[int, int], answers: list[Any], way: str, shared: bool, across: bool, paired: bool, fails: bool
 ) -> None:
