@@ -13,7 +13,7 @@ from mlx_tandem.config import Config, EngineConfig, ModelConfig
 from mlx_tandem.engine.messages import Occupancy, Progress
 from mlx_tandem.errors import EngineDied
 from mlx_tandem.generation.metrics import Metrics
-from mlx_tandem.server.health import cache_stats, engine_metrics, health, speculation_stats
+from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health, speculation_stats
 from mlx_tandem.types import DiskStats, EngineStats, SpeculationStats
 from tests.api.scripted import INFO
 
@@ -67,6 +67,33 @@ def test_what_each_state_tells(state: str, told: str, members: set[str]) -> None
         assert body["progress"] == {"stage": "weights", "fraction": 0.25}
     failed = health(front(state, failure=EngineDied("it died")))[1]
     assert failed == body | {"error": "it died"}, "also while the next engine starts"
+
+
+@pytest.mark.parametrize(("used", "told"), [(35, "ok"), (36, "degraded"), (49, "degraded"), (50, "overloaded")])
+def test_pressure_is_told_from_its_bounds_on(used: int, told: str) -> None:
+    """The bounds are shares of the threshold, which is half of the pool here."""
+    found = front(used=used)
+    server = structs.replace(found.config.server, memory_pressure_threshold=0.5)
+    found.config = structs.replace(found.config, server=server)
+    status, body = health(found)
+    assert (status, body["status"]) == (200 if told != "overloaded" else 503, told)
+    assert (body["utilization"], body["threshold"]) == (used / 100, 0.5)
+
+
+def test_batches_of_the_debugging_page() -> None:
+    stats = structs.replace(
+        STATS, steps=10, rows=40, serving_ms=2000.0, prompt_tokens=105, generated_tokens=60, prompt_tokens_per_s=7.5,
+        decode_tokens_per_s=8.5, batch_fill=(1, 2),
+    )  # fmt: skip
+    found = debug_metrics(front(stats=stats))
+    assert found == {
+        "batches_processed": 10, "avg_batch_fill_pct": 50.0, "batch_fill_hist": (1, 2), "queue_depth_last": 32,
+        "stream_batches_processed": 10, "prompt_tps_avg": 50.0, "prompt_tps_last": 7.5, "decode_tps_avg": 30.0,
+        "decode_tps_last": 8.5, "prompt_tokens_total": 105, "decode_tokens_total": 60,
+    }  # fmt: skip
+    none = debug_metrics(front(info=None))
+    assert (none["avg_batch_fill_pct"], none["prompt_tps_avg"], none["decode_tps_avg"]) == (0.0, 0.0, 0.0)
+    assert set(none["batch_fill_hist"]) == {0}
 
 
 def test_memory_is_the_budget_and_what_the_device_has_told() -> None:
