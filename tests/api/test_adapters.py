@@ -93,7 +93,6 @@ def test_folders_under_the_root_are_models(server: RunningServer) -> None:
         assert answer(server, f"a{i}") == ANSWERS["shout" if i % 2 else "json"]
     listed = server.client.get("/v1/adapters").json()
     assert listed["loaded"] <= 2 and listed["resident"] <= 3
-    assert listed["evictions"] >= 30
     entry = server.client.get("/v1/adapters/a3").json()
     assert entry["requests"] == 1 and entry["open"] == 0 and entry["size_bytes"] > 0
 

@@ -9,7 +9,9 @@ import pytest
 from msgspec import structs, to_builtins
 
 from mlx_tandem import demo
+from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.config import Config, EngineConfig, ModelConfig
+from mlx_tandem.dialects.adapters.handlers import listing
 from mlx_tandem.engine.messages import Occupancy, Progress
 from mlx_tandem.errors import EngineDied
 from mlx_tandem.generation.metrics import Metrics
@@ -120,6 +122,19 @@ def test_counters_of_the_drive() -> None:
     assert found == {"enabled": False, "open": True} | own | to_builtins(DISK)
     unread = front(stats=structs.replace(STATS, disk=structs.replace(DISK, reload_seconds=0.0)))
     assert cache_stats(unread)["disk"]["reload_gb_per_s"] == 0.0
+
+
+def test_counters_of_adapters() -> None:
+    stats = structs.replace(
+        STATS, resident_adapters=("a", "b"), loaded_adapters=3, loaded_adapter_bytes=4, adapter_slot_bytes=5,
+        adapter_evictions=6,
+    )  # fmt: skip
+    asked = front(stats=stats)
+    asked.models.registry = Registry()
+    assert listing(asked) == {
+        "adapters": [], "registered": 0, "slots": INFO.max_loras, "resident": 2, "loaded": 3, "loaded_bytes": 4,
+        "slot_bytes": 5, "evictions": 6,
+    }  # fmt: skip
 
 
 def test_counters_of_drafts() -> None:
