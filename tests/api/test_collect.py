@@ -349,7 +349,13 @@ def test_lora_adapter_names_an_adapter_on_every_server(server):
 
 
 def test_a_server_that_does_not_learn_loads_nothing_of_it():
-    heavy = "mlx_tandem.training.online", "mlx_tandem.training.rewards", "mlx_tandem.training.live.learning", "re2"
+    heavy = (
+        "mlx_tandem.training.online",
+        "mlx_tandem.training.rewards",
+        "mlx_tandem.training.live.learning",
+        "re2",
+        "numpy",
+    )
     code = f"import sys, mlx_tandem.server.serve; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
