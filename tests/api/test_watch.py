@@ -15,8 +15,9 @@ import pytest
 from msgspec import structs
 
 from tests.api.learns import learning_config, trajectories
-from tests.serving import RunningServer, demo_config, serving
+from tests.serving import RunningServer, serving
 from tests.terminal import on_terminal
+from tests.unit.cli_tools import tandem
 
 KEY = "a-key-of-some-length"
 
@@ -111,15 +112,13 @@ def test_tensorboard_has_the_updates_of_a_server(learner: RunningServer, metrics
 
 def test_a_wrong_key_is_one_line(learner: RunningServer) -> None:
     words = ["learn", "watch", "--url", learner.url, "--api-key", "another-key"]
-    done = subprocess.run([sys.executable, "-m", "mlx_tandem", *words], capture_output=True, text=True, check=False)
+    done = tandem(*words)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert re.match(rf"tandem: {re.escape(learner.url)} answered with 401: ", done.stderr)
 
 
-def test_a_server_that_does_not_learn_or_goes_away_is_one_line() -> None:
-    with serving(demo_config()) as server:
-        words = [sys.executable, "-m", "mlx_tandem", "learn", "watch", "--url", server.url]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+def test_a_server_that_does_not_learn_is_one_line(server: RunningServer) -> None:
+    done = tandem("learn", "watch", "--url", server.url)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"tandem: {server.url} does not learn: start it with --enable-rl-training\n"
 
