@@ -9,6 +9,8 @@ from collections.abc import Callable
 def until(holds: Callable[[], object]) -> None:
     """Ask until it holds. That it takes a minute means that it never will."""
     deadline = time.monotonic() + 60
+    pause = 0.002
     while not holds():
         assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.005)  # the server has the core meanwhile
+        time.sleep(pause)  # the server has the core meanwhile
+        pause = min(2 * pause, 0.05)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import mul
 
 import numpy as np
 
 from mlx_tandem.engine.plan import RowKind, StepPlan
+from mlx_tandem.engine.prompt_cost import features
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Chunk lengths that the runner pads to. They are few, so that each is traced once."""
@@ -64,7 +64,7 @@ class CostModel:
 
     def fit(self, chunks: list[tuple[int, int, float]], decodes: list[tuple[int, float]] | None = None) -> None:
         """Fit the forms to measured chunks (length, context, milliseconds) and decode steps (rows, milliseconds)."""
-        self._chunk_form = _nonnegative_fit([_features(n, context) for n, context, _ in chunks], [c[2] for c in chunks])
+        self._chunk_form = _nonnegative_fit([features(n, context) for n, context, _ in chunks], [c[2] for c in chunks])
         self._chunk_scale = 1.0
         if decodes:
             self._decode_form = _nonnegative_fit([(1.0, rows) for rows, _ in decodes], [d[1] for d in decodes])
@@ -114,7 +114,7 @@ class CostModel:
 
     def predict(self, length: int, context: int) -> float:
         """Return the milliseconds of a chunk of `length` tokens after `context` tokens."""
-        return self._chunk_scale * float(self._chunk_form @ _features(length, context))
+        return self._chunk_scale * float(self._chunk_form @ features(length, context))
 
     def affordable(self, context: int, milliseconds: float, longest: int) -> int:
         """Return the longest padded length up to `longest` that is predicted to fit, at least the
@@ -142,22 +142,6 @@ def _parts_of(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:
     chunks = [r for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked]
     decodes = sum(len(r.tokens) for r in plan.rows) - sum(len(r.tokens) for r in chunks)
     return [(padded_length(len(r.tokens)), r.start) for r in chunks], decodes
-
-
-def prompt_seconds(form: tuple[float, ...], tokens: int, chunk: int) -> float:
-    """Return the seconds that an otherwise idle device needs to read a prompt, `chunk` tokens at a time.
-
-    `form`: `CostModel.form` of the device; empty when the device is unknown, which gives 0.
-    """
-    if not form:
-        return 0.0
-    starts = range(0, tokens, chunk)
-    return 1e-3 * sum(sum(map(mul, form, _features(min(chunk, tokens - at), at))) for at in starts)
-
-
-def _features(length: int, context: int) -> tuple[float, float, float, float]:
-    """Return the features of a chunk, scaled to similar sizes for usual chunks: 256 tokens, 4,096 positions."""
-    return 1.0, length / 256, length * (context + length / 2) / (256 * 4096), context / 4096
 
 
 def _nonnegative_fit(features: Sequence[tuple[float, ...]], milliseconds: list[float]) -> np.ndarray:

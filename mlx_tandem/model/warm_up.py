@@ -37,7 +37,7 @@ RUNS = 4
 AGREEMENT = 1.1
 """Ratio of a step's two shortest times at which it is not run again."""
 
-LONG = 100.0
+LONG = 50.0
 """Milliseconds from which one time of a step is enough: what disturbs it takes a few."""
 
 

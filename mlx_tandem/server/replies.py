@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.engine.client.stream import Stream
-from mlx_tandem.engine.cost import prompt_seconds
+from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.errors import Timeout
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.assembler import Assembler

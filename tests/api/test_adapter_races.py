@@ -200,7 +200,7 @@ def test_a_storm_of_all_of_it(server: RunningServer, said: dict[str, list[int]])
 
     def one(seed: int) -> None:
         random_ = random.Random(seed)
-        for _ in range(12):
+        for _ in range(8):
             name, kind = random_.choice(names), random_.choice(["load"] * 3 + ["ask"] * 5 + ["remove"])
             if kind == "load":
                 reply = load(server, name, random_.randrange(CONTENTS), pin=random_.random() < 0.3)

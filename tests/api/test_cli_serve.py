@@ -20,8 +20,9 @@ import pytest
 from mlx_tandem import Engine, demo
 from mlx_tandem.errors import TandemError
 from tests.fake_hub import fake_hub
+from tests.unit.cli_tools import tandem as command
 
-SMALL = ("--max-model-len", "1024", "--num-blocks", "512")
+SMALL = ("--max-model-len", "240", "--num-blocks", "64")
 """A pool and a context with which a server starts quickly."""
 
 
@@ -112,7 +113,7 @@ def test_the_ready_line_says_what_to_try_and_it_works(start) -> None:  # type: i
 SECRET = "sk-of-this-test-only"
 
 
-@pytest.mark.parametrize("variable", [None, "TANDEM_API_KEY", "VLLM_API_KEY"])
+@pytest.mark.parametrize("variable", [None, "VLLM_API_KEY"])
 def test_a_key_opens_other_addresses_and_stays_where_it_is(start, tmp_path: Path, variable: str | None) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "key"
     os.mkfifo(file, 0o600)  # as a shell's <(…): what is read is gone
@@ -178,8 +179,7 @@ def test_adapters_of_a_running_server(start, tmp_path: Path) -> None:  # type: i
     assert re.search(rf"^  adapters  shout, json, down; 1 folder in {re.escape(str(root))}, such as loud$", text, re.M)
 
     def adapters(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "mlx_tandem", "adapters", *words, "--url", url, "--api-key-file", str(key)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return command("adapters", *words, "--url", url, "--api-key-file", str(key))
 
     shutil.copytree(demo.ADAPTER_PATHS["json"], root / "later")
     assert re.search(r"^│ loud +│ +│", adapters("ls").stdout, re.MULTILINE)
@@ -220,8 +220,7 @@ def test_loopback_prints_no_warning(start, tmp_path: Path) -> None:  # type: ign
     url, text = tandem.ready()
     assert url.startswith("http://[::1]:")
     assert re.search(r"adapters  loud$", text, re.MULTILINE)
-    command = [sys.executable, "-m", "mlx_tandem", "adapters", "ls", "--url", url]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    listed = command("adapters", "ls", "--url", url)
     assert (listed.returncode, listed.stderr) == (0, "")
     assert tandem.end() == 0
     errors = tandem.errors.read_text()

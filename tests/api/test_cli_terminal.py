@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from mlx_tandem import demo
-from tests.serving import demo_config, serving
+from tests.serving import RunningServer, demo_config, serving
 from tests.terminal import on_terminal
 
-SIZES = pytest.mark.parametrize("columns", [80, 120])
 
-
-@SIZES
-def test_a_server_starts_with_one_line_of_progress_and_then_its_banner(columns: int) -> None:
+def test_a_server_starts_with_one_line_of_progress_and_then_its_banner() -> None:
+    columns = 80
     seen: set[str] = set()
 
     def check(lines: list[str]) -> None:
@@ -45,20 +44,28 @@ def test_a_server_starts_with_one_line_of_progress_and_then_its_banner(columns: 
         assert terminal.process.wait(30) == 0
 
 
-@SIZES
-def test_a_list_of_adapters_shows_names_and_folders_whole(columns: int, tmp_path: Path) -> None:
-    name, folder = "a-name-that-is-rather-long", tmp_path / "the[red]folder:smile:of" / "adapters"
-    shutil.copytree(demo.ADAPTER_PATHS["shout"], folder / name)
-    with (
-        serving(msgspec.structs.replace(demo_config(), adapter_root=str(folder))) as server,
-        on_terminal("adapters", "ls", "--url", server.url, columns=columns, rows=80) as terminal,
-    ):
+NAME = "a-name-that-is-rather-long"
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
+    """A server, and the root of its adapters."""
+    folder = tmp_path_factory.mktemp("root") / "the[red]folder:smile:of" / "adapters"
+    shutil.copytree(demo.ADAPTER_PATHS["shout"], folder / NAME)
+    with serving(msgspec.structs.replace(demo_config(), adapter_root=str(folder))) as server:
+        yield server, folder
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_list_of_adapters_shows_names_and_folders_whole(columns: int, listed: tuple[RunningServer, Path]) -> None:
+    server, folder = listed
+    with on_terminal("adapters", "ls", "--url", server.url, columns=columns, rows=80) as terminal:
         lines = terminal.read_to_end()
     cells = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines if line[:1] in "│┃"]
     assert cells[0][0] == "adapter"
     columns_of_text = ["".join(column) for column in zip(*cells, strict=True)]
-    assert name in columns_of_text[0]
-    assert str(folder / name) in columns_of_text[6]
+    assert NAME in columns_of_text[0]
+    assert str(folder / NAME) in columns_of_text[6]
     assert str(demo.ADAPTER_PATHS["json"]) in columns_of_text[6]
     assert ("q_proj" in "".join(columns_of_text)) is (columns == 120)
     assert max(map(len, lines)) <= columns

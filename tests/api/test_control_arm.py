@@ -41,7 +41,7 @@ def test_a_policy_that_cannot_move_is_left_alone(tmp_path: Path) -> None:
     """Two kinds of prompts, one of which gets more; `benchmarks/guard_live.py` goes on for longer."""
     settings = {"guard_prompts": 1000, "learning_rate": 1e-9, "update_frequency": 4, "siblings": 0}
     with serving(learning_config(tmp_path, **settings)) as server:
-        for seed in range(24):
+        for seed in range(14):
             collect(server, seed=seed, prompt=("Sort down: 3 1 2", "Sort: 1 2 3")[seed % 2], max_tokens=4)
             until(lambda: not status(server)["busy"])
         now = status(server)

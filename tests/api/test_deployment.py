@@ -20,6 +20,7 @@ from mlx_tandem.config import ServerConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.checks import check
 from mlx_tandem.server.sockets import UnixListener, bind
+from tests.api.scripted import scripted_server
 from tests.serving import RunningServer, demo_config, serving
 from tests.waiting import until
 
@@ -52,6 +53,22 @@ def over(path: Path) -> Iterator[httpx.Client]:
         yield client
 
 
+def leave(path: Path, server: RunningServer, client: httpx.Client) -> None:
+    """Be noticed to leave a request, which nothing else can end while the engine stands still."""
+    body = b'{"prompt": "x", "max_tokens": 900, "ignore_eos": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(path))
+            sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: client.get("/health").json()["open_requests"] == 1)
+        until(lambda: not client.get("/health").json()["open_requests"])
+    finally:
+        os.kill(engine, signal.SIGCONT)
+
+
 def test_a_unix_socket_is_served_on_and_removed(tmp_path):
     path = tmp_path / "tandem.sock"
     umask = os.umask(0)  # what others may do does not depend on it
@@ -63,29 +80,12 @@ def test_a_unix_socket_is_served_on_and_removed(tmp_path):
             assert reply.json()["choices"][0]["message"]["content"] == ANSWER
             lines = client.post("/v1/chat/completions", json=CHAT | {"stream": True}).text.split()
             assert lines[-1] == "[DONE]"
+            leave(path, server, client)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(20) == 0
             assert not path.exists()
     finally:
         os.umask(umask)
-
-
-def test_a_client_of_a_unix_socket_that_leaves_is_noticed(tmp_path):
-    """While the engine stands still nothing else can end its request."""
-    path = tmp_path / "tandem.sock"
-    body = b'{"prompt": "x", "max_tokens": 900, "ignore_eos": true}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with serving(demo_config(uds=str(path))) as server, over(path) as client:
-        engine = server.engine_pid()
-        os.kill(engine, signal.SIGSTOP)
-        try:
-            with socket.socket(socket.AF_UNIX) as sock:
-                sock.connect(str(path))
-                sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-                until(lambda: client.get("/health").json()["open_requests"] == 1)
-            until(lambda: not client.get("/health").json()["open_requests"])
-        finally:
-            os.kill(engine, signal.SIGCONT)
 
 
 def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path):
@@ -237,22 +237,22 @@ def test_what_is_no_prefix(path):
 # -- browsers ----------------------------------------------------------------------------------------------------------
 
 
-def preflight(server: RunningServer, origin: str, method: str = "POST", **headers: str) -> httpx.Response:
+def preflight(client: httpx.Client, origin: str, method: str = "POST", **headers: str) -> httpx.Response:
     asked = {"origin": origin, "access-control-request-method": method} | headers
-    return server.client.options("/v1/chat/completions", headers=asked)
+    return client.options("/v1/chat/completions", headers=asked)
 
 
 @pytest.mark.parametrize("origin", [PAGE, "https://other.test:8443"])
 def test_a_page_may_use_the_server(proxied, origin):
     """A browser asks first, without the key, and lets the page read what this allows."""
     wanted = "authorization,content-type,x-stainless-os"
-    asked = preflight(proxied, origin, **{"access-control-request-headers": wanted})
+    asked = preflight(proxied.client, origin, **{"access-control-request-headers": wanted})
     assert asked.status_code == 200
     assert asked.headers["access-control-allow-origin"] == origin
     assert "POST" in asked.headers["access-control-allow-methods"]
     assert asked.headers["access-control-allow-headers"] == wanted
     assert "Origin" in asked.headers["vary"]
-    network = preflight(proxied, origin, **{"access-control-request-private-network": "true"})
+    network = preflight(proxied.client, origin, **{"access-control-request-private-network": "true"})
     assert network.headers["access-control-allow-private-network"] == "true"
     for headers, status in ((KEY, 200), ({}, 401)):
         reply = proxied.client.post("/v1/chat/completions", headers={"origin": origin, **headers}, json=CHAT)
@@ -268,7 +268,7 @@ def test_a_page_may_use_the_server(proxied, origin):
     ["https://evil.test", "http://page.test", f"{PAGE}:8443", f"{PAGE}.evil.test", f"{PAGE}/", "null", "*", ""],
 )
 def test_another_page_may_not(proxied, origin):
-    asked = preflight(proxied, origin)
+    asked = preflight(proxied.client, origin)
     assert asked.status_code == 401
     assert "access-control-allow-origin" not in asked.headers
     reply = proxied.client.get("/v1/models", headers={"origin": origin, **KEY})
@@ -277,17 +277,17 @@ def test_another_page_may_not(proxied, origin):
 
 
 def test_no_page_may_unless_it_is_said(server):
-    asked = preflight(server, PAGE)
+    asked = preflight(server.client, PAGE)
     assert asked.status_code == 405
     reply = server.client.get("/v1/models", headers={"origin": PAGE})
     assert not [name for name in (*asked.headers, *reply.headers) if name.startswith("access-control")]
 
 
 def test_any_page_may_where_that_is_said():
-    with serving(demo_config(allowed_origins=("*",))) as server:
-        assert preflight(server, PAGE).headers["access-control-allow-origin"] == "*"
-        assert preflight(server, PAGE, "TRACE").status_code == 405
-        reply = server.client.get("/v1/models", headers={"origin": "null"})
+    with scripted_server(allowed_origins=("*",)) as (client, _, _):
+        assert preflight(client, PAGE).headers["access-control-allow-origin"] == "*"
+        assert preflight(client, PAGE, "TRACE").status_code == 405
+        reply = client.get("/v1/models", headers={"origin": "null"})
         assert reply.headers["access-control-allow-origin"] == "*"
 
 

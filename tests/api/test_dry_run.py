@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from mlx_tandem import demo
 from tests import tiny_models
+from tests.unit.cli_tools import tandem
 
 
 def dry_run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlx_tandem", "serve", "--dry-run", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return tandem("serve", "--dry-run", *options)
 
 
 def test_it_says_what_fits_and_ends() -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_tandem.engine.messages import Occupancy, Output, Submit
 from mlx_tandem.types import Delta
 from tests.api.scripted import scripted_server
-from tests.serving import demo_config, serving
-from tests.waiting import until
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -42,25 +38,6 @@ def test_the_states_of_a_pool_that_fills_up():
             assert client.get("/livez").json() == {"status": "ok"}
         peer.say(Output([Delta(request.id, 0, (301,), None, "stop")]))
         thread.join()
-
-
-def test_a_server_that_drains_says_so():
-    with serving(demo_config()) as server:
-        body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-        with (
-            httpx.Client(base_url=server.url, timeout=60) as probe,
-            server.client.stream("POST", "/v1/completions", json=body) as stream,
-        ):
-            assert probe.get("/readyz").status_code == 200
-            lines = stream.iter_lines()  # kept: its end would close the stream
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            until(lambda: probe.get("/health").status_code != 200)
-            assert probe.get("/health").json()["status"] == "shutting_down"
-            assert probe.get("/readyz").json() == {"status": "shutting_down"}
-            assert probe.get("/livez").status_code == 200
-            assert "shutdown_clean 1.0" in probe.get("/metrics").text
-        assert server.process.wait(20) == 0
 
 
 @pytest.mark.parametrize(

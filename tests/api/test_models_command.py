@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 from tests import tiny_models
+from tests.unit.cli_tools import tandem
 
 
 def models(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlx_tandem", "models", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return tandem("models", *arguments)
 
 
 def test_it_says_what_a_hybrid_caches_and_lacks(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.api.learns import SORT, collect, learning_config, trajectories
+from tests.api.scripted import scripted_server
 from tests.serving import ROOT, RunningServer, serving
 
 SEED_FIELDS = {
@@ -368,13 +368,6 @@ def test_a_new_server_goes_on(tmp_path: Path):
         assert report["version"] == before["version"] + 1
 
 
-def test_where_nothing_is_trained(tmp_path: Path):
-    with serving(learning_config(tmp_path, "inference_only")) as server:
-        assert update(server).status_code == 409
-        assert server.client.post("/training/checkpoint").status_code == 409
-        assert status(server)["running"] is False
-
-
 def test_a_server_that_does_not_learn(server):
     assert set(status(server)) == SEED_FIELDS
     assert status(server)["training_enabled"] is False
@@ -389,15 +382,13 @@ def test_a_server_that_does_not_learn(server):
     assert server.client.get("/v1/training/jobs/x").status_code == 400
 
 
-def test_the_key_guards_it_all(tmp_path: Path):
-    config = learning_config(tmp_path)
-    config = structs.replace(config, server=structs.replace(config.server, api_key="secret"))
-    with serving(config) as server:
+def test_the_key_guards_it_all():
+    with scripted_server(api_key="secret") as (client, _, _):
         for path in ("/v1/training/status", "/v1/training/jobs/x", "/debug/training"):
-            assert server.client.get(path).status_code == 401
+            assert client.get(path).status_code == 401
         for path in ("update", "start", "stop", "checkpoint", "rollback"):
-            assert server.client.post(f"/v1/training/{path}", json={}).status_code == 401
-        assert server.client.post("/training/checkpoint").status_code == 401
-        assert server.client.post("/model/switch-lora", json={"version": 1}).status_code == 401
+            assert client.post(f"/v1/training/{path}", json={}).status_code == 401
+        assert client.post("/training/checkpoint").status_code == 401
+        assert client.post("/model/switch-lora", json={"version": 1}).status_code == 401
         key = {"authorization": "Bearer secret"}
-        assert server.client.get("/v1/training/status", headers=key).status_code == 200
+        assert client.get("/v1/training/status", headers=key).status_code == 200

@@ -15,8 +15,9 @@ import pytest
 from msgspec import structs
 
 from tests.api.learns import learning_config, trajectories
-from tests.serving import RunningServer, demo_config, serving
+from tests.serving import RunningServer, serving
 from tests.terminal import on_terminal
+from tests.unit.cli_tools import tandem
 
 KEY = "a-key-of-some-length"
 
@@ -53,16 +54,21 @@ def test_a_terminal_shows_curves_versions_the_guard_and_answers(learner: Running
         lines = terminal.read_until(lambda lines: any("answers that were learned from" in line for line in lines))
         before = learner.client.get("/v1/training/status").json()
         learn(learner, f"Sort down: {columns} 1 2")
-        lines = terminal.read_until(lambda lines: any(f"· {before['updates'] + 1} updates" in line for line in lines))
+        row = [str(before["step"] + 1), str(before["version"] + 1), "published", "0.500"]
+
+        def whole(lines: list[str]) -> bool:
+            """A screen may be read before all of it is drawn; the answers are at its end."""
+            updated = any(f"· {before['updates'] + 1} updates" in line for line in lines)
+            drawn = any("Sort down" in line and "→" in line for line in lines)
+            return updated and drawn and row in [line.split()[:4] for line in lines]
+
+        lines = terminal.read_until(whole)
         assert max(map(len, lines)) <= columns
         text = "\n".join(lines)
         assert lines[0].startswith(f"policy@{before['version'] + 1} · ")
         assert "guard: " in text and "rollbacks" in text
         assert all(title in text for title in ("mean reward 0.5", "loss ", "moved, nats "))
         assert re.search("[▁▂▃▄▅▆▇█]", text)
-        rows = [line.split() for line in lines]
-        assert [str(before["step"] + 1), str(before["version"] + 1), "published", "0.500"] in [row[:4] for row in rows]
-        assert any("Sort down" in line and "→" in line for line in lines)
         terminal.process.send_signal(signal.SIGINT)
         after = terminal.read_to_end()
         assert terminal.process.wait(30) == 0
@@ -111,15 +117,13 @@ def test_tensorboard_has_the_updates_of_a_server(learner: RunningServer, metrics
 
 def test_a_wrong_key_is_one_line(learner: RunningServer) -> None:
     words = ["learn", "watch", "--url", learner.url, "--api-key", "another-key"]
-    done = subprocess.run([sys.executable, "-m", "mlx_tandem", *words], capture_output=True, text=True, check=False)
+    done = tandem(*words)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert re.match(rf"tandem: {re.escape(learner.url)} answered with 401: ", done.stderr)
 
 
-def test_a_server_that_does_not_learn_or_goes_away_is_one_line() -> None:
-    with serving(demo_config()) as server:
-        words = [sys.executable, "-m", "mlx_tandem", "learn", "watch", "--url", server.url]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+def test_a_server_that_does_not_learn_is_one_line(server: RunningServer) -> None:
+    done = tandem("learn", "watch", "--url", server.url)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"tandem: {server.url} does not learn: start it with --enable-rl-training\n"
 

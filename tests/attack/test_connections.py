@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.api.scripted import scripted_server
 from tests.serving import RunningServer, demo_config, serving
 
 SECONDS = 0.4
@@ -194,7 +195,7 @@ def test_no_host(sock):
 
 
 def test_with_a_key_any_name_will_do():
-    with serving(demo_config(api_key="k")) as server:
+    with scripted_server(api_key="k") as (client, _, _):
         headers = {"host": "evil.test", "authorization": "Bearer k"}
-        assert server.client.get("/v1/models", headers=headers).status_code == 200
-        assert server.client.get("/v1/models", headers={"host": "evil.test"}).status_code == 401
+        assert client.get("/v1/models", headers=headers).status_code == 200
+        assert client.get("/v1/models", headers={"host": "evil.test"}).status_code == 401

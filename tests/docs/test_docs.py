@@ -2,15 +2,19 @@
 
 Only what cannot be the same is replaced: the port 8000 by that of a server of this test, how long is measured, and the
 hub by one that has the built-in model under every id. `./my-model`, `./my-adapter` and files of examples are where the
-commands run.
+commands run. Servers and benchmarks are processes. Commands that end and examples in Python run in this process, since
+importing what they need takes most of the time of each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -42,13 +46,14 @@ from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.manifests import Manifest
 from tests.commands import curl, free_port, running
 from tests.fake_hub import fake_hub
+from tests.unit.cli_tools import on_a_thread, tandem
 from tests.unit.disk_tools import filled
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 TANDEM = [sys.executable, "-m", "mlx_tandem"]
 SHORT = {
-    "bench serve": ["--num-requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "4"],
+    "bench serve": ["--num-requests", "1", "--repeats", "1", "--concurrency", "1", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
     "doctor": ["--only", "packages"],  # all of it is run by test_doctor.py
     "models": [],
@@ -90,7 +95,7 @@ SHORT = {
         *("--modes", "70:30", "--warm-up-seconds", "0.2"),
     ],
     "benchmarks/publishes.py": [
-        *("--publishes", "1", "--streams", "8", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4")
+        *("--publishes", "1", "--streams", "8", "--seconds", "0.05", "--repeats", "1", "--max-tokens", "4")
     ],
     "benchmarks/train_together.py": ["--examples", "8", "--repeats", "1"],
     "benchmarks/disk_cache.py": ["--blocks", "4", "--block-kb", "64", "--repeats", "1", "--records", "100"],
@@ -108,7 +113,10 @@ ELSEWHERE = {
 """Commands that take seconds, and the tests that run them and look at all that they print."""
 
 SMALL = {"--max-model-len": "1024", "--num-blocks": "512"}
-"""Given to every server but those that are started without any option or argument, so that they start quickly."""
+"""Given to every server that is asked for something, so that it starts quickly."""
+
+LEAST = {"--max-model-len": "240", "--num-blocks": "64"}
+"""Given to every server that only starts, but to those without any option or argument."""
 
 SETTINGS = {"training.md": "alone.yaml", "command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
 """What the page calls the file that its yaml block is."""
@@ -224,6 +232,37 @@ def run(words: list[str], where: Path, **env: str) -> str:
     return done.stdout
 
 
+class Here:
+    """Runs commands and programs in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        self._monkeypatch = monkeypatch
+
+    def tandem(self, words: list[str], where: Path) -> str:
+        """Run the command `tandem` in a folder; return what it prints."""
+        self._begin(["tandem", *words], where)
+        done = tandem(*words)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def program(self, file: Path) -> str:
+        """Run a program in its folder; return what it prints."""
+        self._begin([str(file)], file.parent)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            on_a_thread(lambda: runpy.run_path(str(file), run_name="__main__"))
+        return printed.getvalue()
+
+    def _begin(self, words: list[str], where: Path) -> None:
+        self._monkeypatch.setattr(sys, "argv", words)
+        self._monkeypatch.chdir(where)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    return Here(monkeypatch)
+
+
 def save_checkpoint(port: int) -> None:
     """The one that learning.md goes back to, unless its own command has made it."""
     words = ["curl", "-H", "Content-Type: application/json", "http://localhost:8000/v1/training/checkpoint"]
@@ -263,17 +302,26 @@ def serves(words: list[str]) -> bool:
     return starts and "--dry-run" not in words
 
 
+def served_with_more(words: list[str]) -> bool:
+    """Return whether another `tandem serve` has all words of this one, but for the port, and more."""
+    given = set(words) - {"--port", "8000"}
+    return words[1] == "serve" and len(words) > 2 and any(serves(w) and given < set(w) for w in commands().values())
+
+
 @pytest.mark.restarts
 @pytest.mark.parametrize("line", lines(lambda words: serves(words) and not in_the_background(words)))
 def test_tandem_serve(line: str, folder: Path) -> None:
+    """Each serves, or says how it would where another one serves in the same way and with more options."""
     words = commands()[line][1:]
     port = free_port()
-    small = [w for option, value in SMALL.items() if len(words) > 1 and option not in words for w in (option, value)]
-    with (
-        fake_hub({word: demo.MODEL_PATH for word in words if hub.ID.fullmatch(word)}) as fake,
-        running([*TANDEM, *words, *small, "--port", str(port)], port, folder, fake.environment(folder)) as server,
-    ):
-        assert server.stop() == 0
+    small = [w for option, value in LEAST.items() if len(words) > 1 and option not in words for w in (option, value)]
+    with fake_hub({word: demo.MODEL_PATH for word in words if hub.ID.fullmatch(word)}) as fake:
+        if served_with_more(commands()[line]):
+            assert "KV pool" in run([*TANDEM, *words, "--dry-run"], folder, **fake.environment(folder))
+            return
+        command = [*TANDEM, *words, *small, "--port", str(port)]
+        with running(command, port, folder, fake.environment(folder)) as server:
+            assert server.stop() == 0
 
 
 @pytest.mark.restarts
@@ -314,37 +362,40 @@ def make_checkpoint(place: Path) -> None:
         ),
     ),
 )
-def test_commands_that_end(line: str, folder: Path, served: Served, ran: set[tuple[str, ...]]) -> None:
+def test_commands_that_end(
+    line: str, folder: Path, served: Served, ran: set[tuple[str, ...]], here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = [word.replace(":8000", f":{served.port}") for word in commands()[line]]
     if words[1:3] == ["adapters", "unload"]:  # the page loads it in the same block
-        run([*TANDEM, *words[1:2], "load", words[3], "my-adapter", *words[4:]], served.folder)
+        here.tandem([*words[1:2], "load", words[3], "my-adapter", *words[4:]], served.folder)
     if words[:2] == ["tandem", "adapters"]:
         where = folder if words[2] in ("inspect", "convert") else served.folder
-        assert run([*TANDEM, *words[1:]], where)
+        assert here.tandem(words[1:], where)
         return
     if words[:2] == ["tandem", "checkpoints"]:
         if words[2] == "rollback":
             save_checkpoint(served.port)
         make_checkpoint(folder / "checkpoints")
-        assert run([*TANDEM, *words[1:]], folder)
+        assert here.tandem(words[1:], folder)
         return
     if "--dry-run" in words:
-        assert "KV pool" in run([*TANDEM, *words[1:]], folder)
+        assert "KV pool" in here.tandem(words[1:], folder)
         return
     if words[:2] == ["tandem", "cache"]:
         filled(folder / "kv-cache", 2)
-        assert run([*TANDEM, *words[1:]], folder)
+        assert here.tandem(words[1:], folder)
         return
-    if words[0] == "tandem":
-        kind = next(k for k in SHORT if " ".join(words[1:]).startswith(k))
-        words = [*TANDEM, *shortened(words[1:], SHORT[kind])]
-    else:
-        words = [sys.executable, *shortened(words[1:], SHORT[words[1]])]
+    kind = next(k for k in SHORT if " ".join(words[1:]).startswith(k))
+    words = shortened(words, SHORT[kind])
     if tuple(words) in ran:
         return
     ran.add(tuple(words))
-    small = {} if "benchmarks/long_prompt.py" in words else SMALL  # whose streams are longer than that
-    assert run(words, folder, BENCHMARK_SERVER_OPTIONS=" ".join(w for pair in small.items() for w in pair))
+    small = {} if kind == "benchmarks/long_prompt.py" else SMALL  # whose streams are longer than that
+    monkeypatch.setenv("BENCHMARK_SERVER_OPTIONS", " ".join(w for pair in small.items() for w in pair))
+    if words[0] == "tandem":
+        assert here.tandem(words[1:], folder)
+    else:
+        assert run([sys.executable, *words[1:]], folder)
     if "--json-out" in words:
         assert json.loads((folder / words[words.index("--json-out") + 1]).read_text())["machine"]
 
@@ -377,8 +428,10 @@ def test_every_command_is_run() -> None:
 
 @pytest.mark.restarts
 @pytest.mark.parametrize("block", of_language("python"))
-def test_python(block: Block, folder: Path, served: Served) -> None:
-    run([sys.executable, "-c", block.text.replace(":8000", f":{served.port}")], folder)
+def test_python(block: Block, folder: Path, served: Served, here: Here) -> None:
+    program = folder / "program.py"
+    program.write_text(block.text.replace(":8000", f":{served.port}"), encoding="utf-8")
+    here.program(program)
 
 
 def test_the_settings_file(folder: Path) -> None:

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine import prefill
-from mlx_tandem.engine.cost import CostModel, prompt_seconds
+from mlx_tandem.engine.cost import CostModel
+from mlx_tandem.engine.prompt_cost import prompt_seconds
 from tests.engine.workloads import make_engine, request
 
 

@@ -52,6 +52,8 @@ def start(server: RunningServer, tokens: int) -> tuple[threading.Thread, list[st
 
 
 def test_sigterm_finishes_what_runs_and_refuses_the_rest():
+    """Connections are answered until the last stream has ended, new ones, too: a liveness probe opens one for each
+    question, and one that is refused would kill the server in mid-drain."""
     with serving(demo_config(drain_seconds=DRAIN)) as server:
         server.client.get("/health")  # an open connection
         engine = server.engine_pid()
@@ -61,6 +63,16 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest():
             server.process.send_signal(signal.SIGTERM)
             until(lambda: server.client.get("/readyz").status_code != 200)
             refused = server.chat("hi")
+            for _ in range(3):
+                assert httpx.get(f"{server.url}/livez").status_code == 200
+                for path in ("/readyz", "/health"):
+                    probe = httpx.get(server.url + path)
+                    assert (probe.status_code, probe.json()["status"]) == (503, "shutting_down")
+            for body in ({"prompt": "x"}, {"prompt": "x", "stream": True}):
+                on_a_new_one = httpx.post(f"{server.url}/v1/completions", json=body)
+                assert on_a_new_one.status_code == 503
+                assert on_a_new_one.json()["error"]["code"] == "engine_unavailable"
+                assert on_a_new_one.headers["retry-after"] == "5"
         finally:
             os.kill(engine, signal.SIGCONT)
         assert refused.status_code == 503
@@ -70,32 +82,6 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest():
         thread.join()
         assert [line for line in lines if line][-1] == "data: [DONE]"
         assert len([line for line in lines if line]) == 600 + 2
-        assert server.process.wait(20) == 0
-
-
-def test_new_connections_are_answered_until_the_last_stream_has_ended():
-    """A liveness probe opens a connection for each question: one that is refused would kill the server in mid-drain."""
-    with serving(demo_config(drain_seconds=DRAIN)) as server:
-        engine = server.engine_pid()
-        thread, lines = start(server, 600)
-        os.kill(engine, signal.SIGSTOP)
-        try:
-            server.process.send_signal(signal.SIGTERM)
-            until(lambda: server.client.get("/readyz").status_code != 200)
-            for _ in range(3):
-                assert httpx.get(f"{server.url}/livez").status_code == 200
-                for path in ("/readyz", "/health"):
-                    probe = httpx.get(server.url + path)
-                    assert (probe.status_code, probe.json()["status"]) == (503, "shutting_down")
-            for body in ({"prompt": "x"}, {"prompt": "x", "stream": True}):
-                refused = httpx.post(f"{server.url}/v1/completions", json=body)
-                assert refused.status_code == 503
-                assert refused.json()["error"]["code"] == "engine_unavailable"
-                assert refused.headers["retry-after"] == "5"
-        finally:
-            os.kill(engine, signal.SIGCONT)
-        thread.join()
-        assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.process.wait(20) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/livez")

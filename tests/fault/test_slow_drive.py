@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from tests.api.learns import SORT, learning_config, trajectories
 from tests.serving import RunningServer, serving
 from tests.waiting import until
@@ -47,46 +45,45 @@ def ask(server: RunningServer, **fields: object) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("when", ["an update begins", "a checkpoint is written"])
-def test_streams_go_on_and_learning_waits_while_nothing_gets_to_the_drive(tmp_path: Path, when: str) -> None:
+def test_streams_go_on_and_learning_waits_while_nothing_gets_to_the_drive(tmp_path: Path) -> None:
+    """Neither when an update begins nor when a checkpoint is written."""
     lock = tmp_path / "lock"
     lock.touch()
     (tmp_path / "servercustomize.py").write_text(SLOW.format(lock=str(lock)), encoding="utf-8")
     with serving(learning_config(tmp_path, scoring_function="contains"), tmp_path) as server:
-        client = server.client
         post = {"trajectories": trajectories(), "wait": True}
-        assert client.post("/v1/training/update", json=post).json()["report"]["outcome"] == "published"
-        long = {"prompt": "3 " * 8192}  # so long that it is worked on beside the event loop
+        assert server.client.post("/v1/training/update", json=post).json()["report"]["outcome"] == "published"
         alone = ask(server, max_tokens=300, ignore_eos=True)
-        count = client.post("/tokenize", json=long).json()["count"]
-        before = status(server)
-        fields = {"prompt": SORT, "model": "policy@1", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
-        with standing_still(lock):
-            if when == "an update begins":
-                job = client.post(
-                    "/v1/training/update", json={"trajectories": trajectories(text="Sort down: 2 1")}
-                ).json()
-            else:
-                body = {"update_inference": False, "checkpoint_name": "waits"}
-                job = client.post("/v1/training/update", json=body | {"trajectories": []}).json()
-            with client.stream(
-                "POST", "/v1/completions", json=fields | {"stream": True, "return_token_ids": True}
-            ) as reply:
-                events = [json.loads(e[6:]) for e in reply.iter_lines() if e.startswith("data: {")]
-            streamed = [t for e in events for c in e["choices"] for t in c["token_ids"]]
-            assert streamed == alone, "as if nothing were"
-            assert client.post("/tokenize", json=long).json()["count"] == count
-            # Scored in the background.
-            collected = server.complete(SORT, model="policy", collect_trajectory=True, metadata={"answer": "3"})
-            assert collected.status_code == 200 and collected.json()["choices"][0]["trajectory_id"]
-            assert client.get("/livez").status_code == client.get("/readyz").status_code == 200
-            now = status(server)
-            for same in ("updates", "step", "version", "checkpoint_saves", "available_checkpoints"):
-                assert now[same] == before[same], "learning waits"
-            assert client.get(f"/v1/training/jobs/{job['id']}").json()["status"] == "running"
-        until(lambda: client.get(f"/v1/training/jobs/{job['id']}").json()["status"] == "succeeded")
-        until(lambda: int(str(status(server)["trajectories_collected"])) > int(str(before["trajectories_collected"])))
-        if when == "an update begins":
-            assert status(server)["updates"] == 2
-        else:
-            assert status(server)["available_checkpoints"] == ["waits"]
+        streams_go_on(server, lock, alone, {"trajectories": trajectories(text="Sort down: 2 1")})
+        assert status(server)["updates"] == 2
+        body = {"update_inference": False, "checkpoint_name": "waits", "trajectories": []}
+        streams_go_on(server, lock, alone, body)
+        assert status(server)["available_checkpoints"] == ["waits"]
+
+
+def streams_go_on(server: RunningServer, lock: Path, alone: list[int], update: dict[str, object]) -> None:
+    """Post an update while nothing gets to the drive: others are served, and learning goes on afterwards."""
+    client = server.client
+    long = {"prompt": "3 " * 8192}  # so long that it is worked on beside the event loop
+    count = client.post("/tokenize", json=long).json()["count"]
+    before = status(server)
+    fields = {"prompt": SORT, "model": "policy@1", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    with standing_still(lock):
+        job = client.post("/v1/training/update", json=update).json()
+        with client.stream(
+            "POST", "/v1/completions", json=fields | {"stream": True, "return_token_ids": True}
+        ) as reply:
+            events = [json.loads(e[6:]) for e in reply.iter_lines() if e.startswith("data: {")]
+        streamed = [t for e in events for c in e["choices"] for t in c["token_ids"]]
+        assert streamed == alone, "as if nothing were"
+        assert client.post("/tokenize", json=long).json()["count"] == count
+        # Scored in the background.
+        collected = server.complete(SORT, model="policy", collect_trajectory=True, metadata={"answer": "3"})
+        assert collected.status_code == 200 and collected.json()["choices"][0]["trajectory_id"]
+        assert client.get("/livez").status_code == client.get("/readyz").status_code == 200
+        now = status(server)
+        for same in ("updates", "step", "version", "checkpoint_saves", "available_checkpoints"):
+            assert now[same] == before[same], "learning waits"
+        assert client.get(f"/v1/training/jobs/{job['id']}").json()["status"] == "running"
+    until(lambda: client.get(f"/v1/training/jobs/{job['id']}").json()["status"] == "succeeded")
+    until(lambda: int(str(status(server)["trajectories_collected"])) > int(str(before["trajectories_collected"])))

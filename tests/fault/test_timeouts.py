@@ -146,7 +146,8 @@ def counters(server: RunningServer) -> dict[str, int]:
 
 
 def test_a_request_that_waits_until_its_deadline_costs_no_device_work():
-    """Seen by the rows of steps that ran under an adapter: only the one that waits names one."""
+    """Seen by the rows of steps that ran under an adapter: only the one that waits names one. Deadlines hold while the
+    server drains, too."""
     with serving(one_seat(first_token_timeout_s=PATIENCE)) as server:
         compile_kernels(server)
         with stream(server, LONG) as running:
@@ -160,6 +161,23 @@ def test_a_request_that_waits_until_its_deadline_costs_no_device_work():
         while server.complete("x", model="shout").status_code != 200:  # reading the adapter counts, too
             pass
         until(lambda: counters(server)["lora_rows"])
+        drain(server)
+
+
+def drain(server: RunningServer) -> None:
+    """End the server while a request waits, which then ends at its deadline."""
+    with httpx.Client(base_url=server.url, timeout=60) as other, httpx.Client(base_url=server.url) as probe:
+        replies: list[httpx.Response] = []
+        with stream(server, LONG) as first:
+            assert first.status_code == 200
+            lines = first.iter_lines()
+            next(lines)
+            waiting = post(other, BODY, replies)
+            until(lambda: replies or probe.get("/health").json()["open_requests"] == 2)
+            server.process.send_signal(signal.SIGTERM)
+            waiting.join()
+        assert error_of(replies[0]) == ("timeout_error", "first_token_timeout")
+        assert server.process.wait(20) == 0
 
 
 def test_sigterm_while_requests_wait():
@@ -178,26 +196,6 @@ def test_sigterm_while_requests_wait():
             thread.join()
         assert [r.status_code for r in replies] == [200, 200, 200]
         assert {r.json()["usage"]["completion_tokens"] for r in replies} == {5}
-        assert server.process.wait(20) == 0
-
-
-def test_a_deadline_holds_while_draining():
-    with (
-        serving(one_seat(first_token_timeout_s=PATIENCE)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as other,
-        httpx.Client(base_url=server.url) as probe,
-    ):
-        compile_kernels(server)
-        replies: list[httpx.Response] = []
-        with stream(server, LONG) as first:
-            assert first.status_code == 200
-            lines = first.iter_lines()
-            next(lines)
-            waiting = post(other, BODY, replies)
-            until(lambda: replies or probe.get("/health").json()["open_requests"] == 2)
-            server.process.send_signal(signal.SIGTERM)
-            waiting.join()
-        assert error_of(replies[0]) == ("timeout_error", "first_token_timeout")
         assert server.process.wait(20) == 0
 
 

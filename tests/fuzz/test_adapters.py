@@ -18,7 +18,7 @@ LINEARS = {
     **{f"model.layers.{i}.mlp.down_proj": LinearShape(20, 12) for i in range(2)},
     "model.layers.1.mlp.switch_mlp.up_proj": LinearShape(12, 20, experts=4),
 }
-CASES = 2500
+CASES = 2750
 
 
 def read(folder: Path, rng: Random, root: Path) -> None:

@@ -12,7 +12,7 @@ from mlx_tandem.model import loader, probe
 from tests.fuzz import models
 from tests.fuzz.judge import Tally, judge, named
 
-CASES = 700
+CASES = 350
 
 
 def read(folder: Path) -> None:

@@ -52,7 +52,7 @@ PROGRAMS = {
 }
 SMALL = ["--num-blocks", "512"]
 """Beside every printed command: a pool that suits a test machine."""
-SHORT = ["--max-model-len", "1024"]
+SHORT = ["--max-model-len", "240"]
 """Beside those that name no context of their own: a server with a short one starts sooner."""
 CONTEXTS = {"--ctx-size", "--max-kv-size"}
 

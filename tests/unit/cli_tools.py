@@ -7,10 +7,30 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 from mlx_tandem.cli import main
+from mlx_tandem.model import device
+
+
+def on_a_thread(work: Callable[[], object]) -> object:
+    """Return what `work` returns, or the status with which it ends the process, which it then does not.
+
+    It has a thread of its own, since commands end their thread's use of MLX.
+    """
+
+    def run() -> object:
+        try:
+            return work()
+        except SystemExit as end:
+            return end.code
+        finally:
+            device.leave_thread()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def tandem(*args: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -22,11 +42,7 @@ def tandem(*args: str, env: Mapping[str, str] | None = None) -> subprocess.Compl
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(errors),
     ):
-        try:
-            main(list(args))
-            status: object = 0
-        except SystemExit as end:
-            status = end.code or 0
+        status = on_a_thread(lambda: main(list(args))) or 0
     assert isinstance(status, int), status
     return subprocess.CompletedProcess(args, status, out.getvalue(), errors.getvalue())
 

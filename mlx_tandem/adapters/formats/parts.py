@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from mlx_tandem.adapters import CONFIG as CONFIG
 from mlx_tandem.errors import ModelError
 from mlx_tandem.types import AdapterInfo
 
@@ -18,9 +19,6 @@ Array = npt.NDArray[np.float32]
 
 Format = Literal["mlx-lm", "peft"]
 """The adapter formats that are read."""
-
-CONFIG = "adapter_config.json"
-"""Name of the configuration in both formats."""
 
 WEIGHTS: dict[Format, str] = {"mlx-lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
 """Name of the file of weights in each format."""

@@ -15,7 +15,7 @@ from mlx_tandem.cli.bench.sides import BASE, PEER
 from mlx_tandem.cli.console import fail
 from mlx_tandem.cli.doctor.redact import Redactor
 from mlx_tandem.config import DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.cost import prompt_seconds
+from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.errors import TandemError
 
 BATCHES = (Batch(1, 64), Batch(16, 64), Batch(1, 1024))

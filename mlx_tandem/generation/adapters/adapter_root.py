@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from mlx_tandem.adapters.formats import CONFIG
+from mlx_tandem.adapters import CONFIG
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.printable import printable
 from mlx_tandem.types import AdapterSource

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from mlx_tandem.generation.vision.messages import Setup
 
-Arrays = Mapping[str, np.ndarray]
+if TYPE_CHECKING:
+    import numpy as np
+
+Arrays = Mapping[str, "np.ndarray"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _idefics3(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
         setup.config.get("scale_factor", 2),
     )
     count = int(setup.processor.get("image_seq_len") or (side // int(scale)) ** 2)
-    rows, columns = (int(np.asarray(arrays[name]).reshape(-1)[0]) for name in ("rows", "cols"))
+    rows, columns = (int(arrays[name].reshape(-1)[0]) for name in ("rows", "cols"))
     around, whole = "<fake_token_around_image>", "<global-img><image>"
     if not rows and not columns:
         return Layout(around + whole + around, [count])

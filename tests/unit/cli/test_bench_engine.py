@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,20 +28,16 @@ from mlx_tandem.engine.wire import WireError
 from mlx_tandem.engine_main import serve
 from mlx_tandem.model import footprint, loader
 from mlx_tandem.types import EngineInfo, Request, SamplingParams
+from tests.unit.cli_tools import tandem
 
 SHAPE = SHAPES["0.13m"]
 
 
 def test_sides_take_turns_on_the_same_work(tmp_path: Path) -> None:
     out, picture = tmp_path / "engine.json", tmp_path / "engine.svg"
-    command = [sys.executable, "-m", "mlx_tandem", "bench", "engine", "--shape", "0.13m", "--batch", "2,3x40"]
+    command = ["bench", "engine", "--shape", "0.13m", "--batch", "2,3x40"]
     options = ["--prompt-tokens", "8", "--max-tokens", "6", "--repeats", "1", "--adapters", "2", "--sampling", "greedy"]
-    done = subprocess.run(
-        [*command, *options, "--num-requests", "5", "--json-out", str(out), "--plot", str(picture)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = tandem(*command, *options, "--num-requests", "5", "--json-out", str(out), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert [label(row) for row in result["results"]] == ["2 × 8", "3 × 40"]
@@ -67,9 +61,9 @@ def test_sides_take_turns_on_the_same_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["repeats", "random"])
 def test_drafts_take_turns_with_none(tmp_path: Path, text: str) -> None:
     out = tmp_path / "engine.json"
-    command = [sys.executable, "-m", "mlx_tandem", "bench", "engine", "--shape", "0.13m", "--batch", "2", "--no-peer"]
+    command = ["bench", "engine", "--shape", "0.13m", "--batch", "2", "--no-peer"]
     options = ["--prompt-tokens", "8", "--max-tokens", "24", "--repeats", "1", "--spec", "ngram", "--text", text]
-    done = subprocess.run([*command, *options, "--json-out", str(out)], capture_output=True, text=True, check=False)
+    done = tandem(*command, *options, "--json-out", str(out))
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["results"]
     assert set(row["ratio"]) == {"drafts/base"} and row["drafts"]["decode_tokens_per_s"] > 0
@@ -112,10 +106,10 @@ class Watched(ScriptChannel):
 
 def test_a_draft_model_answers_questions(tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
-    command = [sys.executable, "-m", "mlx_tandem", "bench", "engine", str(demo.MODEL_PATH), "--batch", "2"]
+    command = ["bench", "engine", str(demo.MODEL_PATH), "--batch", "2"]
     options = ["--text", "chat", "--max-tokens", "12", "--repeats", "1", "--sampling", "greedy", "--no-peer"]
     drafts = ["--spec", "draft", "--draft-model-path", str(demo.DRAFT_PATH), "--json-out", str(out)]
-    done = subprocess.run([*command, *options, *drafts], capture_output=True, text=True, check=False)
+    done = tandem(*command, *options, *drafts)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["results"]
     tokens = {side: row[side]["decode_tokens_per_s"] * row[side]["step_ms"] / 1e3 for side in ("tandem", "drafts")}

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from tests.unit.cli_tools import tandem
 
 
 def test_the_block_has_memory_and_speed_and_no_folder(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "somebody" / "own-model", SHAPES["0.13m"])
-    command = [sys.executable, "-m", "mlx_tandem", "bench", "report", str(folder), "--repeats", "1"]
-    secret = os.environ | {"SOME_TOKEN": "0.13m-is-no-secret"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=secret)
+    secret = {"SOME_TOKEN": "0.13m-is-no-secret"}
+    done = tandem("bench", "report", str(folder), "--repeats", "1", env=secret)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("### tandem bench report: ")
     assert "Model own-model: qwen3, " in done.stdout
@@ -29,7 +26,6 @@ def test_the_block_has_memory_and_speed_and_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mlx_tandem", "bench", "report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = tandem("bench", "report", str(tmp_path))
     assert done.returncode == 1 and not done.stdout
     assert re.fullmatch(r"tandem: .*config\.json is missing\n", done.stderr)

@@ -24,6 +24,7 @@ from mlx_tandem.cli.bench.serve import measure
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.workloads import MODES, SAMPLING, Load, phases, with_baselines, zipf
 from tests.serving import RunningServer, demo_config, serving
+from tests.unit.cli_tools import tandem, tandem_process
 
 KEY = "a-key-of-this-test"
 NAMES = ("a", "b", "c", "d", "e")
@@ -36,8 +37,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def bench(url: str, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlx_tandem", "bench", "serve", "--url", url, "--repeats", "1", *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return tandem("bench", "serve", "--url", url, "--repeats", "1", *args)
 
 
 # --- what is sent ------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_all_modes_with_validation(server: RunningServer, tmp_path: Path) -> Non
     out = tmp_path / "new" / "bench.json"
     done = bench(
         *(server.url, "--api-key", KEY, "--mode", "base,mixed,skew,zipf,long-decode-mixed", "--concurrency", "4"),
-        *("--num-requests", "5", "--max-tokens", "4", "--routed-validation", "--json-out", str(out)),
+        *("--num-requests", "3", "--max-tokens", "4", "--routed-validation", "--json-out", str(out)),
     )
     assert done.returncode == 0, done.stderr
     assert KEY not in out.read_text() + done.stdout
@@ -114,18 +114,18 @@ def test_all_modes_with_validation(server: RunningServer, tmp_path: Path) -> Non
     rows = {row["mode"]: row["rounds"][0] for row in result["results"]}
     assert list(rows) == ["base", "same", "mixed", "skew", "zipf", "long-decode-same", "long-decode-mixed"]
     for mode, row in rows.items():
-        assert (row["requests"], row["errors"], row["refused"]) == (5, 0, 0)
-        assert row["tokens"] == 5 * (16 if "long" in mode else 4)
+        assert (row["requests"], row["errors"], row["refused"]) == (3, 0, 0)
+        assert row["tokens"] == 3 * (16 if "long" in mode else 4)
         assert row["prompt_tokens"] == pytest.approx(16 if "long" in mode else 64, rel=0.4)
-    assert result["validation"]["checked"] == result["validation"]["answers"] == 35
+    assert result["validation"]["checked"] == result["validation"]["answers"] == 21
     assert result["validation"]["different"] == 0
     assert result["validation"]["compared"] == "text and token ids"
     assert result["validation"]["adapters"] == 4
-    assert "35 of 35 answers" in done.stdout and "skew" in done.stdout
+    assert "21 of 21 answers" in done.stdout and "skew" in done.stdout
 
 
 def test_without_the_key(server: RunningServer) -> None:
-    done = bench(server.url, "--num-requests", "2")
+    done = tandem_process("bench", "serve", "--url", server.url, "--num-requests", "2")
     assert done.returncode == 1 and "401" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -134,14 +134,14 @@ def test_jans_profile(server: RunningServer, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text(KEY + "\n")
     done = bench(
-        *(server.url, "--api-key-file", str(key), "--profile", "jan", "--num-requests", "2", "--prompt-tokens", "8"),
+        *(server.url, "--api-key-file", str(key), "--profile", "jan", "--num-requests", "1", "--prompt-tokens", "8"),
         *("--json-out", str(out), "--endpoint", "chat", "--repeats", "1"),
     )
     assert done.returncode == 0, done.stderr
     rows = [(r["concurrency"], r["mode"], r["rounds"][0]["tokens"]) for r in json.loads(out.read_text())["results"]]
     assert rows == [
-        *((1, "temp=0.7, 50 tokens", 100), (1, "temp=0.7, 100 tokens", 200), (1, "temp=0.1, 50 tokens", 100)),
-        *((n, "temp=0.7, 50 tokens", 100) for n in (2, 4, 8)),
+        *((1, "temp=0.7, 50 tokens", 50), (1, "temp=0.7, 100 tokens", 100), (1, "temp=0.1, 50 tokens", 50)),
+        *((n, "temp=0.7, 50 tokens", 50) for n in (2, 4, 8)),
     ]
 
 

@@ -32,6 +32,7 @@ from mlx_tandem.model.kernel_checks import attention_cases
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
+from tests.unit.cli_tools import tandem
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -80,9 +81,7 @@ def test_the_page_has_every_check() -> None:
 def test_some_are_run_with_what_they_need() -> None:
     assert [c.name for c in chosen("equivalence,python")] == ["python", "device", "engine", "equivalence"]
     assert chosen("") == CHECKS
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_tandem", "doctor", "--only", "ears"], capture_output=True, text=True, check=False
-    )
+    done = tandem("doctor", "--only", "ears")
     assert done.returncode == 2 and "'ears' is not one of python, system" in " ".join(done.stderr.split())
 
 
