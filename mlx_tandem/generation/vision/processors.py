@@ -16,6 +16,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.generation.vision.decoding import BadImage
 from mlx_tandem.generation.vision.messages import Setup
 from mlx_tandem.limits import MAX_IMAGE_TOKENS
+from mlx_tandem.model_folder import VISION_FAMILIES
 
 PROCESSORS: Mapping[str, str] = {
     "CLIPImageProcessor": "clip",
@@ -30,29 +31,16 @@ PROCESSORS: Mapping[str, str] = {
 }
 """The package of transformers.models that has each processor."""
 
-USUAL: Mapping[str, str] = {
-    "llava": "CLIPImageProcessor",
-    "gemma3": "Gemma3ImageProcessor",
-    "pixtral": "PixtralImageProcessor",
-    "mistral3": "PixtralImageProcessor",
-    "internvl_chat": "GotOcr2ImageProcessor",
-    "idefics3": "Idefics3ImageProcessor",
-    "smolvlm": "SmolVLMImageProcessor",
-    "qwen2_vl": "Qwen2VLImageProcessor",
-    "qwen2_5_vl": "Qwen2VLImageProcessor",
-    "qwen3_vl": "Qwen2VLImageProcessor",
-}
-"""The processor of each family that is served, for folders that name none."""
-
 _NAMES = frozenset(("image_processor_type", "processor_class", "feature_extractor_type", "auto_map", "backend"))
 """Keys of a processor's configuration that choose a class, which this module does itself."""
 
 
 def name_of(family: str, image_processor: Mapping[str, Any]) -> str:
     """Return the name of a folder's processor in PROCESSORS. Raises ModelError for one that is not there."""
-    given = image_processor.get("image_processor_type") or USUAL[family]
+    usual = VISION_FAMILIES[family].processor
+    given = image_processor.get("image_processor_type") or usual
     if family == "internvl_chat":  # Its folders name CLIP's, which their own code does not use.
-        given = USUAL[family]
+        given = usual
     name = given.removesuffix("Fast").removesuffix("Pil") if isinstance(given, str) else ""
     if name not in PROCESSORS:
         raise ModelError(f"image_processor_type {given!a} is not supported", param="image_processor_type")

@@ -16,7 +16,9 @@ from mlx.utils import tree_map_with_path
 from safetensors.numpy import load
 
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.model.vision import families, library
+from mlx_tandem.model.vision import library
+from mlx_tandem.model.vision.positions import AXES, ORDERS
+from mlx_tandem.model_folder import VISION_FAMILIES, text_settings
 from mlx_tandem.types import Image
 
 _PARTS = ("text", "vision", "projector")
@@ -119,6 +121,7 @@ def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype
     Raises whatever mlx-vlm raises about a folder that does not fit.
     """
     family = library.family(settings["model_type"])
+    axes = VISION_FAMILIES[settings["model_type"]].axes
     config = _config(family, settings)
     module = family.Model(config)
     own = _own_weights(family, module, config, stored)
@@ -131,15 +134,22 @@ def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype
         )
     )
     module.eval()
-    spread = families.AXES.get(settings["model_type"])
-    axes = spread(config.text_config.rope_scaling["mrope_section"]) if spread is not None else ()
-    return Encoder(module, config, dtype, axes)
+    return Encoder(module, config, dtype, ORDERS[axes](_sections(config.text_config)) if axes else ())
+
+
+def _sections(text: Any) -> list[int]:
+    """Return how many frequencies of the language model's ropes belong to each axis of positions."""
+    rope = getattr(text, "rope_scaling", None) or getattr(text, "rope_parameters", None)
+    sections: Any = (rope or {}).get("mrope_section")
+    if not isinstance(sections, list) or len(sections) != AXES:
+        raise ValueError(f"mrope_section of the language model's ropes must have {AXES} numbers")
+    return sections
 
 
 def _config(family: Any, settings: Mapping[str, Any]) -> Any:
     """Return mlx-vlm's configuration of a folder."""
     given = dict(settings)
-    text = given["text_config"] = given.get("text_config") or given.get("llm_config") or settings
+    text = given["text_config"] = text_settings(settings)
     if "image_token_id" in given:
         given.setdefault("image_token_index", given["image_token_id"])
     # gemma3 scales its embeddings by hidden_size, and mlx-vlm's default is right for one size of the model only.

@@ -13,10 +13,11 @@ from safetensors.numpy import load
 from mlx_tandem.generation.vision.decoding import BadImage
 from mlx_tandem.generation.vision.layouts import family_of
 from mlx_tandem.generation.vision.messages import Failed, Job, Made, Setup
-from mlx_tandem.generation.vision.processors import PROCESSORS, USUAL
+from mlx_tandem.generation.vision.processors import PROCESSORS
 from mlx_tandem.generation.vision.worker import Worker
 from mlx_tandem.isolation.frames import encode
 from mlx_tandem.limits import MAX_IMAGE_TOKENS
+from mlx_tandem.model_folder import VISION_FAMILIES
 from tests.images import picture
 
 SIZES = ((96, 64), (64, 200), (1, 1), (3, 1), (333, 332))
@@ -137,9 +138,9 @@ def test_the_same_image_has_the_same_digest_and_another_one_another(worker: Work
     assert "pixel_values" in load(answers[0].arrays)
 
 
-def test_every_family_has_a_processor() -> None:
-    assert set(USUAL) == set(FOLDERS)
-    assert set(USUAL.values()) <= set(PROCESSORS)
+def test_every_family_has_a_processor_and_a_folder_here() -> None:
+    assert set(VISION_FAMILIES) == set(FOLDERS)
+    assert {family.processor for family in VISION_FAMILIES.values()} <= set(PROCESSORS)
 
 
 def test_an_image_has_a_bounded_number_of_tokens() -> None:
