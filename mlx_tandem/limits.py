@@ -332,6 +332,7 @@ MAX_IMAGE_PLACEHOLDERS = 1 << 16  # tokens of one image in any family; a folder 
 MAX_IMAGE_ARRAYS = 128 << 20  # bytes of the arrays that the model's processor makes of one image
 MAX_REQUEST_ARRAYS = 192 << 20  # bytes of those arrays of all images of one request
 MAX_OPEN_ARRAYS = 512 << 20  # bytes of those arrays of all requests that have not ended
+MAX_KEPT_ARRAYS = 256 << 20  # bytes of those arrays that are kept for later turns of conversations
 MAX_IMAGE_MEMORY = 2 << 30  # bytes of memory that decoding and processing one image may use
 MAX_WAITING_IMAGES = 128 << 20  # bytes of images that wait to be decoded or are being decoded
 MAX_GRAMMAR_BYTES = 512 << 10  # bytes of a JSON schema, a pattern, choices or a grammar of one request

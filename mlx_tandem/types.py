@@ -200,7 +200,6 @@ class CacheGroupInfo(Struct, frozen=True):
 class VisionInfo(Struct, frozen=True):
     """The part of a model folder that encodes images, and whether the engine uses it."""
 
-    family: str  # the folder's model_type, by which mlx-vlm names its processors and encoders
     image_token: int = -1  # the id of placeholders in prompts
     refusal: str = ""  # why images are not served; empty: they are
 

@@ -139,16 +139,15 @@ def _load_vision(
     """
     if not families.has_images(settings):
         return None, None
-    family = str(settings["model_type"])
     if reason := families.refusal(config, settings, installed=library.is_installed()):
-        return None, VisionInfo(family, refusal=reason)
+        return None, VisionInfo(refusal=reason)
     try:
         check_vision(settings, CONFIG)
         encoder = load_encoder(settings, _stored(Path(config.path)), dtype)
     except Exception as e:  # mlx-vlm trusts a folder and fails in many ways
         log.warning("%s: its part for images cannot be loaded: %s", config.path, first_line(e))
-        return None, VisionInfo(family, refusal=printable(f"the part for images cannot be loaded ({first_line(e)})"))
-    return encoder, VisionInfo(family, encoder.image_token)
+        return None, VisionInfo(refusal=printable(f"the part for images cannot be loaded ({first_line(e)})"))
+    return encoder, VisionInfo(encoder.image_token)
 
 
 def _stored(path: Path) -> dict[str, mx.array]:
