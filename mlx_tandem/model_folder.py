@@ -45,6 +45,9 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": VisionFamily("Qwen2VLImageProcessor", "qwen", "consecutive"),
     "qwen2_5_vl": VisionFamily("Qwen2VLImageProcessor", "qwen", "consecutive"),
     "qwen3_vl": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating"),
+    "qwen3_5": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating"),
+    "qwen3_5_moe": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating"),
+    "qwen3_vl_moe": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating"),
 }
 """Families by the `model_type` of their folders, which is also mlx-vlm's name for them. The tests compare each with
 mlx-vlm.

@@ -42,7 +42,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     ),
-    "qwen2_vl": (
+    "qwen3_5": (
         {
             **{"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 64, "max_pixels": 64 * 32},
             **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.generation.vision.client import IMAGE_PROCESSOR, PROCESSOR, Images
-from mlx_tandem.model_folder import CONFIG, check_processor, check_vision, text_settings
+from mlx_tandem.model_folder import CONFIG, VISION_FAMILIES, check_processor, check_vision, text_settings
 from tests.images import vision_folder
 
 HUGE = 10**12
@@ -65,6 +66,12 @@ def test_a_processor_within_another_file_is_named_by_its_place(tmp_path: Path) -
     (folder / IMAGE_PROCESSOR).unlink()
     (folder / PROCESSOR).write_text(json.dumps({"image_processor": {"patch_size": HUGE}}))
     assert f"{PROCESSOR}: image_processor.patch_size must be" in Images(folder).refusal(None)
+
+
+def test_the_documentation_lists_the_families() -> None:
+    table = Path("docs/vision.md").read_text().partition("| `model_type` |")[2]
+    names = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `")))
+    assert sorted(names) == sorted(VISION_FAMILIES)
 
 
 def test_the_language_part_has_one_of_two_names_or_none() -> None:

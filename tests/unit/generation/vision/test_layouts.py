@@ -53,9 +53,12 @@ FOLDERS = {
     ),
     "qwen2_vl": Setup("qwen2_vl", TOWER, {"min_pixels": 3136, "max_pixels": 28 * 28 * 40}, {}),
     "qwen2_5_vl": Setup("qwen2_5_vl", TOWER, {"min_pixels": 3136, "max_pixels": 28 * 28 * 40}, {}),
-    "qwen3_vl": Setup(
-        "qwen3_vl", TOWER, {"size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 40}, "patch_size": 16}, {}
-    ),
+    **{
+        family: Setup(
+            family, TOWER, {"size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 40}, "patch_size": 16}, {}
+        )
+        for family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+    },
 }
 """The parts of folders of each family, with small images."""
 
@@ -83,6 +86,8 @@ def expected(family: str, setup: Setup, arrays: dict[str, Any]) -> str:
         height, width = (int(n) // side for n in arrays["image_sizes"][0])
         return "".join((["[IMG]"] * width + ["[IMG_BREAK]"]) * height).removesuffix("[IMG_BREAK]") + "[IMG_END]"
     package = {"qwen2_5_vl": "qwen2_vl", "internvl_chat": "internvl"}.get(family, family)
+    if family in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
+        package = "qwen3_vl"
     module = import_module(f"transformers.models.{package}.processing_{package}")
     (name,) = (n for n in module.__all__ if n.endswith("Processor"))
     own = NAMES | {
