@@ -97,7 +97,8 @@ class Image(Struct, frozen=True, array_like=True):
     Its placeholders are the next `tokens` tokens from `start` on whose id is the one that VisionInfo names; other
     tokens may lie between them, such as line breaks. `start` is the index of the first in the prompt. `arrays` is the
     content of a safetensors file with the processor's arrays under their own names: `pixel_values`, `image_grid_thw`
-    and so on. `digest` is BLAKE2b, 16 bytes long, of the name of the model's family and `arrays`.
+    and so on. Of patches with several frames, which are equal in an image, they have one frame. `digest` is BLAKE2b, 16
+    bytes long, of the name of the model's family and `arrays`.
     """
 
     digest: bytes

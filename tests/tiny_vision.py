@@ -199,7 +199,7 @@ def image(family: str, seed: int, start: int = 0) -> Image:
     own, rng = FAMILIES[family], np.random.default_rng(seed)
     lines, columns = own.grid
     shape: tuple[int, ...] = (1, 2, 3, 16, 16) if own.tiles else (1, 3, 16, 16)
-    shape = (lines * columns, 96) if lines else shape
+    shape = (lines * columns, 3 * 16) if lines else shape
     arrays: dict[str, Any] = {"pixel_values": rng.standard_normal(shape).astype(np.float32)}
     if lines:
         arrays["image_grid_thw"] = np.array([[1, lines, columns]], np.int32)
@@ -282,7 +282,10 @@ class Oracle:
             name: mx.array(np.concatenate([a[name] for a in arrays], axis if axis and name.startswith("pixel") else 0))
             for name in arrays[0]
         }
-        mask = mx.ones(ids.shape, mx.int32)
-        found = self.model.get_input_embeddings(ids, joined.pop("pixel_values"), mask=mask, **joined)
+        mask, pixels = mx.ones(ids.shape, mx.int32), joined.pop("pixel_values")
+        if "image_grid_thw" in joined:  # a patch has two equal frames, of which an image's arrays have one
+            red, green, blue = mx.split(pixels, 3, axis=1)
+            pixels = mx.concatenate([red, red, green, green, blue, blue], axis=1)
+        found = self.model.get_input_embeddings(ids, pixels, mask=mask, **joined)
         names = ("inputs_embeds", "position_ids", "rope_deltas", "visual_pos_masks", "deepstack_visual_embeds")
         return {name: getattr(found, name) for name in names if getattr(found, name) is not None}

@@ -104,17 +104,20 @@ def test_a_family_says_with_images_what_mlx_vlm_says(family: str, folders: dict[
 
 
 @pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", HYBRID])
 def test_images_are_shown_where_kernels_read_the_pool(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: one kernel leads from products to the pool, but for tokens that are not where their index says."""
-    family = "qwen2_5_vl"
+    """As on a GPU: one kernel leads from products to the pool, but for tokens that are not where their index says.
+
+    The attention of the hybrid has a gate, so no such kernel leads there; its prompts do not go with decodes.
+    """
     mx.disable_compile()  # the shim computes at once
     monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker())))
     backends = [Fused("cuda", shim.maker())]
     engine, oracle = make_engine(folders[family], attention_backend="cuda", backends=backends), Oracle(folders[family])
     engine.built.runner.rectangles.common_offsets = engine.built.runner.inputs.packed = True
-    assert any(isinstance(m, FusedBlock) for m in engine.built.runner.module.modules())
+    assert any(isinstance(m, FusedBlock) for m in engine.built.runner.module.modules()) == (family != HYBRID)
     loop = engine.loop(piggybacked=engine.built.step_limits.piggybacked)
     begin = TEXTS[0][:8]  # with it, the image ends with a block
     loop.add(ask(0, family, [TEXTS[1]], max_tokens=24))
@@ -123,7 +126,7 @@ def test_images_are_shown_where_kernels_read_the_pool(
         for _ in range(10):
             loop.step()
     loop.run()
-    assert loop.piggybacked > 0 and loop.cached[2] == 24
+    assert family == HYBRID or (loop.piggybacked > 0 and loop.cached[2] == 24)
     assert_agrees(loop, oracle, "by kernels")
 
 

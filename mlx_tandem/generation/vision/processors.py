@@ -77,14 +77,22 @@ class Processor:
         self.merge = int(values.get("merge_size", getattr(self._processor, "merge_size", 1)))
 
     def __call__(self, image: Image) -> dict[str, np.ndarray]:
-        """Return the arrays that the processor makes of an image in RGB. Raises BadImage for one that it refuses."""
+        """Return the arrays of an image in RGB as `types.Image` has them. Raises BadImage for one that is refused."""
         try:
             made = self._processor(
                 images=[np.asarray(image)], input_data_format="channels_last", return_tensors="np", **self._options
             )
         except ValueError as e:  # Its own words, such as those about the ratio of the sides.
             raise BadImage(f"is refused by the model's processor: {str(e)[:200]}") from None
-        return {name: np.ascontiguousarray(value) for name, value in made.items()}
+        arrays: dict[str, np.ndarray] = dict(made.items())
+        if self.name == "Qwen2VLImageProcessor":
+            arrays["pixel_values"] = _one_frame(arrays["pixel_values"], self._processor.temporal_patch_size, self.patch)
+        return {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+
+
+def _one_frame(patches: np.ndarray, frames: int, side: int) -> np.ndarray:
+    """Return the first frame of patches [patches, channels · frames · side · side], which an image repeats."""
+    return patches.reshape(len(patches), -1, frames, side * side)[:, :, 0].reshape(len(patches), -1)
 
 
 def _tiles(config: Mapping[str, Any]) -> dict[str, Any]:

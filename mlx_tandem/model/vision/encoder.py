@@ -67,6 +67,8 @@ class Encoder:
         self._dtype = dtype
         # Patches on each side of a square that becomes one token.
         self._merged: int = config.vision_config.spatial_merge_size if axes else 1
+        self._channels: int = config.vision_config.in_channels if axes else 0
+        self._frames: int = config.vision_config.temporal_patch_size if axes else 1
 
     def room(self, nbytes: int) -> int:
         """Return how many embeddings fit into so many bytes."""
@@ -98,6 +100,8 @@ class Encoder:
         try:
             given = {name: mx.array(array) for name, array in load(arrays).items()}
             pixels = given.pop("pixel_values")
+            if self.axes:
+                pixels = _every_frame(pixels, self._channels, self._frames)
             ids = mx.full((1, tokens), self.image_token, mx.int32)
             found = model.get_input_embeddings(ids, pixels, mask=mx.ones((1, tokens), mx.int32), **given)
             deeper = found.deepstack_visual_embeds
@@ -108,6 +112,12 @@ class Encoder:
         if embeddings.shape != (tokens, (1 + self.depth) * self.width):
             raise InvalidRequest(f"the image does not fill its {tokens} placeholders", param="images")
         return embeddings
+
+
+def _every_frame(patches: mx.array, channels: int, frames: int) -> mx.array:
+    """Return patches [patches, channels · frames · pixels] that have the only frame of the given ones in all frames."""
+    one = patches.reshape(len(patches), channels, 1, -1)
+    return mx.repeat(one, frames, axis=2).reshape(len(patches), -1)
 
 
 def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype: mx.Dtype) -> Encoder:

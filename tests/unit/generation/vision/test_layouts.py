@@ -6,6 +6,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 from safetensors.numpy import load
@@ -161,6 +162,19 @@ def test_an_image_is_no_larger_than_the_positions_of_pixtrals_encoder_reach() ->
     answer = worker.answer(encode(Job(picture(200, 300), False)))
     assert isinstance(answer, Made)
     assert load(answer.arrays)["pixel_values"].shape[-2:] == (64, 48)
+
+
+def test_of_the_equal_frames_of_a_patch_one_is_sent() -> None:
+    """It is the one from which all values of transformers' own processor follow."""
+    worker = Worker(FOLDERS["qwen3_5"], 60.0)
+    image = worker_image((96, 64))
+    whole = worker._processor._processor(
+        images=[np.asarray(image)], input_data_format="channels_last", return_tensors="np"
+    )["pixel_values"]
+    one = worker._processor(image)["pixel_values"]
+    assert one.shape == (len(whole), 3 * 16 * 16)
+    by_channel = one.reshape(len(one), 3, 16 * 16)
+    assert np.array_equal(whole.reshape(len(whole), 3, 2, 16 * 16), np.stack([by_channel, by_channel], axis=2))
 
 
 def test_a_line_is_refused() -> None:
