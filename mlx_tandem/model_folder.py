@@ -77,9 +77,9 @@ def check_vision(settings: Mapping[str, Any], file: str) -> None:
     limits.check_model(limits.IMAGES, settings, file)
     limits.check_model(limits.VISION, settings.get("vision_config") or {}, file, "vision_config")
     for place in ("", *TEXT_PARTS):
-        part = settings.get(place) or {} if place else settings
+        part = settings.get(place) if place else settings
         for field in ("rope_scaling", "rope_parameters"):
-            own = part.get(field)
+            own = part.get(field) if isinstance(part, Mapping) else None
             if isinstance(own, Mapping):
                 limits.check_model(limits.ROPE, own, file, f"{place}.{field}" if place else field)
 

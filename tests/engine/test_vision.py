@@ -5,6 +5,7 @@ Tiny random models in float32, against mlx-vlm's own forward over its own cache,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -26,9 +27,12 @@ from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.model.vision import library
 from mlx_tandem.model_folder import VISION_FAMILIES
 from mlx_tandem.types import AdapterRef, Image, Request, SamplingParams
-from tests import tiny_models, tiny_vision
+from tests import tiny_heads, tiny_models, tiny_vision
 from tests.engine.harness import Loop
 from tests.engine.mlx_engine import NEAR_TIE, TOLERANCE, Engine, make_engine
+from tests.engine.test_mtp import Noted
+from tests.engine.test_mtp import make_engine as make_engine_with_head
+from tests.engine.test_mtp import serve as serve_with_head
 from tests.engine.test_verify import Oracle as Foreseen
 from tests.kernels import shim
 from tests.tiny_vision import IMAGE, Oracle
@@ -282,6 +286,24 @@ def test_drafts_behind_images_change_nothing(family: str, folders: dict[str, Pat
     loop.run()
     assert loop.accepted > 4
     assert_agrees(loop, oracle, "with drafts")
+
+
+def test_drafts_of_a_head_behind_images_change_nothing(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head reads placeholders and indices, since it only guesses."""
+    mx.disable_compile()
+    config = (folders[HYBRID] / "config.json").read_text()
+    text = json.loads(config)["text_config"] | {"model_type": HYBRID}
+    monkeypatch.setattr(tiny_heads, "settings", lambda family: text)
+    weights = mx.load(str(folders[HYBRID] / "model.safetensors"))
+    assert isinstance(weights, dict)
+    (tmp_path / "config.json").write_text(config)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights | tiny_heads._weights(HYBRID, 1))
+    asked = [ask(i, HYBRID, [TEXTS[i], i + 1, TEXTS[3], 5, TEXTS[1]], max_tokens=12) for i in range(2)]
+    loop = serve_with_head(make_engine_with_head(tmp_path), asked, proposer := Noted(), chunks=7)
+    assert proposer.counts.drafted > 10
+    assert_agrees(loop, Oracle(folders[HYBRID]), "with a head")
 
 
 def test_blocks_with_images_come_back_from_the_drive(

@@ -68,6 +68,14 @@ def test_a_processor_within_another_file_is_named_by_its_place(tmp_path: Path) -
     assert f"{PROCESSOR}: image_processor.patch_size must be" in Images(folder).refusal(None)
 
 
+def test_parts_that_are_no_objects_are_left_to_the_engine(tmp_path: Path) -> None:
+    """It refuses the whole folder."""
+    folder, _ = vision_folder(tmp_path)
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"text_config": [1], "rope_scaling": 3}))
+    assert Images(folder).family is not None
+
+
 def test_the_documentation_lists_the_families() -> None:
     table = Path("docs/vision.md").read_text().partition("| `model_type` |")[2]
     names = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `")))
