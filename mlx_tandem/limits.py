@@ -244,6 +244,7 @@ _SIDE = Range(1, 1 << 14, integer=True)  # pixels
 _PATCH = Range(1, 1024, integer=True)  # pixels
 _PIXELS = Range(1, 1 << 30, integer=True)  # some processors count the pixels of an image as its edges
 _MERGE = Range(1, 64, integer=True)  # patches, frames or channels
+MAX_GRID = 1024  # patches on a side of the largest image of an encoder, as its image_size says
 _TILES = Range(1, 1024, integer=True)
 _IMAGE_TOKENS = Range(1, 1 << 16, integer=True)
 

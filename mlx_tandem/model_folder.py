@@ -75,7 +75,12 @@ def check_text(settings: Mapping[str, Any], file: str) -> None:
 def check_vision(settings: Mapping[str, Any], file: str) -> None:
     """Raise ModelError, naming `file` and the field, unless the numbers of the part for images lie in their ranges."""
     limits.check_model(limits.IMAGES, settings, file)
-    limits.check_model(limits.VISION, settings.get("vision_config") or {}, file, "vision_config")
+    tower = settings.get("vision_config") or {}
+    limits.check_model(limits.VISION, tower, file, "vision_config")
+    size, patch = tower.get("image_size"), tower.get("patch_size")
+    if isinstance(size, int) and isinstance(patch, int) and size > limits.MAX_GRID * patch:
+        field = "vision_config.image_size"
+        raise ModelError(f"{file}: {field} must be at most {limits.MAX_GRID} patches", param=field)
     for place in ("", *TEXT_PARTS):
         part = settings.get(place) if place else settings
         for field in ("rope_scaling", "rope_parameters"):

@@ -18,6 +18,7 @@ HUGE = 10**12
 FAULTS: list[tuple[str, dict[str, Any], str]] = [
     (CONFIG, {"vision_config": {"patch_size": HUGE}}, "vision_config.patch_size must be an integer from 1"),
     (CONFIG, {"vision_config": {"image_size": [224, 0]}}, "vision_config.image_size"),
+    (CONFIG, {"vision_config": {"image_size": 4097, "patch_size": 4}}, "vision_config.image_size must be at most 1024"),
     (CONFIG, {"vision_config": {"hidden_size": "wide"}}, "vision_config.hidden_size"),
     (CONFIG, {"vision_config": {"depth": HUGE}}, "vision_config.depth"),
     (CONFIG, {"vision_config": {"spatial_merge_size": 0}}, "vision_config.spatial_merge_size"),
@@ -49,7 +50,7 @@ def test_a_number_out_of_its_range_is_named(file: str, values: dict[str, Any], w
     assert refused.value.message.startswith(f"{file}: {what}")
 
 
-@pytest.mark.parametrize(("file", "values", "what"), [FAULTS[0], FAULTS[11], FAULTS[16]])
+@pytest.mark.parametrize(("file", "values", "what"), [FAULTS[0], FAULTS[12], FAULTS[17]])
 def test_the_front_refuses_images_by_the_field(file: str, values: dict[str, Any], what: str, tmp_path: Path) -> None:
     folder, _ = vision_folder(tmp_path)
     assert Images(folder).family is not None
