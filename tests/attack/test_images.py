@@ -61,7 +61,7 @@ def answered(reading: Reading, path: str, body: dict[str, Any]) -> tuple[Request
 
 def test_the_image_of_an_earlier_turn_is_not_processed_again(reading: Reading) -> None:
     """Under any URL of the same file; another file is another image."""
-    first, second = picture(84, 28), picture(28, 84)
+    first, second = picture(140, 28), picture(28, 140)
 
     def counts() -> list[float]:
         text = reading.client.get("/metrics").text
