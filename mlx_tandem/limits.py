@@ -240,6 +240,61 @@ QUANTIZATION: dict[str, Range] = {
     "group_size": Range(1, 1 << 16, integer=True),
 }
 
+_SIDE = Range(1, 1 << 14, integer=True)  # pixels
+_PATCH = Range(1, 1024, integer=True)  # pixels
+_PIXELS = Range(1, 1 << 30, integer=True)  # some processors count the pixels of an image as its edges
+_MERGE = Range(1, 64, integer=True)  # patches, frames or channels
+MAX_GRID = 1024  # patches on a side of the largest image of an encoder, as its image_size says
+_TILES = Range(1, 1024, integer=True)
+_IMAGE_TOKENS = Range(1, 1 << 16, integer=True)
+
+VISION: dict[str, Range] = {  # settings of the encoder of images in a folder's config.json, under the families' names
+    **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim", "out_hidden_size", "projection_dim"), _WIDTH),
+    **dict.fromkeys(("num_hidden_layers", "depth"), _LAYERS),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"), _HEADS),
+    **dict.fromkeys(("image_size", "window_size"), _SIDE),
+    **dict.fromkeys(("patch_size", "spatial_patch_size"), _PATCH),
+    **dict.fromkeys(("spatial_merge_size", "temporal_patch_size"), _MERGE),
+    **dict.fromkeys(("num_channels", "in_channels", "in_chans"), _MERGE),
+    **dict.fromkeys(("deepstack_visual_indexes", "fullatt_block_indexes"), Range(0, 1023, integer=True)),
+    "num_position_embeddings": Range(1, 1 << 24, integer=True),
+    "vocab_size": _WIDTH,
+    "mlp_ratio": Range(0.01, 1024.0),
+    "rope_theta": MODEL["rope_theta"],
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), _EPSILON),
+}
+
+IMAGES: dict[str, Range] = {  # settings of images beside those of the encoder, which some families have in config.json
+    **dict.fromkeys(("image_token_index", "image_token_id"), Range(0, 1 << 24, integer=True)),
+    **dict.fromkeys(("mm_tokens_per_image", "image_seq_length"), _IMAGE_TOKENS),
+    **dict.fromkeys(("min_dynamic_patch", "max_dynamic_patch"), _TILES),
+    **dict.fromkeys(("scale_factor", "spatial_merge_size"), _MERGE),
+    "force_image_size": _SIDE,
+    "downsample_ratio": Range(0.001, 64.0),
+    "vision_feature_layer": Range(-1024, 1024, integer=True),
+}
+
+ROPE: dict[str, Range] = {"mrope_section": Range(0, 1 << 16, integer=True)}
+
+PROCESSOR: dict[str, Range] = {  # settings of image processors; those of an object follow its name and a dot
+    "size": _SIDE,
+    "crop_size": _SIDE,
+    "patch_size": _PATCH,
+    "max_image_size": _SIDE,
+    **{f"{name}.{side}": _SIDE for name in ("size", "crop_size") for side in ("height", "width")},
+    **{f"patch_size.{side}": _PATCH for side in ("height", "width")},
+    **dict.fromkeys(("size.shortest_edge", "size.longest_edge", "max_image_size.longest_edge"), _PIXELS),
+    **dict.fromkeys(("size.min_pixels", "size.max_pixels", "min_pixels", "max_pixels"), _PIXELS),
+    **dict.fromkeys(("merge_size", "temporal_patch_size", "spatial_merge_size"), _MERGE),
+    **dict.fromkeys(("min_patches", "max_patches"), _TILES),
+    **dict.fromkeys(("image_seq_length", "image_seq_len"), _IMAGE_TOKENS),
+    "num_additional_image_tokens": Range(0, 1 << 16, integer=True),
+    "image_mean": Range(-1e6, 1e6),
+    "image_std": Range(1e-6, 1e6),
+    "rescale_factor": Range(1e-9, 1e6),
+    "resample": Range(0, 5, integer=True),
+}
+
 MAX_ALIASES = 10_000
 MAX_ARMS = 16
 MAX_STOP_STRINGS = 8
@@ -278,6 +333,7 @@ MAX_IMAGE_PLACEHOLDERS = 1 << 16  # tokens of one image in any family; a folder 
 MAX_IMAGE_ARRAYS = 128 << 20  # bytes of the arrays that the model's processor makes of one image
 MAX_REQUEST_ARRAYS = 192 << 20  # bytes of those arrays of all images of one request
 MAX_OPEN_ARRAYS = 512 << 20  # bytes of those arrays of all requests that have not ended
+MAX_KEPT_ARRAYS = 256 << 20  # bytes of those arrays that are kept for later turns of conversations
 MAX_IMAGE_MEMORY = 2 << 30  # bytes of memory that decoding and processing one image may use
 MAX_WAITING_IMAGES = 128 << 20  # bytes of images that wait to be decoded or are being decoded
 MAX_GRAMMAR_BYTES = 512 << 10  # bytes of a JSON schema, a pattern, choices or a grammar of one request

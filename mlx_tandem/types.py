@@ -97,7 +97,8 @@ class Image(Struct, frozen=True, array_like=True):
     Its placeholders are the next `tokens` tokens from `start` on whose id is the one that VisionInfo names; other
     tokens may lie between them, such as line breaks. `start` is the index of the first in the prompt. `arrays` is the
     content of a safetensors file with the processor's arrays under their own names: `pixel_values`, `image_grid_thw`
-    and so on. `digest` is BLAKE2b, 16 bytes long, of the name of the model's family and `arrays`.
+    and so on. Of patches with several frames, which are equal in an image, they have one frame. `digest` is BLAKE2b, 16
+    bytes long, of the name of the model's family and `arrays`.
     """
 
     digest: bytes
@@ -200,7 +201,6 @@ class CacheGroupInfo(Struct, frozen=True):
 class VisionInfo(Struct, frozen=True):
     """The part of a model folder that encodes images, and whether the engine uses it."""
 
-    family: str  # the folder's model_type, by which mlx-vlm names its processors and encoders
     image_token: int = -1  # the id of placeholders in prompts
     refusal: str = ""  # why images are not served; empty: they are
 

@@ -72,6 +72,9 @@ class Family:
     """Whether the size of an image goes with it."""
     grid: tuple[int, int] = (0, 0)
     """Lines and columns of an image's patches, in families whose positions have several axes."""
+    vision_more: dict[str, Any] = field(default_factory=dict)
+    flat: bool = False
+    """Whether its folders describe the language model beside its settings, not within."""
 
 
 _AXES = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "attention_bias": True}
@@ -84,8 +87,36 @@ _QWEN_VISION = {
     "window_size": 16,
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
 }
+
+_DEEP = {"deepstack_visual_indexes": [0]}
+
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
+_STATES = {
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "head_dim": 32,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [4, 2, 2],
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+"""Of two layers the first keeps a state. Half of a head is turned."""
 
 FAMILIES = {
     "llava": Family("llama", "clip_vision_model", 16),
@@ -107,9 +138,12 @@ FAMILIES = {
     "idefics3": Family("llama", "idefics3_vision", 8, tiles=True),
     "smolvlm": Family("llama", "siglip_vision_model", 8, tiles=True),
     "internvl_chat": Family("qwen2", "intern_vit_6b", 4),
-    "qwen2_vl": Family("qwen2_vl", "qwen2_vl", 6, text_more=_AXES, grid=(4, 6)),
-    "qwen3_vl": Family("qwen3_vl", "qwen3_vl", 6, text_more=_AXES, grid=(4, 6)),
-    "qwen2_5_vl": Family("qwen2_5_vl", "qwen2_5_vl", 15, text_more=_AXES, grid=(6, 10)),
+    "qwen2_vl": Family("qwen2_vl", "qwen2_vl", 6, 0, _AXES, grid=(4, 6), vision_more={"hidden_size": 64}, flat=True),
+    "qwen3_vl": Family("qwen3_vl", "qwen3_vl", 6, 0, _AXES, grid=(4, 6), vision_more=_DEEP),
+    "qwen3_vl_moe": Family("qwen3_vl_moe", "qwen3_vl_moe", 6, 0, _AXES | _EXPERTS, grid=(4, 6), vision_more=_DEEP),
+    "qwen2_5_vl": Family("qwen2_5_vl", "qwen2_5_vl", 15, 0, _AXES, grid=(6, 10), flat=True),
+    "qwen3_5": Family("qwen3_5_text", "qwen3_5", 6, 0, _STATES, grid=(4, 6)),
+    "qwen3_5_moe": Family("qwen3_5_moe_text", "qwen3_5_moe", 6, 0, _STATES | _EXPERTS, grid=(4, 6)),
 }
 
 
@@ -127,10 +161,10 @@ def make(folder: Path, family: str, *, seed: int = 0, bits: int = 0) -> Path:
     if own.vision == "pixtral":
         config["vision_config"]["rope_theta"] = 10_000.0
     if own.grid[0]:
-        if family != "qwen3_vl":  # these describe the language model beside its settings, not within
+        if own.flat:
             config |= config.pop("text_config")
-        config |= {"image_token_id": IMAGE, "vision_start_token_id": BEGIN}
-        config["vision_config"] |= _QWEN_VISION | {"hidden_size": 64 if family == "qwen2_vl" else 32}
+        config |= {"model_type": family, "image_token_id": IMAGE, "vision_start_token_id": BEGIN}
+        config["vision_config"] |= _QWEN_VISION | own.vision_more
     model = _model(config)
     rng = np.random.default_rng(seed)
     parameters: Any = tree_flatten(model.parameters())
@@ -165,7 +199,7 @@ def image(family: str, seed: int, start: int = 0) -> Image:
     own, rng = FAMILIES[family], np.random.default_rng(seed)
     lines, columns = own.grid
     shape: tuple[int, ...] = (1, 2, 3, 16, 16) if own.tiles else (1, 3, 16, 16)
-    shape = (lines * columns, 96) if lines else shape
+    shape = (lines * columns, 3 * 16) if lines else shape
     arrays: dict[str, Any] = {"pixel_values": rng.standard_normal(shape).astype(np.float32)}
     if lines:
         arrays["image_grid_thw"] = np.array([[1, lines, columns]], np.int32)
@@ -248,7 +282,10 @@ class Oracle:
             name: mx.array(np.concatenate([a[name] for a in arrays], axis if axis and name.startswith("pixel") else 0))
             for name in arrays[0]
         }
-        mask = mx.ones(ids.shape, mx.int32)
-        found = self.model.get_input_embeddings(ids, joined.pop("pixel_values"), mask=mask, **joined)
+        mask, pixels = mx.ones(ids.shape, mx.int32), joined.pop("pixel_values")
+        if "image_grid_thw" in joined:  # a patch has two equal frames, of which an image's arrays have one
+            red, green, blue = mx.split(pixels, 3, axis=1)
+            pixels = mx.concatenate([red, red, green, green, blue, blue], axis=1)
+        found = self.model.get_input_embeddings(ids, pixels, mask=mask, **joined)
         names = ("inputs_embeds", "position_ids", "rope_deltas", "visual_pos_masks", "deepstack_visual_embeds")
         return {name: getattr(found, name) for name in names if getattr(found, name) is not None}

@@ -30,7 +30,7 @@ class RequestAdmission:
         self.open_requests = 0
         self.open_choices = 0
         self.open_arrays = 0  # bytes of the arrays of images
-        self.refused: Counter[str] = Counter()  # by the setting that refused
+        self.refused: Counter[str] = Counter()  # by the setting, or the limit without a setting, that refused
         self._idle = asyncio.Event()
         self._idle.set()
         self._busy = 0.0  # seconds before `_since` during which any request was open
@@ -69,11 +69,11 @@ class RequestAdmission:
             message = "the cache for prompts and answers is nearly full"
             raise self._refusal("memory_pressure_threshold", message, requests)
 
-    def _refusal(self, setting: str, message: str, requests: float) -> Overloaded:
-        """Count a refusal by `setting` and return its error, which advises a wait until `requests` have ended."""
-        self.refused[setting] += 1
+    def _refusal(self, reason: str, message: str, requests: float) -> Overloaded:
+        """Count a refusal for `reason` and return its error, which advises a wait until `requests` have ended."""
+        self.refused[reason] += 1
         wait = max(requests, 1.0) / self._rate()
-        if setting == "memory_pressure_threshold":
+        if reason == "memory_pressure_threshold":
             return Overloaded(message, retry_after=wait, status=503, code="memory_pressure")
         return Overloaded(message, retry_after=wait)
 

@@ -23,21 +23,18 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes, load_model
 from safetensors import SafetensorError, safe_open
 
-from mlx_tandem import limits
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.mtp import PredictionHead, load_head
 from mlx_tandem.model.vision import families, library
 from mlx_tandem.model.vision.encoder import Encoder, load_encoder
 from mlx_tandem.model.vision.text_part import TextArgs, TextModel
+from mlx_tandem.model_folder import CONFIG, VISION_FAMILIES, check_text, check_vision, text_settings
 from mlx_tandem.printable import printable
 from mlx_tandem.small_files import read_object
 from mlx_tandem.types import VisionInfo
 
 log = logging.getLogger(__name__)
-
-CONFIG = "config.json"
-"""The file of a model folder that describes the model."""
 
 DEFAULT_MAX_MODEL_LEN = 4096
 """Longest sequence of a model whose folder names no limit."""
@@ -110,7 +107,7 @@ def load_unread(config: ModelConfig, report: Report, *, mtp: bool = False) -> Lo
         dtype = _cast(module, config)
         head = load_head(module, settings, _stored(path), dtype, str(path)) if mtp else None
     encoder, vision = _load_vision(config, settings, dtype)
-    text = settings.get("text_config") or settings.get("llm_config") or settings
+    text = text_settings(settings)
     limit = _first(text, "max_position_embeddings") or DEFAULT_MAX_MODEL_LEN
     if config.max_model_len > limit:
         log.warning("max_model_len %d is lowered to the model's limit of %d", config.max_model_len, limit)
@@ -142,15 +139,15 @@ def _load_vision(
     """
     if not families.has_images(settings):
         return None, None
-    family = str(settings["model_type"])
     if reason := families.refusal(config, settings, installed=library.is_installed()):
-        return None, VisionInfo(family, refusal=reason)
+        return None, VisionInfo(refusal=reason)
     try:
+        check_vision(settings, CONFIG)
         encoder = load_encoder(settings, _stored(Path(config.path)), dtype)
     except Exception as e:  # mlx-vlm trusts a folder and fails in many ways
         log.warning("%s: its part for images cannot be loaded: %s", config.path, first_line(e))
-        return None, VisionInfo(family, refusal=printable(f"the part for images cannot be loaded ({first_line(e)})"))
-    return encoder, VisionInfo(family, encoder.image_token)
+        return None, VisionInfo(refusal=printable(f"the part for images cannot be loaded ({first_line(e)})"))
+    return encoder, VisionInfo(encoder.image_token)
 
 
 def _stored(path: Path) -> dict[str, mx.array]:
@@ -227,7 +224,8 @@ def _classes(config: dict[str, Any], file: Path) -> tuple[Any, Any]:
 
 def classes_of(settings: dict[str, Any]) -> tuple[Any, Any]:
     """Return the classes of a model and of its arguments. Raises ValueError if there are none for it."""
-    if settings["model_type"] in families.OWN_TEXT_PART:
+    family = VISION_FAMILIES.get(settings["model_type"])
+    if family is not None and family.own_text_part:
         return TextModel, TextArgs
     found: tuple[Any, Any] = _get_classes(settings)
     return found
@@ -250,13 +248,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise ModelError(f"{file}: model_type {settings['model_type']!r} is no model's name", param="model_type")
     if "model_file" in settings:
         raise ModelError(f"{file}: model_file asks to run code from the folder", param="model_file")
-    for field in ("text_config", "llm_config", "vision_config", "quantization", "quantization_config", "rope_scaling"):
-        if not isinstance(settings.get(field), dict | None):
-            raise ModelError(f"{file}: {field} must be an object", param=field)
-    limits.check_model(limits.MODEL, settings, str(file))
-    texts = ("text_config", limits.MODEL), ("llm_config", limits.MODEL)
-    for field, table in (*texts, ("quantization", limits.QUANTIZATION)):
-        limits.check_model(table, settings.get(field) or {}, str(file), field)
+    check_text(settings, str(file))
     return settings
 
 

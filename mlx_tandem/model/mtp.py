@@ -19,6 +19,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.utils import _get_classes
 
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model_folder import text_settings
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def load_head(
             f"{folder}: --spec-decode mtp is not supported for the model_type {family!r}; it is for {known}",
             param="method",
         )
-    text = settings.get("text_config") or settings
+    text = text_settings(settings)
     prefix = form.prefix.format(layers=int(text["num_hidden_layers"]))
     own = {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
     if not own:

@@ -23,8 +23,9 @@ from mlx_tandem.model.cache.states import (
     leaves,
 )
 from mlx_tandem.model.kernel_checks import machine
-from mlx_tandem.model.loader import CONFIG, LoadedModel, blamed_on, first_line, not_finite, suspects
+from mlx_tandem.model.loader import LoadedModel, blamed_on, first_line, not_finite, suspects
 from mlx_tandem.model.unserved import UNSERVED
+from mlx_tandem.model_folder import CONFIG
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 """Largest error of logits by type, relative to the largest logit. Wrong masks and mixed-up rows are off by far more."""

@@ -76,7 +76,7 @@ def _error_families(front: ServerFront) -> Iterator[Metric]:
     for (status, code), value in sorted(front.metrics.error_replies.items()):
         replies.add_metric([str(status), code], value)
     yield replies
-    refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
+    refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting or limit.", labels=["reason"])
     for setting in (
         "max_concurrent_requests",
         "max_queue_size",
@@ -102,7 +102,11 @@ def _engine_families(front: ServerFront) -> Iterator[Metric]:
     yield _gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory)
     yield _gauge("tandem_kept_memory_bytes", "Freed arrays kept for the next.", stats.kept_memory)
     yield _gauge("tandem_compiled_steps", "Compiled steps in memory.", stats.compiled_steps)
+    kept = front.images.kept
+    yield _gauge("tandem_kept_image_bytes", "Processed images kept for later turns.", kept.nbytes)
     for name, text, total in (
+        ("tandem_kept_image_hits", "Images of requests that were found processed.", kept.hits),
+        ("tandem_kept_image_misses", "Images of requests that had to be processed.", kept.misses),
         ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
         ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
         ("tandem_steps", "Steps run by this engine.", stats.steps),

@@ -17,16 +17,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_tandem.config import Config
 from mlx_tandem.generation.vision.client import _setup
-from mlx_tandem.generation.vision.layouts import FAMILIES
+from mlx_tandem.generation.vision.layouts import LAYOUTS
 from mlx_tandem.generation.vision.messages import Job, Made
 from mlx_tandem.generation.vision.worker import Worker
 from mlx_tandem.model.vision import library
+from mlx_tandem.model_folder import VISION_FAMILIES
 from mlx_tandem.types import Image
 from tests.images import data_url, picture
 from tests.serving import RunningServer, demo_config, serving
 from tests.tiny_models import VOCAB
-from tests.tiny_vision import BEGIN, IMAGE, Oracle, make
-from tests.tiny_vision import FAMILIES as FAMILIES_OF_TESTS
+from tests.tiny_vision import BEGIN, FAMILIES, IMAGE, Oracle, make
 
 pytestmark = [
     pytest.mark.restarts,
@@ -42,7 +42,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     ),
-    "qwen2_vl": (
+    "qwen3_5": (
         {
             **{"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 64, "max_pixels": 64 * 32},
             **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},
@@ -62,18 +62,19 @@ TEMPLATE = """{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{
 
 def write_texts(folder: Path, family: str) -> None:
     """Write a tokenizer of bytes, a chat template and the processor's settings into a folder."""
+    layout = LAYOUTS[VISION_FAMILIES[family].layout]
     words = {"<|pad|>": 0, "<|bos|>": 1, "<|eos|>": 2}
     for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
         words[byte] = len(words)
     words |= {f"unused-{i}": i for i in range(len(words), VOCAB) if i not in (IMAGE, BEGIN)}
-    words |= {FAMILIES[family].token: IMAGE, START: BEGIN}
+    words |= {layout.token: IMAGE, START: BEGIN}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|pad|>", "<|bos|>", "<|eos|>", START, FAMILIES[family].token]
+    special = ["<|pad|>", "<|bos|>", "<|eos|>", START, layout.token]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.save(str(folder / "tokenizer.json"))
-    placeholder = START * bool(FAMILIES_OF_TESTS[family].grid[0]) + FAMILIES[family].placeholder
+    placeholder = START * bool(FAMILIES[family].grid[0]) + layout.placeholder
     template = TEMPLATE.replace("PLACEHOLDER", placeholder)
     image_processor, processor = PROCESSORS[family]
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>"}))

@@ -32,7 +32,7 @@ class Reading(NamedTuple):
 @pytest.fixture(scope="module")
 def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
     folder, token = vision_folder(tmp_path_factory.mktemp("vision"))
-    info = structs.replace(INFO, vocab_size=token + 1, max_model_len=1024, vision=VisionInfo("qwen2_vl", token))
+    info = structs.replace(INFO, vocab_size=token + 1, max_model_len=1024, vision=VisionInfo(token))
     limits = {"max_image_request_bytes": 24 << 20, "allow_image_hosts": ("localhost",)}
     with scripted_server(info, folder, **limits) as (client, peer, _):
         client.timeout = httpx.Timeout(120.0)  # The first image waits for its process.
@@ -57,6 +57,26 @@ def answered(reading: Reading, path: str, body: dict[str, Any]) -> tuple[Request
         request = reading.peer.hear(Submit).request
         reading.peer.say(Output([Delta(request.id, 0, (5,), finish="stop")]))
         return request, reply.result()
+
+
+def test_the_image_of_an_earlier_turn_is_not_processed_again(reading: Reading) -> None:
+    """Under any URL of the same file; another file is another image."""
+    first, second = picture(140, 28), picture(28, 140)
+
+    def counts() -> list[float]:
+        text = reading.client.get("/metrics").text
+        return [
+            float(next(line for line in text.splitlines() if line.startswith(f"tandem_kept_image_{name} ")).split()[1])
+            for name in ("hits_total", "misses_total", "bytes")
+        ]
+
+    hits, misses, _ = counts()
+    (one,) = answered(reading, CHAT, chat(data_url(first)))[0].images
+    again, other = answered(reading, CHAT, chat(data_url(first, "image/x-same"), data_url(second)))[0].images
+    assert (again.digest, again.arrays) == (one.digest, one.arrays) and other.digest != one.digest
+    now = counts()
+    assert now[:2] == [hits + 1, misses + 2]
+    assert now[2] >= len(one.arrays) + len(other.arrays)
 
 
 BASE64 = base64.b64encode(picture(56, 28)).decode()
@@ -212,7 +232,7 @@ def test_a_model_that_reads_text_refuses_images_by_name(tmp_path: Path) -> None:
 
 def test_a_folder_whose_images_the_engine_does_not_serve_refuses_them(tmp_path: Path) -> None:
     folder, token = vision_folder(tmp_path)
-    info = structs.replace(INFO, vision=VisionInfo("qwen2_vl", token, "the weights of the encoder are missing"))
+    info = structs.replace(INFO, vision=VisionInfo(token, "the weights of the encoder are missing"))
     with scripted_server(info, folder) as (client, _, _):
         error = client.post(CHAT, json=BODIES[CHAT]).json()["error"]
         assert (error["param"], error["message"]) == (FIELD, f"{FIELD}: the weights of the encoder are missing")

@@ -5,6 +5,7 @@ Tiny random models in float32, against mlx-vlm's own forward over its own cache,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -23,11 +24,16 @@ from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.kernels.store import Store
-from mlx_tandem.model.vision import families, library
+from mlx_tandem.model.vision import library
+from mlx_tandem.model_folder import VISION_FAMILIES
 from mlx_tandem.types import AdapterRef, Image, Request, SamplingParams
-from tests import tiny_models, tiny_vision
+from tests import tiny_heads, tiny_models, tiny_vision
 from tests.engine.harness import Loop
 from tests.engine.mlx_engine import NEAR_TIE, TOLERANCE, Engine, make_engine
+from tests.engine.test_mtp import Noted
+from tests.engine.test_mtp import make_engine as make_engine_with_head
+from tests.engine.test_mtp import serve as serve_with_head
+from tests.engine.test_verify import Oracle as Foreseen
 from tests.kernels import shim
 from tests.tiny_vision import IMAGE, Oracle
 
@@ -35,6 +41,8 @@ pytestmark = pytest.mark.skipif(not library.is_installed(), reason="mlx-vlm is n
 
 TOKENS = 6
 COMPILED = "llava"
+HYBRID = "qwen3_5"
+"""A family whose language model has layers with a state."""
 _rng = np.random.default_rng(3)
 TEXTS = [tuple(_rng.integers(3, 280, n).tolist()) for n in (9, 5, 21, 2)]
 
@@ -84,7 +92,7 @@ def assert_agrees(loop: Loop, oracle: Oracle, case: str, only: Collection[int] |
 
 
 def test_every_family_that_is_served_is_tested() -> None:
-    assert set(tiny_vision.FAMILIES) == families.SERVED
+    assert set(tiny_vision.FAMILIES) == set(VISION_FAMILIES)
 
 
 @pytest.mark.parametrize("family", tiny_vision.FAMILIES)
@@ -100,17 +108,20 @@ def test_a_family_says_with_images_what_mlx_vlm_says(family: str, folders: dict[
 
 
 @pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", HYBRID])
 def test_images_are_shown_where_kernels_read_the_pool(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: one kernel leads from products to the pool, but for tokens that are not where their index says."""
-    family = "qwen2_5_vl"
+    """As on a GPU: one kernel leads from products to the pool, but for tokens that are not where their index says.
+
+    The attention of the hybrid has a gate, so no such kernel leads there; its prompts do not go with decodes.
+    """
     mx.disable_compile()  # the shim computes at once
     monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker())))
     backends = [Fused("cuda", shim.maker())]
     engine, oracle = make_engine(folders[family], attention_backend="cuda", backends=backends), Oracle(folders[family])
     engine.built.runner.rectangles.common_offsets = engine.built.runner.inputs.packed = True
-    assert any(isinstance(m, FusedBlock) for m in engine.built.runner.module.modules())
+    assert any(isinstance(m, FusedBlock) for m in engine.built.runner.module.modules()) == (family != HYBRID)
     loop = engine.loop(piggybacked=engine.built.step_limits.piggybacked)
     begin = TEXTS[0][:8]  # with it, the image ends with a block
     loop.add(ask(0, family, [TEXTS[1]], max_tokens=24))
@@ -119,7 +130,7 @@ def test_images_are_shown_where_kernels_read_the_pool(
         for _ in range(10):
             loop.step()
     loop.run()
-    assert loop.piggybacked > 0 and loop.cached[2] == 24
+    assert family == HYBRID or (loop.piggybacked > 0 and loop.cached[2] == 24)
     assert_agrees(loop, oracle, "by kernels")
 
 
@@ -197,15 +208,16 @@ def test_a_hit_that_ends_within_an_image_is_read_on(llava: tuple[Engine, Oracle]
     assert_agrees(loop, oracle, "within an image")
 
 
-def test_an_adapter_changes_the_language_model_only(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llava", HYBRID])
+def test_an_adapter_changes_the_language_model_only(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """In one batch with the base, and not in its blocks."""
-    engine, base, changed = make_engine(folders["llava"]), Oracle(folders["llava"]), Oracle(folders["llava"])
+    engine, base, changed = make_engine(folders[family]), Oracle(folders[family]), Oracle(folders[family])
     assert not any("vision" in path for path in engine.built.linears)
     deltas = tiny_models.make_adapter(tmp_path / "a", engine.built.linears, "mlx-lm", rank=4, seed=1)
     loaded = formats.read(tmp_path / "a", engine.built.linears, max_rank=16, base_layers=2)
     engine.weights[loaded.info.digest] = loaded
     tiny_models.merge(changed.model, deltas)
-    plain = [ask(i, "llava", [TEXTS[i % 2], 1 + i % 3, TEXTS[3]]) for i in range(4)]
+    plain = [ask(i, family, [TEXTS[i % 2], 1 + i % 3, TEXTS[3]]) for i in range(4)]
     ref = AdapterRef("a", 1, loaded.info.digest)
     adapted = [msgspec.structs.replace(request, id=10 + request.id, adapter=ref) for request in plain]
     loop = engine.run([*plain, *adapted], chunks=9)
@@ -213,6 +225,85 @@ def test_an_adapter_changes_the_language_model_only(folders: dict[str, Path], tm
         ids = {request.id for request in asked}
         assert_agrees(loop, oracle, "mixed with an adapter", ids)
     assert loop.tokens[0, 0] != loop.tokens[10, 0], "the adapter changes nothing"
+
+
+def test_a_conversation_goes_on_from_the_state_behind_its_images(folders: dict[str, Path]) -> None:
+    """And under another image not from a state behind it."""
+    engine, oracle = make_engine(folders[HYBRID], num_blocks=64), Oracle(folders[HYBRID])
+    loop = engine.loop(chunks=9)
+    parts: list[tuple[int, ...] | int] = [TEXTS[0], 1, TEXTS[1]]
+    found: list[int] = []
+    for turn, image in enumerate((2, 3, 4)):
+        request = ask(turn, HYBRID, parts, max_tokens=9)
+        loop.add(request)
+        loop.run()
+        found.append(loop.cached[turn] - len(request.prompt))
+        parts += [tuple(loop.tokens[turn, 0]), image, TEXTS[3 if turn else 1]]
+    assert found[0] == -len(TEXTS[0] + TEXTS[1]) - 7 and all(-3 * 8 < left < 0 for left in found[1:]), found
+    other = ask(9, HYBRID, [TEXTS[0], 5, *parts[2:]])
+    loop.add(other)
+    loop.run()
+    assert loop.cached[9] <= other.images[0].start
+    assert_agrees(loop, oracle, "a conversation")
+
+
+def test_an_original_checkpoint_says_what_a_converted_one_says(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Hugging Face's names; convolutions in PyTorch's order; norms less 1."""
+    weights = mx.load(str(folders[HYBRID] / "model.safetensors"))
+    assert isinstance(weights, dict)
+    original: dict[str, mx.array] = {}
+    for name, w in weights.items():
+        if name.endswith("conv1d.weight"):
+            w = w.moveaxis(1, 2)
+        elif name.endswith("patch_embed.proj.weight"):
+            w = w.transpose(0, 4, 1, 2, 3)
+        elif name.endswith(("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")):
+            w = w - 1.0
+        for new, old in (
+            ("lm_head.", "language_model.lm_head."),
+            ("model.language_model.", "language_model.model."),
+            ("model.visual.", "vision_tower."),
+        ):
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+                break
+        original[name] = mx.contiguous(w)
+    (tmp_path / "config.json").write_text((folders[HYBRID] / "config.json").read_text())
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), original)
+    loop = make_engine(tmp_path).run([ask(0, HYBRID, [TEXTS[0], 1, TEXTS[3]])])
+    assert_agrees(loop, Oracle(folders[HYBRID]), "an original checkpoint")
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", HYBRID])
+def test_drafts_behind_images_change_nothing(family: str, folders: dict[str, Path]) -> None:
+    """Where positions differ from indices, also of rows that verify drafts; and with states after each draft."""
+    engine, oracle = make_engine(folders[family], num_blocks=64), Oracle(folders[family])
+    asked = [ask(i, family, [TEXTS[i], i + 1, TEXTS[3]], max_tokens=12) for i in range(2)]
+    loop = engine.loop(chunks=7)
+    loop.scheduler.drafting.proposer = Foreseen(engine.run(asked), 3)
+    for request in asked:
+        loop.add(request)
+    loop.run()
+    assert loop.accepted > 4
+    assert_agrees(loop, oracle, "with drafts")
+
+
+def test_drafts_of_a_head_behind_images_change_nothing(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head reads placeholders and indices, since it only guesses."""
+    mx.disable_compile()
+    config = (folders[HYBRID] / "config.json").read_text()
+    text = json.loads(config)["text_config"] | {"model_type": HYBRID}
+    monkeypatch.setattr(tiny_heads, "settings", lambda family: text)
+    weights = mx.load(str(folders[HYBRID] / "model.safetensors"))
+    assert isinstance(weights, dict)
+    (tmp_path / "config.json").write_text(config)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights | tiny_heads._weights(HYBRID, 1))
+    asked = [ask(i, HYBRID, [TEXTS[i], i + 1, TEXTS[3], 5, TEXTS[1]], max_tokens=12) for i in range(2)]
+    loop = serve_with_head(make_engine_with_head(tmp_path), asked, proposer := Noted(), chunks=7)
+    assert proposer.counts.drafted > 10
+    assert_agrees(loop, Oracle(folders[HYBRID]), "with a head")
 
 
 def test_blocks_with_images_come_back_from_the_drive(

@@ -72,8 +72,10 @@ class KVSaves:
     def is_saving(self) -> bool:
         """Whether blocks are on their way to the drive or can be sent now."""
         drive = self._link.drive
-        if drive is None or self._flights:
-            return drive is not None
+        if drive is None:
+            return False
+        if self._flights:
+            return True
         waiting = [form for form, _ in self._wanted.values()] + [save.form for save in self._evicted.values()]
         return any(drive.room(form.nbytes) > 0 for form in self._link.forms if form in waiting)
 

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_tandem import limits, small_files
-from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.generation.messages import ImageSource
-from mlx_tandem.generation.vision.layouts import FAMILIES, Family, family_of
+from mlx_tandem.generation.vision.kept import KeptImages, key_of
+from mlx_tandem.generation.vision.layouts import Family, family_of
 from mlx_tandem.generation.vision.messages import Failed, Job, Made, Setup, decode_answer
 from mlx_tandem.isolation.frames import encode
 from mlx_tandem.isolation.pool import Bounds, WorkerPool
 from mlx_tandem.isolation.process import Lost, LostKind, Program
+from mlx_tandem.model_folder import CONFIG, VISION_FAMILIES, check_processor, check_vision
 from mlx_tandem.types import VisionInfo
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ SECONDS = 10.0
 
 BOUNDS = Bounds(items=256, bytes=limits.MAX_WAITING_IMAGES, seconds=60.0)
 """Limits of the queue in front of the processes."""
+
+IMAGE_PROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+"""The files of a folder that describe its image processor. The second one may contain the first."""
 
 ROOM = 1 << 20
 """Bytes that an answer may have besides the arrays."""
@@ -52,12 +57,14 @@ _DATA = re.compile(r"data:image/[a-z0-9.+*-]{1,32}(?:;[a-z0-9.+=-]{1,64})*;base6
 class Images:
     """The images of requests for the model in a folder. It belongs to one event loop.
 
-    No process is started before the first image. A folder whose images cannot be served has no `family`.
+    No process is started before the first image. A folder whose images cannot be served has no `family`. `kept` holds
+    the images that were processed last.
     """
 
     def __init__(self, folder: Path, hosts: Sequence[str] = ()):
         """Read the folder's small files. Images are fetched from `hosts` only. Raises ModelError for damaged files."""
         self.family: Family | None = None
+        self.kept = KeptImages(limits.MAX_KEPT_ARRAYS)
         self._why = TEXT_ONLY
         self._pool: WorkerPool[Made | Failed] | None = None
         self._fetcher: Fetcher | None = None
@@ -65,10 +72,12 @@ class Images:
         setup = _setup(folder)
         if setup is None:
             return
-        if setup.family not in FAMILIES:
+        if setup.family not in VISION_FAMILIES:
             self._why = f"images are not served for models of the type {setup.family[:64]!a}"
         elif find_spec("PIL") is None or find_spec("transformers") is None:
             self._why = "images need a package that is not installed: pip install 'mlx-tandem[vision]'"
+        elif why := _fault(setup):
+            self._why = f"images are not served: {why}"
         else:
             self._serve(setup, hosts)
 
@@ -142,8 +151,13 @@ class Images:
         """Return what the processor makes of one image. Raises the errors of `made`."""
         assert self._pool is not None
         field = source.field
-        answer = await self._pool.ask(encode(await self._job(source)))
+        job = await self._job(source)
+        key = key_of(job)
+        if (made := self.kept.get(key)) is not None:
+            return made
+        answer = await self._pool.ask(encode(job))
         if isinstance(answer, Made):
+            self.kept.keep(key, answer)
             return answer
         why = LOST[answer.kind] if isinstance(answer, Lost) else answer.why
         raise InvalidRequest(f"{field} {why}", param=field)
@@ -169,14 +183,27 @@ class Images:
 
 def _setup(folder: Path) -> Setup | None:
     """Return what a folder says about images; None for a model that reads text only. Raises ModelError."""
-    config = small_files.read_object(folder / "config.json") or {}
+    config = small_files.read_object(folder / CONFIG) or {}
     family = config.get("model_type")
     if not isinstance(family, str) or not isinstance(config.get("vision_config"), dict):
         return None
-    processor = small_files.read_object(folder / "processor_config.json") or {}
-    image_processor = small_files.read_object(folder / "preprocessor_config.json")
+    processor = small_files.read_object(folder / PROCESSOR) or {}
+    image_processor = small_files.read_object(folder / IMAGE_PROCESSOR)
     if image_processor is None:
         image_processor = processor.get("image_processor")
     if not isinstance(image_processor, dict):
         image_processor = {}  # The family's usual values.
     return Setup(family, config, image_processor, processor)
+
+
+def _fault(setup: Setup) -> str:
+    """Return which number of a folder lies outside its range; empty if none does."""
+    inner = setup.image_processor is setup.processor.get("image_processor")
+    file, place = (PROCESSOR, "image_processor") if inner else (IMAGE_PROCESSOR, "")
+    try:
+        check_vision(setup.config, CONFIG)
+        check_processor(setup.processor, PROCESSOR)
+        check_processor(setup.image_processor, file, place)
+    except ModelError as e:
+        return e.message
+    return ""

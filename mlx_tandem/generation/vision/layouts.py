@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlx_tandem.generation.vision.messages import Setup
+from mlx_tandem.model_folder import VISION_FAMILIES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +43,8 @@ class Family:
 def family_of(setup: Setup) -> Family:
     """Return the family of a folder. A `llava` folder with Pixtral's encoder is laid out like `pixtral`."""
     tower = _part(setup.config, "vision_config").get("model_type")
-    return FAMILIES["pixtral" if setup.family == "llava" and tower == "pixtral" else setup.family]
+    layout = VISION_FAMILIES[setup.family].layout
+    return LAYOUTS["pixtral" if layout == "llava" and tower == "pixtral" else layout]
 
 
 def _llava(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
@@ -102,24 +104,16 @@ def _qwen(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
     return Layout("<|image_pad|>", [int(arrays["image_grid_thw"].prod()) // merge**2])
 
 
-_PIXTRAL = Family("[IMG]", "[IMG]", _pixtral)
-_IDEFICS3 = Family("<image>", "<image>", _idefics3, frozenset(("rows", "cols", "pixel_attention_mask")))
-# The mask of one image is all ones, which is what a model takes without a mask.
-_INTERNVL = Family("<IMG_CONTEXT>", "<IMG_CONTEXT>", _internvl, frozenset(("num_patches",)))
-_QWEN = Family("<|image_pad|>", "<|image_pad|>", _qwen)
-
-FAMILIES: Mapping[str, Family] = {
+LAYOUTS: Mapping[str, Family] = {
     "llava": Family("<image>", "<image>", _llava),
     "gemma3": Family("<start_of_image>", "<image_soft_token>", _gemma3, frozenset(("num_crops",))),
-    "pixtral": _PIXTRAL,
-    "mistral3": _PIXTRAL,
-    "internvl_chat": _INTERNVL,
-    "idefics3": _IDEFICS3,
-    "smolvlm": _IDEFICS3,
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
+    "pixtral": Family("[IMG]", "[IMG]", _pixtral),
+    "internvl": Family("<IMG_CONTEXT>", "<IMG_CONTEXT>", _internvl, frozenset(("num_patches",))),
+    # The mask of one image is all ones, which is what a model takes without a mask.
+    "idefics3": Family("<image>", "<image>", _idefics3, frozenset(("rows", "cols", "pixel_attention_mask"))),
+    "qwen": Family("<|image_pad|>", "<|image_pad|>", _qwen),
 }
+"""By the names that `VisionFamily.layout` has."""
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

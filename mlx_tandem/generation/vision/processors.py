@@ -16,6 +16,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.generation.vision.decoding import BadImage
 from mlx_tandem.generation.vision.messages import Setup
 from mlx_tandem.limits import MAX_IMAGE_TOKENS
+from mlx_tandem.model_folder import VISION_FAMILIES
 
 PROCESSORS: Mapping[str, str] = {
     "CLIPImageProcessor": "clip",
@@ -30,29 +31,16 @@ PROCESSORS: Mapping[str, str] = {
 }
 """The package of transformers.models that has each processor."""
 
-USUAL: Mapping[str, str] = {
-    "llava": "CLIPImageProcessor",
-    "gemma3": "Gemma3ImageProcessor",
-    "pixtral": "PixtralImageProcessor",
-    "mistral3": "PixtralImageProcessor",
-    "internvl_chat": "GotOcr2ImageProcessor",
-    "idefics3": "Idefics3ImageProcessor",
-    "smolvlm": "SmolVLMImageProcessor",
-    "qwen2_vl": "Qwen2VLImageProcessor",
-    "qwen2_5_vl": "Qwen2VLImageProcessor",
-    "qwen3_vl": "Qwen2VLImageProcessor",
-}
-"""The processor of each family that is served, for folders that name none."""
-
 _NAMES = frozenset(("image_processor_type", "processor_class", "feature_extractor_type", "auto_map", "backend"))
 """Keys of a processor's configuration that choose a class, which this module does itself."""
 
 
 def name_of(family: str, image_processor: Mapping[str, Any]) -> str:
     """Return the name of a folder's processor in PROCESSORS. Raises ModelError for one that is not there."""
-    given = image_processor.get("image_processor_type") or USUAL[family]
+    usual = VISION_FAMILIES[family].processor
+    given = image_processor.get("image_processor_type") or usual
     if family == "internvl_chat":  # Its folders name CLIP's, which their own code does not use.
-        given = USUAL[family]
+        given = usual
     name = given.removesuffix("Fast").removesuffix("Pil") if isinstance(given, str) else ""
     if name not in PROCESSORS:
         raise ModelError(f"image_processor_type {given!a} is not supported", param="image_processor_type")
@@ -89,14 +77,22 @@ class Processor:
         self.merge = int(values.get("merge_size", getattr(self._processor, "merge_size", 1)))
 
     def __call__(self, image: Image) -> dict[str, np.ndarray]:
-        """Return the arrays that the processor makes of an image in RGB. Raises BadImage for one that it refuses."""
+        """Return the arrays of an image in RGB as `types.Image` has them. Raises BadImage for one that is refused."""
         try:
             made = self._processor(
                 images=[np.asarray(image)], input_data_format="channels_last", return_tensors="np", **self._options
             )
         except ValueError as e:  # Its own words, such as those about the ratio of the sides.
             raise BadImage(f"is refused by the model's processor: {str(e)[:200]}") from None
-        return {name: np.ascontiguousarray(value) for name, value in made.items()}
+        arrays: dict[str, np.ndarray] = dict(made.items())
+        if self.name == "Qwen2VLImageProcessor":
+            arrays["pixel_values"] = _one_frame(arrays["pixel_values"], self._processor.temporal_patch_size, self.patch)
+        return {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+
+
+def _one_frame(patches: np.ndarray, frames: int, side: int) -> np.ndarray:
+    """Return the first frame of patches [patches, channels · frames · side · side], which an image repeats."""
+    return patches.reshape(len(patches), -1, frames, side * side)[:, :, 0].reshape(len(patches), -1)
 
 
 def _tiles(config: Mapping[str, Any]) -> dict[str, Any]:

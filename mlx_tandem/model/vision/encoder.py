@@ -16,7 +16,9 @@ from mlx.utils import tree_map_with_path
 from safetensors.numpy import load
 
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.model.vision import families, library
+from mlx_tandem.model.vision import library
+from mlx_tandem.model.vision.positions import AXES, ORDERS
+from mlx_tandem.model_folder import VISION_FAMILIES, text_settings
 from mlx_tandem.types import Image
 
 _PARTS = ("text", "vision", "projector")
@@ -65,6 +67,8 @@ class Encoder:
         self._dtype = dtype
         # Patches on each side of a square that becomes one token.
         self._merged: int = config.vision_config.spatial_merge_size if axes else 1
+        self._channels: int = config.vision_config.in_channels if axes else 0
+        self._frames: int = config.vision_config.temporal_patch_size if axes else 1
 
     def room(self, nbytes: int) -> int:
         """Return how many embeddings fit into so many bytes."""
@@ -96,6 +100,8 @@ class Encoder:
         try:
             given = {name: mx.array(array) for name, array in load(arrays).items()}
             pixels = given.pop("pixel_values")
+            if self.axes:
+                pixels = _every_frame(pixels, self._channels, self._frames)
             ids = mx.full((1, tokens), self.image_token, mx.int32)
             found = model.get_input_embeddings(ids, pixels, mask=mx.ones((1, tokens), mx.int32), **given)
             deeper = found.deepstack_visual_embeds
@@ -106,6 +112,12 @@ class Encoder:
         if embeddings.shape != (tokens, (1 + self.depth) * self.width):
             raise InvalidRequest(f"the image does not fill its {tokens} placeholders", param="images")
         return embeddings
+
+
+def _every_frame(patches: mx.array, channels: int, frames: int) -> mx.array:
+    """Return patches [patches, channels · frames · pixels] that have the only frame of the given ones in all frames."""
+    one = patches.reshape(len(patches), channels, 1, -1)
+    return mx.repeat(one, frames, axis=2).reshape(len(patches), -1)
 
 
 def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype: mx.Dtype) -> Encoder:
@@ -119,6 +131,7 @@ def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype
     Raises whatever mlx-vlm raises about a folder that does not fit.
     """
     family = library.family(settings["model_type"])
+    axes = VISION_FAMILIES[settings["model_type"]].axes
     config = _config(family, settings)
     module = family.Model(config)
     own = _own_weights(family, module, config, stored)
@@ -131,15 +144,22 @@ def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype
         )
     )
     module.eval()
-    spread = families.AXES.get(settings["model_type"])
-    axes = spread(config.text_config.rope_scaling["mrope_section"]) if spread is not None else ()
-    return Encoder(module, config, dtype, axes)
+    return Encoder(module, config, dtype, ORDERS[axes](_sections(config.text_config)) if axes else ())
+
+
+def _sections(text: Any) -> list[int]:
+    """Return how many frequencies of the language model's ropes belong to each axis of positions."""
+    rope = getattr(text, "rope_scaling", None) or getattr(text, "rope_parameters", None)
+    sections: Any = (rope or {}).get("mrope_section")
+    if not isinstance(sections, list) or len(sections) != AXES:
+        raise ValueError(f"mrope_section of the language model's ropes must have {AXES} numbers")
+    return sections
 
 
 def _config(family: Any, settings: Mapping[str, Any]) -> Any:
     """Return mlx-vlm's configuration of a folder."""
     given = dict(settings)
-    text = given["text_config"] = given.get("text_config") or given.get("llm_config") or settings
+    text = given["text_config"] = text_settings(settings)
     if "image_token_id" in given:
         given.setdefault("image_token_index", given["image_token_id"])
     # gemma3 scales its embeddings by hidden_size, and mlx-vlm's default is right for one size of the model only.

@@ -8,7 +8,7 @@ code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.engine.plan import Row
+from mlx_tandem.errors import ModelError
 from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model_folder import CONFIG
 
 AXES = 3
 """Time, line and column."""
@@ -38,6 +40,10 @@ def alternating(sections: Sequence[int]) -> list[int]:
     """
     turns = [n % AXES for n in range(sum(sections))]
     return [axis if n < AXES * sections[axis] else 0 for n, axis in enumerate(turns)]
+
+
+ORDERS: Mapping[str, Callable[[Sequence[int]], list[int]]] = {"consecutive": consecutive, "alternating": alternating}
+"""The functions that return the axis of each frequency, by the orders that `VisionFamily.axes` names."""
 
 
 def positions_of(rows: Sequence[Row], count: int, length: int) -> npt.NDArray[np.int32]:
@@ -61,7 +67,7 @@ def positions_of(rows: Sequence[Row], count: int, length: int) -> npt.NDArray[np
 class AxisPositions:
     """The positions of the forward that is being traced, which the ropes of a model read.
 
-    `axes` has the axis of each frequency of a head.
+    `axes` has the axis of each frequency of a head. The constructor raises ModelError if there are not as many.
     """
 
     def __init__(self, model: nn.Module, axes: Sequence[int]):
@@ -72,6 +78,11 @@ class AxisPositions:
         for module in model.modules():
             if isinstance(module, nn.RoPE):
                 rope: Any = module
+                if rope.dims != 2 * len(axes):
+                    raise ModelError(
+                        f"{CONFIG}: mrope_section must add up to {rope.dims // 2}, the frequencies of a head",
+                        param="mrope_section",
+                    )
                 rope._axis_positions = self
                 if not isinstance(rope, _AxisRope):
                     mix_in(rope, _AxisRope)

@@ -8,16 +8,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
+from mlx_tandem.model_folder import text_settings
+
 _PREFIXES = ("model.language_model.", "language_model.", "model.text_model.", "text_model.")
 """Beginnings of the names of the language model's weights in folders of Hugging Face's and mlx-vlm's layout."""
 
 
 class TextArgs:
-    """The settings of a vision model's folder, of which `text_config` or `llm_config` describes the language model."""
+    """The settings of the language model of a vision model's folder."""
 
     def __init__(self, settings: dict[str, Any]):
-        own = settings.get("text_config") or settings["llm_config"]
-        self.text = {"tie_word_embeddings": settings.get("tie_word_embeddings", False), **own}
+        tied = settings.get("tie_word_embeddings", False)
+        self.text = {"tie_word_embeddings": tied, **text_settings(settings)}
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> TextArgs:

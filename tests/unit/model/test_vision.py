@@ -11,8 +11,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_tandem.config import ModelConfig
+from mlx_tandem.errors import ModelError
 from mlx_tandem.model.loader import LoadedModel, load_unread
 from mlx_tandem.model.vision import library
+from mlx_tandem.model.vision.positions import AxisPositions
 from tests import tiny_vision
 
 installed = pytest.mark.skipif(not library.is_installed(), reason="mlx-vlm is not installed")
@@ -33,6 +35,7 @@ def test_no_more_of_mlx_vlm_is_imported_than_a_family() -> None:
 import sys
 import mlx_tandem.model
 from mlx_tandem.model.vision import library
+from mlx_tandem.model.vision.positions import AxisPositions
 assert library.family("pixtral").Model
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"transformers", "fastapi", "datasets", "cv2"}))
 """
@@ -58,6 +61,37 @@ def test_a_folder_without_a_placeholder_is_a_text_model(tmp_path: Path) -> None:
     del config["image_token_index"]
     (folder / "config.json").write_text(json.dumps(config))
     assert "image_token_index is missing" in refusal(load(folder))
+
+
+@installed
+@pytest.mark.parametrize(
+    ("part", "values", "what"),
+    [
+        ("vision_config", {"num_heads": 10**12}, "config.json: vision_config.num_heads must be an integer from 1"),
+        ("rope_scaling", {"mrope_section": [2, 3, 10**12]}, "config.json: rope_scaling.mrope_section must be"),
+        (
+            "rope_scaling",
+            {"type": "default", "mrope_section": [2, 3, 2, 1]},
+            "mrope_section of the language model's ropes must have 3",
+        ),
+    ],
+)
+def test_a_number_out_of_its_range_leaves_a_text_model(
+    part: str, values: dict[str, object], what: str, tmp_path: Path
+) -> None:
+    folder = tiny_vision.make(tmp_path / "model", "qwen2_vl")
+    config = json.loads((folder / "config.json").read_text())
+    config[part] |= values
+    (folder / "config.json").write_text(json.dumps(config))
+    assert what in refusal(load(folder))
+
+
+@installed
+def test_axes_that_are_not_those_of_the_ropes_are_refused(tmp_path: Path) -> None:
+    model = load(tiny_vision.make(tmp_path / "model", "qwen2_vl"))
+    AxisPositions(model.module, [0] * 8)
+    with pytest.raises(ModelError, match="mrope_section must add up to 8"):
+        AxisPositions(model.module, [0] * 7)
 
 
 @installed

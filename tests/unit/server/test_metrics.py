@@ -150,13 +150,16 @@ def test_each_family_of_the_engine_has_its_own_number(front: ServerFront, monkey
         front.client, "occupancy", Occupancy(running=31, waiting=32, used_blocks=30, free_blocks=10, deferred=33)
     )
     monkeypatch.setattr(front.client, "restarts", 41)
+    kept = front.images.kept
+    kept.nbytes, kept.hits, kept.misses = 44, 45, 46
     expected = {
         "tandem_engine_restarts_total": 41, "tandem_engine_ready": 0, "tandem_open_requests": 0, "tandem_adapters": 0,
         "tandem_steps_total": 13, "tandem_step_failures_total": 15, "tandem_step_milliseconds": 1.5,
         "tandem_rows_total": 22, "tandem_lora_rows_total": 21, "tandem_compiled_steps": 19,
         "tandem_cached_blocks": 11, "tandem_prefix_cache_evictions_total": 12,
         "tandem_peak_memory_bytes": 16, "tandem_active_memory_bytes": 17, "tandem_kept_memory_bytes": 18,
-        "tandem_memory_budget_bytes": 0,
+        "tandem_memory_budget_bytes": 0, "tandem_kept_image_bytes": 44, "tandem_kept_image_hits_total": 45,
+        "tandem_kept_image_misses_total": 46,
         "vllm:num_requests_running": 31, "vllm:num_requests_waiting": 32, "vllm:num_preemptions_total": 14,
         "vllm:kv_cache_usage_perc": 0.75, "vllm:gpu_cache_usage_perc": 0.75,
         "vllm:prefix_cache_queries_total": 20, "vllm:prefix_cache_hits_total": 5,

@@ -6,6 +6,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 from safetensors.numpy import load
@@ -13,10 +14,11 @@ from safetensors.numpy import load
 from mlx_tandem.generation.vision.decoding import BadImage
 from mlx_tandem.generation.vision.layouts import family_of
 from mlx_tandem.generation.vision.messages import Failed, Job, Made, Setup
-from mlx_tandem.generation.vision.processors import PROCESSORS, USUAL
+from mlx_tandem.generation.vision.processors import PROCESSORS
 from mlx_tandem.generation.vision.worker import Worker
 from mlx_tandem.isolation.frames import encode
 from mlx_tandem.limits import MAX_IMAGE_TOKENS
+from mlx_tandem.model_folder import VISION_FAMILIES
 from tests.images import picture
 
 SIZES = ((96, 64), (64, 200), (1, 1), (3, 1), (333, 332))
@@ -52,9 +54,12 @@ FOLDERS = {
     ),
     "qwen2_vl": Setup("qwen2_vl", TOWER, {"min_pixels": 3136, "max_pixels": 28 * 28 * 40}, {}),
     "qwen2_5_vl": Setup("qwen2_5_vl", TOWER, {"min_pixels": 3136, "max_pixels": 28 * 28 * 40}, {}),
-    "qwen3_vl": Setup(
-        "qwen3_vl", TOWER, {"size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 40}, "patch_size": 16}, {}
-    ),
+    **{
+        family: Setup(
+            family, TOWER, {"size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 40}, "patch_size": 16}, {}
+        )
+        for family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+    },
 }
 """The parts of folders of each family, with small images."""
 
@@ -82,6 +87,8 @@ def expected(family: str, setup: Setup, arrays: dict[str, Any]) -> str:
         height, width = (int(n) // side for n in arrays["image_sizes"][0])
         return "".join((["[IMG]"] * width + ["[IMG_BREAK]"]) * height).removesuffix("[IMG_BREAK]") + "[IMG_END]"
     package = {"qwen2_5_vl": "qwen2_vl", "internvl_chat": "internvl"}.get(family, family)
+    if family in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
+        package = "qwen3_vl"
     module = import_module(f"transformers.models.{package}.processing_{package}")
     (name,) = (n for n in module.__all__ if n.endswith("Processor"))
     own = NAMES | {
@@ -137,9 +144,9 @@ def test_the_same_image_has_the_same_digest_and_another_one_another(worker: Work
     assert "pixel_values" in load(answers[0].arrays)
 
 
-def test_every_family_has_a_processor() -> None:
-    assert set(USUAL) == set(FOLDERS)
-    assert set(USUAL.values()) <= set(PROCESSORS)
+def test_every_family_has_a_processor_and_a_folder_here() -> None:
+    assert set(VISION_FAMILIES) == set(FOLDERS)
+    assert {family.processor for family in VISION_FAMILIES.values()} <= set(PROCESSORS)
 
 
 def test_an_image_has_a_bounded_number_of_tokens() -> None:
@@ -155,6 +162,19 @@ def test_an_image_is_no_larger_than_the_positions_of_pixtrals_encoder_reach() ->
     answer = worker.answer(encode(Job(picture(200, 300), False)))
     assert isinstance(answer, Made)
     assert load(answer.arrays)["pixel_values"].shape[-2:] == (64, 48)
+
+
+def test_of_the_equal_frames_of_a_patch_one_is_sent() -> None:
+    """It is the one from which all values of transformers' own processor follow."""
+    worker = Worker(FOLDERS["qwen3_5"], 60.0)
+    image = worker_image((96, 64))
+    whole = worker._processor._processor(
+        images=[np.asarray(image)], input_data_format="channels_last", return_tensors="np"
+    )["pixel_values"]
+    one = worker._processor(image)["pixel_values"]
+    assert one.shape == (len(whole), 3 * 16 * 16)
+    by_channel = one.reshape(len(one), 3, 16 * 16)
+    assert np.array_equal(whole.reshape(len(whole), 3, 2, 16 * 16), np.stack([by_channel, by_channel], axis=2))
 
 
 def test_a_line_is_refused() -> None:
