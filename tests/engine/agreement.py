@@ -12,11 +12,15 @@ from mlx_tandem.kv.disk.cache import DiskCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
 from tests.engine.harness import Loop
-from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
+from tests.engine.mlx_engine import TOLERANCE, Engine, Oracle, assert_agrees, make_engine
 
 _rng = np.random.default_rng(7)
 PROMPTS = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (5, 33, 1, 17)]
 Oracles = dict[str | None, Oracle]
+WIDE = {"gemma": 2e-4}
+"""What a logprob may differ by where embeddings are so large that float32 rounds them by more than elsewhere."""
+FRUGAL = ("recurrent_gemma", "spark2_5")
+"""Families without layers that see everything: it takes longer sequences until one of them has to be preempted."""
 
 
 def ask(
@@ -42,6 +46,11 @@ def serve_with_adapter(folder: Path, family: str) -> tuple[Engine, Oracles, str]
     return engine, oracles, name
 
 
+def pairs(adapter: str) -> list[Request]:
+    """One prompt, twice without an adapter and twice with it."""
+    return [ask(i, PROMPTS[1], name, max_tokens=3) for i, name in ((1, None), (2, None), (4, adapter), (5, adapter))]
+
+
 def cached(loop: Loop, *requests: Request, drive: DiskCache | None = None) -> list[int | None]:
     """How many tokens each of these requests finds, one after the other."""
     for request in requests:
@@ -56,15 +65,16 @@ def check_all_at_once(folder: Path, family: str, record: Callable[[str, object],
     alone from a prefix that was there. Return what `serve_with_adapter` does."""
     engine, oracles, adapter = serve_with_adapter(folder, family)
     crowd = [ask(1, PROMPTS[1], n=2), ask(2, PROMPTS[1], adapter)]
-    crowd += [ask(i, PROMPTS[i % 4], (None, adapter)[i % 2], max_tokens=24) for i in (4, 6, 7)]
-    crowded = engine.run(crowd, blocks=10, chunks=9, stagger=2)
+    most = 24 if family in FRUGAL else 12
+    crowd += [ask(i, PROMPTS[i % 4], (None, adapter)[i % 2], max_tokens=most) for i in (4, 6, 7)]
+    crowded = engine.run(crowd, blocks=10, chunks=12, stagger=1)
     assert crowded.scheduler.queue.preemptions > 0
     assert len(set(crowded.tokens[1, 0])) > 1, "a model that repeats one token shows little"
     assert crowded.tokens[1, 0] != crowded.tokens[2, 0], "the adapter changes nothing"
-    ties = assert_agrees(crowded, oracles, "all at once")
-    loop = engine.loop(chunks=9)
-    again = [ask(1, PROMPTS[1]), ask(2, PROMPTS[1]), ask(4, PROMPTS[1], adapter), ask(5, PROMPTS[1], adapter)]
-    assert cached(loop, *again) == [0, 32, 0, 32]
-    ties += assert_agrees(loop, oracles, "a prefix that was there")
+    tolerance = WIDE.get(family, TOLERANCE)
+    ties = assert_agrees(crowded, oracles, "all at once", tolerance)
+    loop = engine.loop(chunks=20)
+    assert cached(loop, *pairs(adapter)) == [0, 32, 0, 32]
+    ties += assert_agrees(loop, oracles, "a prefix that was there", tolerance)
     record("near_ties", ties)
     return engine, oracles, adapter

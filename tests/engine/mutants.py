@@ -1008,16 +1008,21 @@ OF_STATES = {
 
 FOUND_BY = {
     "embeddings keep the sum of a preempted run": 409,
+    "whoever waits for a slot waits for ever": 300,
+    "an upload that was lost is trusted": 274,
     "settled drafts take the blocks of the row behind them": 172,
     "a draft is no token": 115,
     "any number of prompts is read at once": 113,
     "each group is asked once what it knows": 106,
+    "what is known of a prompt is taken in twice": 100,
     "blocks are published before their step is read": 90,
-    "what is known of a prompt is taken in twice": 87,
-    "whoever waits for a slot waits for ever": 65,
     "a hit is written to": 64,
-    "an upload that was lost is trusted": 55,
     "a fork copies what is not there yet": 46,
+    "an end among accepted drafts is not seen": 44,
+    "what is behind the end is said": 44,
+    "a cancelled leader takes its siblings along": 39,
+    "a token names the newest version": 37,
+    "whoever has no seat is rolled back": 31,
 }
 """The first workload that found a plant when that was last looked up, for plants that few find. It is tried before the
 others: one that finds it no longer costs time and nothing else."""

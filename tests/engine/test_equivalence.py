@@ -226,7 +226,7 @@ def test_logprobs_of_draws_are_the_model_s(sampling_engine: Engine, tmp_path: Pa
     loop = sampling_engine.run(draw_requests())
     for (number, choice), tokens in loop.tokens.items():
         request = loop.requests[number]
-        _, logprobs = oracle.follow(request.prompt, len(tokens), tokens)
+        logprobs = oracle.logprobs(request.prompt, tokens)
         for token, said, lp in zip(tokens, loop.logprobs[number, choice], logprobs, strict=True):
             assert said.model == pytest.approx(lp[token], abs=TOLERANCE)
             assert said.sampled <= 0.0

@@ -31,7 +31,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def ask(loop: Loop, number: int, drive: DiskCache) -> None:
     """A request beside a stream that is under way."""
-    params = SamplingParams(max_tokens=30, temperature=0.0, logprobs=2)
+    params = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2)
     loop.add(Request(100 + number, PROMPT[::-1], params))
     loop.step()
     loop.add(Request(number, PROMPT, SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)))

@@ -139,6 +139,8 @@ def test_gradients_under_dropout_are_those_of_finite_differences(tmp_path: Path,
                     set_pairs(trainers, "a", start | {path: (pair[0], pair[1])})
                     values.append(finish(trainers.run([BATCH], False, 0))[0].loss)  # its first pass: the same masks
                 closest = min(closest, abs((values[0] - values[1]) / (2 * size) - exact) / abs(exact))
+                if closest < 0.02:  # a larger step is less exact, a smaller one has fewer digits
+                    break
             assert closest < 0.02, path
 
 

@@ -22,7 +22,7 @@ from mlx_tandem.model.step import compiled
 from mlx_tandem.model.warm_up import GREEDY
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_families, tiny_models
-from tests.engine.agreement import PROMPTS, ask, cached, check_all_at_once
+from tests.engine.agreement import PROMPTS, ask, cached, check_all_at_once, pairs
 from tests.engine.mlx_engine import Oracle, assert_agrees, make_engine
 
 
@@ -57,14 +57,14 @@ def test_a_family_with_states_is_served_as_mlx_lm_runs_it(
     alone from a prefix that was there; and from the drive, after a restart and when only states have left memory."""
     monkeypatch.setattr(reads, "WORTH_READING", 1)
     engine, oracles, adapter = check_all_at_once(tmp_path, family, record_property)
-    again = [ask(1, PROMPTS[1]), ask(2, PROMPTS[1]), ask(4, PROMPTS[1], adapter), ask(5, PROMPTS[1], adapter)]
+    again = pairs(adapter)
     with drive(tmp_path / "kv") as first:
-        loop = engine.loop(chunks=9, drive=first)
+        loop = engine.loop(chunks=20, drive=first)
         assert cached(loop, *again, drive=first) == [0, 32, 0, 32]
         assert_agrees(loop, oracles, "a prefix that was there")
     engine.built.runner.reset()
     with drive(tmp_path / "kv") as second:
-        loop = engine.loop(chunks=9, drive=second)
+        loop = engine.loop(chunks=20, drive=second)
         assert cached(loop, again[0], again[2], drive=second) == [32, 32]
         states = loop.scheduler._blocks._caches[-1]
         states.drop([entry.block for entry in states.entries()])

@@ -250,7 +250,7 @@ def test_a_group_shares_its_prompt() -> None:
 # --- the model ---------------------------------------------------------------------------------------------------
 
 
-def greedy(number: int, prompt: tuple[int, ...], max_tokens: int = 24, n: int = 1) -> Request:
+def greedy(number: int, prompt: tuple[int, ...], max_tokens: int = 8, n: int = 1) -> Request:
     scores = (0, None)[number % 2]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=2, prompt_logprobs=scores)
     return Request(number, prompt, params, n=n)
@@ -263,11 +263,11 @@ def test_contexts_of_several_windows_are_as_mlx_lm_has_them(family: str, tmp_pat
     engine, oracle = mlx_engine.make_engine(folder, num_blocks=64, max_chunk_tokens=32), Oracle.load(folder)
     everyone = [greedy(i, p) for i, p in enumerate(LONG)]
     assert_agrees(engine.run(everyone, chunks=13, window_blocks=21), oracle, "in a pool of few windows")
-    longer = [greedy(i, p, 48) for i, p in enumerate(LONG)]
-    crowded = engine.run(longer, blocks=36 if family != "spark2_5" else 15, window_blocks=21, chunks=9)
+    longer = [greedy(i, p, 32) for i, p in enumerate(LONG)]
+    crowded = engine.run(longer, blocks=32 if family != "spark2_5" else 15, window_blocks=21, chunks=13)
     assert crowded.scheduler.queue.preemptions > 0 or family == "spark2_5"
     assert_agrees(crowded, oracle, "preempted")
-    turns = engine.loop(chunks=9, window_blocks=30)
+    turns = engine.loop(chunks=32, window_blocks=30)
     for i, (prompt, n) in enumerate([(LONG[0], 1), ((*LONG[0], *LONG[1]), 3), ((*LONG[0][:64], 9, 9), 1)]):
         turns.add(greedy(2 * i + 1, prompt, n=n))
         turns.run()

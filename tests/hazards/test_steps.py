@@ -19,12 +19,13 @@ from mlx_tandem.model.step import forward
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.hazards import steps
+from tests.hazards.plants import PLANTS
 from tests.hazards.rule import Fault, faults
 from tests.hazards.steps import ENGINES, KINDS, Metal, Step
 
-engines = pytest.mark.parametrize("metal", ENGINES, indirect=True, scope="module")
-short_blocks = pytest.mark.parametrize("metal", ["short blocks"], indirect=True, scope="module")
-own_blocks = pytest.mark.parametrize("metal", ["own blocks"], indirect=True, scope="module")
+engines = pytest.mark.parametrize("metal", ENGINES, indirect=True)
+short_blocks = pytest.mark.parametrize("metal", ["short blocks"], indirect=True)
+own_blocks = pytest.mark.parametrize("metal", ["own blocks"], indirect=True)
 
 
 def found(metal: Metal, *launched: Step) -> list[Fault]:
@@ -40,7 +41,7 @@ def test_every_step_is_safe_behind_every_other(metal: Metal, first: str) -> None
 
 @engines
 def test_many_steps_are_safe_together(metal: Metal) -> None:
-    """This one launch finds each bug that test_plants.py plants, on the engine on which it is planted."""
+    """This one launch finds each bug of plants.py, on the engine on which it is planted."""
     kinds = list(KINDS) * 2
     random.Random(0).shuffle(kinds)
     assert not found(metal, *(KINDS[kind](metal) for kind in kinds))
@@ -72,7 +73,7 @@ def test_a_chunk_that_waits_on_the_way_is_safe(metal: Metal, monkeypatch: pytest
     assert not faults(graph, metal.kept)
 
 
-@pytest.mark.parametrize("metal", ["short blocks", "windows"], indirect=True, scope="module")
+@pytest.mark.parametrize("metal", ["short blocks", "windows"], indirect=True)
 def test_what_the_scheduler_asks_for_is_safe(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps of a workload with forks, chunks, copies and preemption, as if none had been waited for."""
     plans: list[StepPlan] = []
@@ -94,6 +95,29 @@ def test_what_the_scheduler_asks_for_is_safe(metal: Metal, monkeypatch: pytest.M
     assert any(plan.copies for plan in plans) and len(plans) > 20
     metal.runner.reset()
     assert not found(metal, *plans)
+
+
+# --- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def test_there_are_enough_plants() -> None:
+    assert len(PLANTS) >= 20
+
+
+@pytest.mark.parametrize(
+    ("metal", "name"),
+    sorted((plant.engine, name) for name, plant in PLANTS.items()),
+    indirect=["metal"],
+)
+def test_every_dependency_that_is_taken_away_is_found(metal: Metal, name: str) -> None:
+    """In this module, whose engines they share: building one takes longer than all of its steps."""
+    plant = PLANTS[name]
+    # Behind the steps comes one that nothing but the order makes follow them.
+    launched = [step(metal) for step in (*plant.steps, steps.decode_others)]
+    assert not faults(metal.launch(*launched), metal.kept)
+    with pytest.MonkeyPatch.context() as patch:
+        plant.take(metal, patch)
+        assert faults(metal.launch(*launched), metal.kept)
 
 
 # --- as it was ------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ enum { TOGETHER, BACKWARDS, APART };
 
 struct Fibre {
   jmp_buf at;
-  bool started, done, at_barrier;
+  bool started, done, at_barrier;  // started: in this launch
   int meeting;       // how often it has met the others of its warp
   int met_at;        // in which line of the source
   uint64_t gives[2];  // at this meeting and the one before
@@ -106,6 +106,7 @@ static Queue queues[ROOM_BYTES ? MOST : 1];
 static Array arrays[ARRAYS];
 static int used, named;  // bytes of the memory, arrays in it
 static jmp_buf scheduler;
+static ucontext_t context;  // of this launch, with which fibres begin
 static int current, arrived, generation, alive;
 static int groups[3], group[3], threads, order;
 static const char* failure;
@@ -156,16 +157,20 @@ static void* shared(const char* name, int bytes) {
     if (!strcmp(arrays[i].name, name)) return arrays[i].at;
   if (named == ARRAYS || used + bytes > KEPT) fail("too much shared memory");
   arrays[named] = {name, memory + used};
+  memset(memory + used, 0xff, bytes);
   used += (bytes + 63) & ~63;
   return arrays[named++].at;
 }
 
+// A fibre is a thread of one block after the other: to make one takes longer than most threads do.
 static void start() {
-  entry(arguments);
-  fibres[current].done = true;
-  alive--;
-  if (arrived) fail("threads wait at a barrier that others have passed by");
-  _longjmp(scheduler, 1);
+  for (;;) {
+    entry(arguments);
+    fibres[current].done = true;
+    alive--;
+    if (arrived) fail("threads wait at a barrier that others have passed by");
+    yield();
+  }
 }
 
 // Lets a thread run to its next meeting point.
@@ -175,8 +180,6 @@ static void go(int thread) {
   if (fibre.done || _setjmp(scheduler)) return;
   if (fibre.started) _longjmp(fibre.at, 1);
   fibre.started = true;
-  ucontext_t context;
-  getcontext(&context);
   context.uc_stack.ss_sp = stacks + (size_t)thread * STACK;
   context.uc_stack.ss_size = STACK;
   context.uc_link = nullptr;
@@ -197,8 +200,11 @@ static void go_on(int warp) {
 }
 
 static void block() {
-  memset(fibres, 0, sizeof(Fibre) * threads);
-  memset(memory, 0xff, sizeof memory);
+  for (int i = 0; i < threads; i++) {
+    Fibre& fibre = fibres[i];
+    fibre.done = fibre.at_barrier = false;
+    fibre.meeting = fibre.met_at = 0;
+  }
   memset(room, 0xff, sizeof room);
   if (ROOM_BYTES)
     for (int i = 0; i < threads; i++) queues[i].count = queues[i].closed = 0;
@@ -213,16 +219,18 @@ static void block() {
   }
 }
 
-// Returns what went wrong, or null.
-static const char* launch(void (*kernel)(void**), void** args, const int* count, int size, int how) {
+// Returns what went wrong, or null. `room_for_stacks`: MOST times STACK bytes.
+static const char* launch(
+    void (*kernel)(void**), void** args, const int* count, int size, int how, char* room_for_stacks) {
   entry = kernel, arguments = args, threads = size, order = how, failure = nullptr;
   memcpy(groups, count, sizeof groups);
   if (size > MOST) return "too many threads";
-  stacks = (char*)malloc((size_t)size * STACK);
+  stacks = room_for_stacks;
+  for (int i = 0; i < size; i++) fibres[i].started = false;
+  getcontext(&context);
   for (group[2] = 0; group[2] < groups[2]; group[2]++)
     for (group[1] = 0; group[1] < groups[1]; group[1]++)
       for (group[0] = 0; group[0] < groups[0] && !failure; group[0]++) block();
-  free(stacks);
   return failure;
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import shutil
@@ -67,7 +68,11 @@ def maker(order: Order = "together") -> Make:
             pointers += [_address(room) for room in made]
             library.run.restype = ctypes.c_char_p
             failure = library.run(
-                (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int * 3)(*groups), threads, ORDERS.index(order)
+                (ctypes.c_void_p * len(pointers))(*pointers),
+                (ctypes.c_int * 3)(*groups),
+                threads,
+                ORDERS.index(order),
+                ctypes.byref(_stacks()),
             )
             if failure:
                 raise KernelError(f"{name}: {failure.decode()}")
@@ -87,7 +92,7 @@ def maker(order: Order = "together") -> Make:
 def _program(
     source: Source, template: Mapping[str, Constant], input_types: Sequence[str], output_types: Sequence[str]
 ) -> str:
-    lines = [f"#define ROOM_BYTES {source.room}", f'#include "{HEADER}"', source.functions]
+    lines = [f"#define ROOM_BYTES {source.room}", f'#include "{HEADER.name}"', source.functions]
     lines.append("static void kernel(void** given) {")
     for i, (name, kind) in enumerate(zip(source.inputs, input_types, strict=True)):
         lines.append(f"  auto {name} = (const {kind}*)given[{2 * i}];")
@@ -100,9 +105,19 @@ def _program(
         else:
             lines.append(f"  constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
     lines += ["  START", source.body, "}"]
-    lines.append('extern "C" const char* run(void** given, const int* groups, int threads, int order) {')
-    lines.append("  return shim::launch(kernel, given, groups, threads, order);\n}")
+    lines.append('extern "C" const char* run(void** given, const int* groups, int threads, int order, char* stacks) {')
+    lines.append("  return shim::launch(kernel, given, groups, threads, order, stacks);\n}")
     return "\n".join(lines)
+
+
+@cache
+def _stacks() -> ctypes.c_char:
+    """Return the beginning of room for the stacks of all threads of a block. Its pages are mapped when they are used.
+    Mapping them takes longer than most kernels do: all kernels share them."""
+    room = mmap.mmap(-1, 1024 * (128 << 10))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        room.madvise(mmap.MADV_NOHUGEPAGE)
+    return ctypes.c_char.from_buffer(room)
 
 
 @cache
@@ -119,7 +134,7 @@ def _library(name: str, program: str) -> ctypes.CDLL:
     built = _folder() / f"{name}-{hashlib.sha256(program.encode()).hexdigest()[:16]}.so"
     if not built.exists():
         new = built.with_suffix(f".{os.getpid()}")
-        command = [COMPILER or "g++", *FLAGS, "-x", "c++", "-", "-o", str(new)]
+        command = [COMPILER or "g++", *FLAGS, "-I", str(HEADER.parent), "-x", "c++", "-", "-o", str(new)]
         done = subprocess.run(command, input=program, capture_output=True, text=True)
         if done.returncode:
             raise KernelError(f"{name} does not compile:\n{done.stderr[:4000]}")

@@ -288,4 +288,4 @@ class Engine(RuleBasedStateMachine):
 
 def test_whoever_waits_runs_or_fails_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OVERTAKEN_FOR_MEMORY", OVERTAKEN)
-    run_state_machine_as_test(Engine, settings=settings(max_examples=300, stateful_step_count=50))
+    run_state_machine_as_test(Engine, settings=settings(max_examples=100, stateful_step_count=50))

@@ -62,7 +62,7 @@ def test_a_plain_conversation_is_what_the_template_prints(ids: Callable[..., lis
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 @given(parts=EVIL)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_special_tokens_come_from_the_template_only(make, parts):
     tokenizer = make()
     ids = rendered(CHATML, tokenizer, user("".join(parts)))
@@ -79,7 +79,7 @@ PLAIN = st.recursive(
 
 
 @given(value=PLAIN)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_nor_do_they_come_from_what_lies_deeper_in_a_message(value: object) -> None:
     tokenizer = byte_level()
     ids = rendered("{{ messages | tojson }}{{ messages[0].tool_calls }}", tokenizer, [{"tool_calls": value}])
@@ -217,7 +217,7 @@ EVERYTHING = (
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 @given(texts=st.tuples(EVIL, EVIL, EVIL), arguments=JSON, key=EVIL)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_special_tokens_come_from_the_template_only_wherever_a_message_says_them(make, texts, arguments, key):
     """In nested texts, in keys, and in the seams of texts that the template prints next to one another."""
     tokenizer = make()
@@ -236,7 +236,7 @@ def test_special_tokens_come_from_the_template_only_wherever_a_message_says_them
 
 
 @given(texts=st.tuples(EVIL, EVIL), between=st.sampled_from(["", " ", "\n", "x", "end|>"]))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_seams_of_texts_change_no_tokens_where_they_make_no_special_token(texts, between):
     """What ends like the beginning of a special token is tokenised together with what stands around it."""
     tokenizer = byte_level()
