@@ -1,15 +1,15 @@
 """Does a hybrid learn what is rewarded, and nothing from rewards that say nothing?
 
-    python benchmarks/hybrid_learning.py --json-out benchmarks/results/hybrid_learning.json
+    python benchmarks/hybrid_learning.py --families qwen3_5 --json-out benchmarks/results/hybrid_learning-qwen3_5.json
 
-Tiny models with random weights, whose layers keep a state or have attention, and an adapter that learns by GRPO on the
-engine that serves it. A prompt is one of two marks and random tokens after it. The mark decides which half of the
-vocabulary is rewarded: the reward is the share of the answer's tokens in that half. Both marks come equally often, so
-an answer that ignores its prompt is worth 0.5 whatever it is, and a policy that merely wanders stays there. More than
-that needs the mark, which the answer's tokens see through the layers' states and attention only.
+Tiny models with random weights, some of whose layers keep a state, and an adapter that learns by GRPO on the engine
+that serves it. In a prompt one of two marks follows each random token. The mark decides which half of the vocabulary is
+rewarded: the reward is the share of the answer's tokens in that half. Both marks come equally often, so an answer that
+ignores its prompt is worth 0.5 whatever it is, and a policy that merely wanders stays there. More than that needs the
+mark, which the later tokens of an answer see only through the layers' states and attention, or in the tokens between.
 
-After every few updates the served version answers prompts from which nothing is learned. The control must stay flat: its
-rewards change places within their group before they are learned from, so that updates have the same size and no
+After every few updates the served version answers prompts from which nothing is learned. The control must stay flat:
+its rewards change places within their group before they are learned from, so that updates have the same size and no
 direction.
 """
 
@@ -33,16 +33,16 @@ from mlx_tandem.training.online.advantages import batches, by_group, varies
 from mlx_tandem.training.trajectories import Trajectory
 from tests import tiny_models
 
-FAMILIES = ("qwen3_5", "falcon_h1")
+FAMILIES = ("qwen3_5", "nemotron_h")
 RUNS = ("true", "shuffled")
 POLICY = "policy"
 VOCAB = tiny_models.VOCAB
 HALVES = range(3, VOCAB // 2), range(VOCAB // 2, VOCAB - 3)
 MARKS = HALVES[0][0], HALVES[1][0]
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "rank": 8,
     "alpha": 16.0,
-    "learning_rate": 0.03,
+    "learning_rate": 0.01,
     "grad_norm": 1.0,
     "prompt_tokens": 6,
     "answer_tokens": 6,
@@ -57,13 +57,13 @@ SETTINGS = {
 
 def question(rng: random.Random, mark: int) -> tuple[int, ...]:
     """Return a prompt with this mark: 0 or 1."""
-    rest = (rng.randrange(3, VOCAB - 3) for _ in range(SETTINGS["prompt_tokens"] - 1))
-    return (MARKS[mark], *rest)
+    pairs = ((rng.randrange(3, VOCAB - 3), MARKS[mark]) for _ in range(SETTINGS["prompt_tokens"] // 2))
+    return tuple(token for pair in pairs for token in pair)
 
 
 def reward(prompt: Sequence[int], answer: Sequence[int]) -> float:
     """Return the share of the answer's tokens that are in the half that the prompt's mark asks for."""
-    wanted = HALVES[MARKS.index(prompt[0])]
+    wanted = HALVES[MARKS.index(prompt[-1])]
     return sum(token in wanted for token in answer) / len(answer)
 
 
@@ -154,7 +154,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="a tiny hybrid learns from rewards, and a control does not")
     parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()

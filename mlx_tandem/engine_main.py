@@ -183,7 +183,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     hidden = built.runner.hidden_size
     info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens, hidden_size=hidden)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
-    read = _adapter_reader(config, built.linears, built.layers, built.uploads, built.slot_room)
+    read = _adapter_reader(config, built.linears, info, built.uploads, built.slot_room)
     adapters = Adapters(store, Loader(read), slots)
     host = TrainerHost(
         trainers,
@@ -316,7 +316,7 @@ def _open_blocks(
 
 
 def _adapter_reader(
-    config: EngineConfig, linears: Mapping[str, LinearShape], layers: int, uploads: Uploads, room: SlotRoom
+    config: EngineConfig, linears: Mapping[str, LinearShape], info: EngineInfo, uploads: Uploads, room: SlotRoom
 ) -> Callable[[AdapterSource], AdapterWeights]:
     """Return a function that reads an adapter and prepares its upload.
 
@@ -330,7 +330,8 @@ def _adapter_reader(
             Path(source.path),
             linears,
             max_rank=config.lora.max_lora_rank,
-            base_layers=layers,
+            base_layers=info.layers,
+            vocab_size=info.vocab_size,
             follow_links=source.follow_links,
             root=Path(source.root) if source.root is not None else None,
         )

@@ -346,6 +346,7 @@ MAX_REWARD_ANSWERS = 64
 MAX_PATTERN = 1024  # characters
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_LORA_RANK = 512
+MAX_INVOCATION_TOKENS = 256  # tokens that invoke an activated LoRA
 MAX_LORA_ALPHA = 1e6
 MAX_LORA_SCALE = 1e4
 MAX_LORA_VALUE = 65504.0  # largest number of A, and of B times the scale: float16's largest

@@ -70,11 +70,15 @@ class SamplingParams(Struct, frozen=True, array_like=True):
 
 
 class AdapterRef(Struct, frozen=True, array_like=True):
-    """One immutable version of a LoRA adapter. `digest` is the hash of its content, by which the engine knows it."""
+    """One immutable version of a LoRA adapter. `digest` is the hash of its content, by which the engine knows it.
+
+    An adapter with `invocation` tokens is an activated LoRA: it applies from where they occur last in a prompt.
+    """
 
     name: str
     version: int
     digest: str
+    invocation: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -177,6 +181,7 @@ class AdapterInfo(Struct, frozen=True):
     targets: tuple[str, ...]  # module names with the layer number left out, sorted
     nbytes: int  # bytes of its tensors on disk
     memory_bytes: int  # once loaded
+    invocation: tuple[int, ...] = ()  # tokens from whose last occurrence in a prompt it applies; empty: everywhere
 
 
 class PoolBudget(Struct, frozen=True):

@@ -43,6 +43,7 @@ class Inspection:
     layers: tuple[int, ...] = ()  # layers that have an adapted module
     tensors: int = 0
     dtypes: tuple[str, ...] = ()
+    invocation: tuple[int, ...] = ()  # tokens that invoke it, if it is an activated LoRA
     nbytes: int = 0  # bytes of the tensors in the file
     digest: str | None = None  # the server's digest; None with a tensor per expert, where it depends on the base model
     problems: tuple[str, ...] = ()  # why the adapter cannot be served with any base model
@@ -68,6 +69,7 @@ def inspect(folder: Path) -> Inspection:
                     nbytes=sum(math.prod(t.shape) * DTYPES[t.dtype] for t in header.values()),
                 )
                 linears, spec = _spec(kind, config, header)
+                found = replace(found, invocation=spec.invocation)
                 halves = [half for a, _ in spec.modules.values() for half in a]
                 found = replace(
                     found,
@@ -253,6 +255,8 @@ def _alpha(scale: float, rank: int) -> float | int:
 
 
 def _to_mlx_lm(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
+    if adapter.spec.invocation:
+        refuse(CONFIG, "alora_invocation_tokens", "is set; mlx-lm's format has no activated LoRA")
     modules = adapter.spec.modules
     first, *others = (half for a, _ in modules.values() for half in a)
     for half in others:

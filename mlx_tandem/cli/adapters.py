@@ -123,6 +123,7 @@ def _lines(found: Inspection) -> list[str]:
         "scale": _joined(f"{scale:g}" for scale in found.scales),
         "targets": _joined(found.targets),
         "layers": _spans(found.layers),
+        "invoked": f"by the tokens {_joined(map(str, found.invocation))}" if found.invocation else "",
         "tensors": f"{found.tensors} ({_joined(found.dtypes)}; {found.nbytes / 1e6:.1f} MB)" if found.tensors else "",
         "digest": found.digest or "",
     }

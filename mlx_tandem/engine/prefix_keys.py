@@ -17,9 +17,9 @@ class PrefixKeys:
         self._size = block_size
 
     def chain(self, s: Sequence) -> Chain:
-        """Return the keys of the blocks of `s` under its adapter."""
+        """Return the keys of the blocks of `s` under its adapter, and under the base as far as that computes them."""
         if s.chain is None:
-            s.chain = self._caches[0].chain(s.adapter_digest or "")
+            s.chain = self._caches[0].chain(s.adapter_digest or "", s.activation)
         return s.chain
 
     def key(self, s: Sequence, block: int) -> bytes:

@@ -228,7 +228,12 @@ class Scheduler:
         return [s for s in wanted if not writes.is_loading(s.tables)] if writes.has_loads else list(wanted)
 
     def _chunk(self, s: Sequence, tokens: int) -> int:
-        """Return how many of the next `tokens` of the prompt of `s` one row may have."""
+        """Return how many of the next `tokens` of the prompt of `s` one row may have.
+
+        All of a row's positions run under one adapter or the base.
+        """
+        if s.scheduled < s.activation:
+            tokens = min(tokens, s.activation - s.scheduled)
         tokens = self._blocks.snapshots.chunk(s, tokens)
         return tokens if self.images is None or not s.runs else self.images.readable(s, tokens)
 
@@ -267,7 +272,8 @@ class Scheduler:
             predicted = self.drafting.are_predicted(s)
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         following = UNKNOWN if sample else s.tokens[s.scheduled]
-        own = kind, s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, request.background
+        slot = s.slot if start >= s.activation else 0
+        own = kind, s.id, s.seat, slot, start, tokens, s.tables, sample, targets, version, request.background
         images = shown(s, start, s.scheduled) if s.runs and kind is _PROMPT else ()
         shift = shift_at(s, start) if s.runs else 0
         return Row(*own, piggybacked, slack, request.pooling, predicted, following, images, shift)

@@ -9,6 +9,21 @@ from mlx_tandem.engine.plan import Seating, Tables
 from mlx_tandem.kv.hashing import Chain, content_of
 from mlx_tandem.types import AdapterRef, FinishReason, Image, Request, TokenLogprob
 
+NEVER = 1 << 62
+"""Position from which an adapter applies whose invocation tokens do not occur in the prompt: the base model answers."""
+
+
+def activation_of(adapter: AdapterRef | None, prompt: tuple[int, ...]) -> int:
+    """Return the position of `prompt` from which `adapter` applies: where its invocation tokens begin the last time.
+
+    This is 0 for an adapter without such tokens and for the base model, and NEVER where they do not occur.
+    """
+    wanted = adapter.invocation if adapter is not None else ()
+    if not wanted:
+        return 0
+    places = range(len(prompt) - len(wanted), -1, -1)
+    return next((at for at in places if prompt[at] == wanted[0] and prompt[at : at + len(wanted)] == wanted), NEVER)
+
 
 class Run(NamedTuple):
     """Adjacent placeholders of an image: `length` of them from position `start` on.
@@ -40,6 +55,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "activation",
         "adapter",
         "announced",
         "boundaries",
@@ -78,6 +94,7 @@ class Sequence:
         self.choice = choice
         self.stop_ids = stop_ids
         self.adapter = request.adapter
+        self.activation = 0  # position from which its adapter applies; the base computes those before it
         self.next_adapter: AdapterRef | None = None  # a version under which it continues once that has a slot
         self.tokens = list(request.prompt)
         self.prompt_length = len(request.prompt)
@@ -204,6 +221,7 @@ class Sequence:
         """Continue under `ref`, or begin under it."""
         if ref.digest != self.adapter_digest:
             self.chain = None
+            self.activation = activation_of(ref, self.request.prompt)
         self.adapter, self.next_adapter = ref, None
 
     def follows(self, ref: AdapterRef) -> bool:
@@ -240,6 +258,7 @@ def sequences_of(
     scores: list[TokenLogprob] | None = None
     if request.params.prompt_logprobs is not None and len(request.prompt) > 1:
         scores = []
+    activation = activation_of(request.adapter, request.prompt)
     for s in choices:
-        s.is_masked, s.scores, s.runs = is_masked, scores, runs
+        s.is_masked, s.scores, s.runs, s.activation = is_masked, scores, runs, activation
     return choices

@@ -27,9 +27,10 @@ class Snapshots:
     def boundaries(self, s: Sequence) -> set[int]:
         """Return at the end of which blocks a snapshot of the state of `s`, which begins, is worth keeping.
 
-        These are where it was found, where the prompt and its last message end, where another prompt with the same
-        beginning went another way, and powers of two. A message ends with a token that may end an answer. What follows
-        it in the prompt begins the answer, and need not be there when the conversation goes on.
+        These are where it was found, where the prompt and its last message end, where its adapter begins to apply,
+        where another prompt with the same beginning went another way, and powers of two. A message ends with a token
+        that may end an answer. What follows it in the prompt begins the answer, and need not be there when the
+        conversation goes on.
         """
         if not (self._indices and self._caches):
             return set()
@@ -40,7 +41,8 @@ class Snapshots:
         powers = {1 << n for n in range(last.bit_length()) if (1 << n) * self._size >= SNAPSHOT_TOKENS}
         prompt = s.tokens[: s.prompt_length - 1]
         message = next((end for end in range(len(prompt), 0, -1) if prompt[end - 1] in s.stop_ids), 0)
-        return {*powers, *shared, s.scheduled // self._size, message // self._size, len(prompt) // self._size} - {0}
+        ends = s.scheduled, message, min(s.activation, len(prompt)), len(prompt)
+        return {*powers, *shared, *(end // self._size for end in ends)} - {0}
 
     def thin(self, s: Sequence) -> None:
         """Give back the states of `s` that no later position needs and that are not worth a snapshot.

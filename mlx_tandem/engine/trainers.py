@@ -264,10 +264,16 @@ class TrainerHost:
         return m.TrainerOpened(message.call, info)
 
     def _loaded(self, digest: str) -> AdapterWeights:
-        """Return the weights of an adapter in memory. Raises InvalidRequest when it is not there."""
+        """Return the weights of an adapter to begin with. Raises InvalidRequest if it is not in memory or is an
+        activated LoRA, which a trainer would apply to every position.
+        """
         weights = self._adapters.store.get(digest)
         if weights is None:
             raise InvalidRequest("this adapter version is not in memory", param="digest")
+        if weights.info.invocation:
+            raise InvalidRequest(
+                "this adapter has alora_invocation_tokens: an activated LoRA cannot be trained", param="init_from"
+            )
         return weights
 
     # ends

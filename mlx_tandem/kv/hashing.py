@@ -35,7 +35,9 @@ class Namespace(Struct, frozen=True):
     kv_group_size: int = 0
     positions: str = ""  # digest of the configuration that the model's positions and shapes follow
     layout: str = ""  # how the heads are spread over ranks
-    adapter: str = ""  # digest of the adapter's content; "": the base model
+    adapter: str = (
+        ""  # digest of the adapter's content, and "+n" if it applies from position n of a block; "": the base
+    )
     scope: str = ""  # who may share
     format: int = FORMAT
 
@@ -78,19 +80,30 @@ def block_key(namespace: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class Chain:
-    """The keys of one sequence's full blocks. Each key is computed once, when it is first asked for."""
+    """The keys of one sequence's full blocks. Each key is computed once, when it is first asked for.
 
-    __slots__ = ("keys", "namespace")
+    The blocks before number `first` are in the namespace of the base model, the others in that of the sequence's
+    adapter, so that sequences under different adapters share the former.
+    """
 
-    def __init__(self, namespace: bytes):
-        self.namespace = namespace
+    __slots__ = ("_base", "_first", "_own", "keys")
+
+    def __init__(self, own: bytes, base: bytes = b"", first: int = 0):
+        self._own = own
+        self._base = base
+        self._first = first
         self.keys: list[bytes] = []
+
+    def namespace(self, index: int) -> bytes:
+        """Return the digest of the namespace of block `index`."""
+        return self._own if index >= self._first else self._base
 
     def key(self, index: int, tokens: Sequence[int], block_size: int) -> bytes:
         """Return the key of block `index`. `tokens` are the sequence's, at least to the end of that block."""
         keys = self.keys
         for i in range(len(keys), index + 1):
-            keys.append(block_key(self.namespace, self.parent(i), tokens[i * block_size : (i + 1) * block_size]))
+            own = tokens[i * block_size : (i + 1) * block_size]
+            keys.append(block_key(self.namespace(i), self.parent(i), own))
         return keys[index]
 
     def parent(self, index: int) -> bytes:
@@ -99,6 +112,6 @@ class Chain:
 
     def fork(self) -> Chain:
         """Return a copy for a sequence that has the same tokens so far and may continue with others."""
-        other = Chain(self.namespace)
+        other = Chain(self._own, self._base, self._first)
         other.keys = self.keys[:]
         return other

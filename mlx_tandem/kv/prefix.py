@@ -106,14 +106,25 @@ class PrefixCache:
         """Token positions of a block."""
         return self._pool.block_size
 
-    def chain(self, adapter: str) -> Chain:
-        """Return an empty chain for a sequence that runs under the adapter with this digest; "": the base model."""
+    def chain(self, adapter: str, activation: int = 0) -> Chain:
+        """Return an empty chain for a sequence that runs under the adapter with this digest; "": the base model.
+
+        The adapter applies from position `activation` on. The block that has this position belongs to the adapter. Its
+        key names the position within the block, too, since that may follow from tokens after the block.
+        """
+        if not activation:
+            return Chain(self._root(adapter))
+        first, within = divmod(activation, self.block_size)
+        return Chain(self._root(f"{adapter}+{within}" if within else adapter), self._root(""), first)
+
+    def _root(self, adapter: str) -> bytes:
+        """Return the digest of the namespace of this adapter."""
         root = self._roots.get(adapter)
         if root is None:
             if len(self._roots) >= MAX_ROOTS:
                 self._roots.clear()
             root = self._roots[adapter] = replace(self._namespace, adapter=adapter).digest()
-        return Chain(root)
+        return root
 
     def whole(self, chain: Chain, tokens: Sequence[int], most: int) -> list[int]:
         """Return the first blocks of a table for the longest cached prefix of `tokens`, `most` of them at most."""
@@ -144,7 +155,7 @@ class PrefixCache:
         size = self.block_size
         rest = tuple(tokens[at * size : (at + 1) * size])
         least = (size + 1) // 2 if self.group.divides else size + 1
-        best = self._most_alike((chain.namespace, chain.parent(at)), rest) if len(rest) >= least else None
+        best = self._most_alike((chain.namespace(at), chain.parent(at)), rest) if len(rest) >= least else None
         extra = _shared(best.tokens, rest) if best else 0
         return (best.block, extra) if best and extra >= least else (SCRATCH, 0)
 
@@ -170,12 +181,12 @@ class PrefixCache:
             if table[i] == SCRATCH:
                 continue
             key, own = chain.key(i, tokens, size), tuple(tokens[i * size : (i + 1) * size])
-            self._put(Entry(table[i], own, chain.namespace, chain.parent(i), key))
+            self._put(Entry(table[i], own, chain.namespace(i), chain.parent(i), key))
         if rest and self.group.divides:
             if full:
                 chain.key(full - 1, tokens, size)
             own = tuple(tokens[full * size :])
-            self._put(Entry(table[full], own, chain.namespace, chain.parent(full), None))
+            self._put(Entry(table[full], own, chain.namespace(full), chain.parent(full), None))
         return full
 
     def entry(self, block: int) -> Entry | None:

@@ -12,7 +12,7 @@ from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.types import AdapterRef, Delta, FinishReason, Request, TokenLogprob
-from tests.engine.reference import Handle, cell
+from tests.engine.reference import BASE, Handle, begins_in, cell, cells_of_tokens
 
 Choice = tuple[int, int]  # request id, index
 
@@ -281,10 +281,12 @@ class Loop:
         known = [*request.prompt, *self.tokens[key]]
         context = handle.contexts[index][: len(known)]  # None before a window
         assert len(context) == len(known), "a token was drawn from less than its context"
-        assert context[row.start :] == [cell(t, ref.digest) for t in known[row.start :]], "another version's row"
+        own = cells_of_tokens(known, ref.digest, begins_in(request.prompt, ref))
+        assert context[row.start :] == own[row.start :], "another version's row"
         allowed = [r.digest for (n, _), r in self._refs.items() if n == name]
-        own = ([None, *(cell(t, d) for d in allowed)] for t in known)
-        assert all(c in cells for c, cells in zip(context, own, strict=True)), "a foreign cell"
+        allowed += [BASE] if any(r.invocation for (n, _), r in self._refs.items() if n == name) else []
+        cells = ([None, *(cell(t, d) for d in allowed)] for t in known)
+        assert all(c in each for c, each in zip(context, cells, strict=True)), "a foreign cell"
 
     def _fail(self, plans: Several[StepPlan], again: bool) -> None:
         self.failures += 1

@@ -34,8 +34,8 @@ PAIR = "ab"
 """The trainers of random workloads."""
 
 
-def adapter(digest: str) -> AdapterWeights:
-    return AdapterWeights(AdapterInfo(digest, 8, 1.0, "mlx-lm", ("q_proj",), 64, 64), {})
+def adapter(digest: str, invocation: tuple[int, ...] = ()) -> AdapterWeights:
+    return AdapterWeights(AdapterInfo(digest, 8, 1.0, "peft", ("q_proj",), 64, 64, invocation), {})
 
 
 class Backend:
@@ -118,10 +118,10 @@ class Driver:
     """A host that is turned as the pipeline turns it: one slice is launched before the one before it is waited for."""
 
     def __init__(self, backend: TrainerBackend, budget: int = BUDGET) -> None:
-        adapters = Adapters(
+        self.adapters = Adapters(
             AdapterStore({}, most_bytes=1 << 30, most=0), Loader(lambda source: adapter("x")), SlotTable(1)
         )
-        self.host = TrainerHost(lambda: backend, adapters, learns=True, most_rank=8, budget_bytes=budget)
+        self.host = TrainerHost(lambda: backend, self.adapters, learns=True, most_rank=8, budget_bytes=budget)
         self.answers: list[m.Outbound] = []
         self.slices: list[Slice] = []
         self.failures: list[str] = []

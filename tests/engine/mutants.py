@@ -12,6 +12,7 @@ from msgspec import structs
 
 from mlx_tandem.adapters.slots import Assignment, SlotTable
 from mlx_tandem.engine import block_manager, drafting, masks, run_queue, scheduler
+from mlx_tandem.engine import sequence as sequences
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.draft_blocks import DraftBlocks
 from mlx_tandem.engine.drafting import Drafting
@@ -902,6 +903,43 @@ def _wait_behind_training(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sequence, "priority", property(lambda s: (False, s.request.priority)))
 
 
+def _with_activation(position: Callable[[int, int], int]) -> Plant:
+    """The keys of blocks are those of an adapter that applies from another position: of this, and the block's size."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def chain(self: PrefixCache, adapter: str, activation: int = 0) -> Chain:
+            return original(self, adapter, position(activation, self.block_size))
+
+        original = PrefixCache.chain
+        patch.setattr(PrefixCache, "chain", chain)
+
+    return plant
+
+
+def _read_across_activations(patch: pytest.MonkeyPatch) -> None:
+    """A chunk goes on where its adapter begins to apply."""
+
+    def chunk(self: Scheduler, s: Sequence, tokens: int) -> int:
+        activation, s.activation = s.activation, 0
+        tokens = original(self, s, tokens)
+        s.activation = activation
+        return tokens
+
+    original = Scheduler._chunk
+    patch.setattr(Scheduler, "_chunk", chunk)
+
+
+def _activate_at_first(patch: pytest.MonkeyPatch) -> None:
+    """An adapter applies from where it is invoked for the first time."""
+
+    def activation_of(adapter: AdapterRef | None, prompt: tuple[int, ...]) -> int:
+        wanted = () if adapter is None else adapter.invocation
+        places = (at for at in range(len(prompt)) if prompt[at : at + len(wanted)] == wanted)
+        return next(places, sequences.NEVER) if wanted else 0
+
+    patch.setattr(sequences, "activation_of", activation_of)
+
+
 PLANTS: dict[str, Plant] = {
     "preemption keeps the seat's state": _keep_seated,
     "a fork counts no readers": _fork(share=False, copy=True),
@@ -912,6 +950,10 @@ PLANTS: dict[str, Plant] = {
     "a scored prompt is a hit": _hit_scored,
     "blocks are published before their step is read": _publish_early,
     "the name of an adapter is its namespace": _share_by_name,
+    "the block in which an adapter begins is the base's": _with_activation(lambda at, size: -(-at // size) * size),
+    "what an adapter computes is the base's": _with_activation(lambda at, size: sequences.NEVER if at else 0),
+    "a row goes on where its adapter begins": _read_across_activations,
+    "an adapter begins where it is invoked first": _activate_at_first,
     "a hit is written to": _write_into_hits,
     "a hit is longer than it agrees": _attribute(prefix, "_shared", lambda a, b: min(len(a), len(b))),
     "what is not of one version can be found": _publish_the_impure,

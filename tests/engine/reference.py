@@ -36,10 +36,12 @@ from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.groups.state import StateGroup
 from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import SCRATCH, BlockPool, Window
-from mlx_tandem.types import Pooling, SamplingParams, TokenLogprob
+from mlx_tandem.types import AdapterRef, Pooling, SamplingParams, TokenLogprob
 
 BASE = ""
 """The digest of the base model's cells."""
+NOWHERE = 1 << 40
+"""A position that no sequence has."""
 _PRIME = (1 << 61) - 1
 _NAN = -1
 """A cell that is not finite: it spoils whatever reads its block, even behind a mask."""
@@ -48,6 +50,18 @@ _NAN = -1
 def cell(token: int, digest: str) -> int:
     """What one position of the cache holds: which token, and computed under which adapter."""
     return (crc32(digest.encode()) << 20) | token
+
+
+def cells_of_tokens(tokens: Sequence[int], digest: str, begins: int = 0) -> list[int]:
+    """Those of a sequence whose adapter applies from position `begins` on, and the base model before it."""
+    return [cell(t, digest if at >= begins else BASE) for at, t in enumerate(tokens)]
+
+
+def begins_in(prompt: Sequence[int], adapter: AdapterRef | None) -> int:
+    """Where in a prompt an adapter begins to apply: where what invokes it begins the last time; NOWHERE: nowhere."""
+    wanted = () if adapter is None else adapter.invocation
+    places = [at for at in range(len(prompt)) if tuple(prompt[at : at + len(wanted)]) == wanted]
+    return 0 if not wanted else places[-1] if places else NOWHERE
 
 
 def bytes_of(cells: Sequence[int | None]) -> bytes:
@@ -107,9 +121,11 @@ def hidden_of(context: Sequence[int]) -> list[float]:
     return [float(value % 1009), float(value % 17)]
 
 
-def embedding_alone(prompt: Sequence[int], pooling: Pooling, digest: str, windows: Windows = (None,)) -> list[float]:
+def embedding_alone(
+    prompt: Sequence[int], pooling: Pooling, digest: str, windows: Windows = (None,), begins: int = 0
+) -> list[float]:
     """The oracle for a prompt's pooled hidden states."""
-    cells = [cell(t, digest) for t in prompt]
+    cells = cells_of_tokens(prompt, digest, begins)
     hidden = [hidden_of(seen(cells[:end], windows)) for end in range(1, len(prompt) + 1)]
     return [sum(v) / len(prompt) for v in zip(*hidden, strict=True)] if pooling == "mean" else hidden[-1]
 
@@ -139,10 +155,10 @@ def seen(cells: Sequence[int], windows: Windows) -> list[int]:
 
 
 def scores_alone(
-    prompt: Sequence[int], params: SamplingParams, digest: str, windows: Windows = (None,)
+    prompt: Sequence[int], params: SamplingParams, digest: str, windows: Windows = (None,), begins: int = 0
 ) -> list[TokenLogprob]:
     """The oracle for a prompt's own logprobs."""
-    cells = [cell(t, digest) for t in prompt]
+    cells = cells_of_tokens(prompt, digest, begins)
     return [score_of(seen(cells[:at], windows), prompt[at], params) for at in range(1, len(prompt))]
 
 
@@ -155,13 +171,14 @@ def alone(
     stop_ids: Iterable[int] = (),
     windows: Windows = (None,),
     mask_of: Callable[[Sequence[int]], Mask] | None = None,
+    begins: int = 0,
 ) -> list[int]:
-    """The oracle: what one sequence says when nothing else exists."""
+    """The oracle: what one sequence says when nothing else exists. Its adapter applies from position `begins` on."""
     stops = frozenset(stop_ids)
     tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_tokens:
         banned = stops if len(tokens) - len(prompt) < params.min_tokens else ()
-        context = seen([cell(t, digest) for t in tokens], windows)
+        context = seen(cells_of_tokens(tokens, digest, begins), windows)
         mask = None if mask_of is None else mask_of(tokens)
         tokens.append(next_token(context, params, choice, tokens, vocab, banned, mask))
         if tokens[-1] in stops:

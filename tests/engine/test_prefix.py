@@ -123,6 +123,61 @@ def test_a_new_version_under_an_old_name_finds_nothing_of_the_old() -> None:
     assert engine.loop.cached[6] > 0, "the same content under another name"
 
 
+CALL = (7, 11)
+"""What invokes the adapters of the next tests; PROMPT has it nowhere."""
+
+
+def invoked(name: str, call: tuple[int, ...] = CALL) -> AdapterRef:
+    return AdapterRef(name, 1, name, call)
+
+
+@pytest.mark.parametrize("first", ["base", "one", "other"])
+def test_what_precedes_an_invocation_is_shared_by_the_base_and_all_adapters_that_are_invoked(first: str) -> None:
+    """The first computes it for all. The block with both sorts of positions and those after it are its own."""
+    adapters = {"base": None, "one": invoked("one"), "other": invoked("other")}
+    prompt = (*PROMPT[:22], *CALL, *PROMPT[22:40])
+    engine = make_engine(num_blocks=100, block_size=4)
+    order = [first, *(name for name in adapters if name != first)]
+    for number, name in enumerate(order):
+        serve(engine, ask(number, prompt, adapter=adapters[name]))
+    assert [engine.loop.cached[i] for i in range(3)] == [0, 20, 20]
+    for number, name in enumerate(order, 3):  # a later turn, in which nothing is invoked again
+        serve(engine, ask(number, (*prompt, 1, 2, 3), adapter=adapters[name]))
+    assert all(engine.loop.cached[i] >= 40 for i in range(3, 6))
+    answers = [engine.loop.tokens[i, 0] for i in range(3)]
+    assert answers[0] != answers[1] != answers[2]
+
+
+def test_where_an_adapter_begins_within_a_block_may_follow_from_tokens_after_it() -> None:
+    """The same block under the same adapter, which begins in it early or late."""
+    engine = make_engine(num_blocks=100, block_size=8)
+    adapter = invoked("a", (7, 11))
+    begun = (*PROMPT[:8], 1, 7, 11, 2, 3, 4, 5, 7)
+    serve(engine, ask(0, (*begun, 5, 5, 5), adapter=adapter))
+    serve(engine, ask(1, (*begun, 11, 5, 5), adapter=adapter))
+    assert engine.loop.cached[1] == 8
+    serve(engine, ask(2, (*begun, 11, 5, 6), adapter=adapter))
+    assert engine.loop.cached[2] >= 16
+
+
+def test_an_adapter_that_is_invoked_again_leaves_what_it_computed_before() -> None:
+    """In the next turn of a conversation, the base computes the answer that the adapter has given."""
+    engine = make_engine(num_blocks=100, block_size=4)
+    prompt = (*PROMPT[:20], *CALL, 1, 2)
+    serve(engine, ask(0, prompt, adapter=invoked("a")))
+    serve(engine, ask(1, (*prompt, *engine.loop.tokens[0, 0], *CALL, 1, 2), adapter=invoked("a")))
+    assert engine.loop.cached[1] == 20
+
+
+def test_the_base_answers_for_an_adapter_that_is_not_invoked() -> None:
+    """Its blocks are the base's, too."""
+    engine = make_engine(num_blocks=100, block_size=4)
+    serve(engine, ask(0, adapter=invoked("a")))
+    serve(engine, Request(1, PROMPT, engine.loop.requests[0].params))
+    assert engine.loop.tokens[0, 0] == engine.loop.tokens[1, 0]
+    assert engine.loop.cached[1] == 48
+
+
 @pytest.mark.parametrize("moves", ["while it runs", "while it waits"])
 def test_what_two_versions_have_computed_is_for_nobody(moves: str) -> None:
     engine = make_engine(num_blocks=100, depth=0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
 from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Slice
-from tests.engine.hosts import Backend, Driver
+from tests.engine.hosts import Backend, Driver, adapter
 
 NAMES = "abcd"
 ERRORS: tuple[type[Exception], ...] = (RuntimeError, ValueError, DeviceError, OutOfMemory)
@@ -240,6 +240,20 @@ def test_memory_is_admitted_before_anything_is_computed() -> None:
     driver.run()
     assert [x.name for x in driver.host.open_trainers()] == ["b", "c"]
     assert len([x for x in driver.answers if isinstance(x, m.CallFailed)]) == 1
+
+
+def test_no_trainer_begins_with_an_adapter_that_is_invoked() -> None:
+    """A trainer applies its adapter to every position, so the answers would be others than those of the adapter."""
+    driver = Driver(Backend())
+    driver.host.submit(m.OpenTrainer(1, TrainerSpec("a", 1, 1.0), digest="plain"))
+    driver.host.submit(m.OpenTrainer(2, TrainerSpec("b", 1, 1.0), digest="invoked"))
+    for weights in (adapter("plain"), adapter("invoked", invocation=(5, 6))):
+        driver.adapters.publish(weights)
+    driver.run()
+    (failed,) = (x for x in driver.answers if isinstance(x, m.CallFailed))
+    assert (failed.call, failed.param) == (2, "init_from")
+    assert "alora_invocation_tokens" in failed.message
+    assert [x.name for x in driver.host.open_trainers()] == ["a"]
 
 
 def test_a_stopped_host_answers_everybody_and_takes_nothing_more() -> None:

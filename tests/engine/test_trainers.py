@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -305,6 +306,14 @@ def test_what_is_saved_is_what_is_published_and_resumes_to_the_bit(family: str, 
     assert resumed.publish("a")().info == published.info
     learn(resumed, 2)
     assert same(weights_of(resumed), wanted)
+
+
+def test_an_activated_adapter_is_not_resumed(trainers: MLXTrainers, tmp_path: Path) -> None:
+    trainers.snapshot("a")(str(tmp_path))
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alora_invocation_tokens": [5]}))
+    with pytest.raises(InvalidRequest, match="alora_invocation_tokens"):
+        trainers.open(TrainerSpec("b", 1, 1.0), str(tmp_path), None)
 
 
 def test_other_threads_publish_and_save_a_fresh_trainer(trainers: MLXTrainers, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from tests.engine.reference import (
     ReferenceRunner,
     Windows,
     alone,
+    begins_in,
     embedding_alone,
     logprob_of,
     open_groups,
@@ -176,7 +177,9 @@ def expected(
     stops = request.params.stop_token_ids + (() if request.params.ignore_eos else eos)
     is_masked = masks is not None and masks.constrains(request)
     mask_of = (lambda tokens: masks.mask_of(request, choice, tokens)) if is_masked and masks is not None else None
-    return alone(request.prompt, request.params, choice, digest_of(request), VOCAB, stops, windows, mask_of)
+    begins = begins_in(request.prompt, request.adapter)
+    digest = digest_of(request)
+    return alone(request.prompt, request.params, choice, digest, VOCAB, stops, windows, mask_of, begins)
 
 
 class Masks:
@@ -233,15 +236,16 @@ def assert_exact(loop: Loop, eos: tuple[int, ...] = (), windows: Windows = (None
         logprobs = loop.logprobs[request_id, choice]
         asked = request.params.logprobs is not None
         assert logprobs == ([logprob_of(t, request.params) for t in tokens] if asked else []), f"{where}: logprobs"
+        own = digest_of(request), windows, begins_in(request.prompt, request.adapter)
         hidden = array("f", loop.embeddings.get(request_id, b"")).tolist()
         if tokens and request.pooling is not None:
-            right = embedding_alone(request.prompt, request.pooling, digest_of(request), windows)
+            right = embedding_alone(request.prompt, request.pooling, *own)
             assert hidden == array("f", right).tolist(), f"{where}: embedding"
         else:
             assert not hidden, f"{where}: nobody asked for an embedding"
         if tokens and request.params.prompt_logprobs is not None:
             scores, said = (
-                scores_alone(request.prompt, request.params, digest_of(request), windows),
+                scores_alone(request.prompt, request.params, *own),
                 loop.prompt_logprobs.get(request_id, []),
             )
             assert said == scores or (request_id in loop.moved and len(said) == len(scores)), (
@@ -348,6 +352,7 @@ class Settings:
     trainers: float = 0.3  # how often two trainers learn beside it
     most_requests: int = 12
     patience: int = 2
+    activated: float = 0.3  # how often adapters apply from where a prompt invokes them
     states: float = 0.3  # how often layers keep a state
     windows: bool = False  # layers see a window, all or some of them
     depths: tuple[int, ...] = field(default=(0, 1, 1))
@@ -499,11 +504,12 @@ def play(
         scheduler.drafting.proposer = Speculation(own, smaller, clock=apart.random)
     proposer = scheduler.drafting.proposer
     names = ["a", "b", "c", "d", "e"][: rng.randint(0, 5)]
-    adapters: list[AdapterRef | None] = [None, *(AdapterRef(name, 1, name) for name in names)]
     publishes = rng.choice((0.0, 0.1, 0.5)) if names else 0.0
     background = rng.choice((0.0, 0.0, 0.5))
     held_back = 0
     prompts = [[rng.randrange(VOCAB) for _ in range(14)] for _ in range(3)]
+    invoked = _Invocations(Random(f"called {rng.getstate()}"), prompts, settings.activated)
+    adapters: list[AdapterRef | None] = [None, *(invoked.ref(name, 1, name) for name in names)]
     total = rng.randint(1, settings.most_requests) * (1 if drive is None else 2)
     eager = rng.choice((0.2, 0.6, 1.0))
     cancels = settings.cancels and rng.random() < 0.5
@@ -523,7 +529,7 @@ def play(
                 loop.cancel(key[0], rng.choice((None, key[1])))
         if rng.random() < publishes:
             place = rng.randrange(1, len(adapters))
-            adapters[place] = ref = _publish(rng, adapters[place])
+            adapters[place] = ref = _publish(rng, adapters[place], invoked)
             loop.follow(ref)
         due = rng.random() < 0.5
         if learning is not None:
@@ -591,11 +597,27 @@ def _draw_states(rng: Random) -> dict[str, Any]:
     }
 
 
-def _publish(rng: Random, old: AdapterRef | None) -> AdapterRef:
+class _Invocations:
+    """What invokes each adapter: tokens that prompts have, or nothing, so that it applies everywhere."""
+
+    def __init__(self, rng: Random, prompts: list[list[int]], share: float):
+        self._rng, self._prompts = rng, prompts
+        self._share = rng.choice((0.5, 1.0)) if rng.random() < share else 0.0
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    def ref(self, name: str, version: int, digest: str) -> AdapterRef:
+        if digest not in self._known:
+            at, length = self._rng.randrange(10), self._rng.choice((1, 1, 2, 3))
+            tokens = tuple(self._rng.choice(self._prompts)[at : at + length])
+            self._known[digest] = tokens if self._rng.random() < self._share else ()
+        return AdapterRef(name, version, digest, self._known[digest])
+
+
+def _publish(rng: Random, old: AdapterRef | None, invoked: _Invocations) -> AdapterRef:
     """The next version of an adapter; now and then with the content of the first."""
     assert old is not None
     version = old.version + 1
-    return AdapterRef(old.name, version, old.name if rng.random() < 0.2 else f"{old.name}{version}")
+    return invoked.ref(old.name, version, old.name if rng.random() < 0.2 else f"{old.name}{version}")
 
 
 def assert_overtaken_at_most(loop: Loop, patience: int) -> None:

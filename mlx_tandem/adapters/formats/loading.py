@@ -14,6 +14,7 @@ from mlx_tandem import limits
 from mlx_tandem.adapters.formats import files, mlx_lm, peft
 from mlx_tandem.adapters.formats.header import DTYPES, Tensor, read_header
 from mlx_tandem.adapters.formats.parts import (
+    CONFIG,
     WEIGHTS,
     AdapterWeights,
     Array,
@@ -38,6 +39,7 @@ def read(
     follow_links: bool = False,
     root: Path | None = None,
     scaled: bool = True,
+    vocab_size: int | None = None,
 ) -> AdapterWeights:
     """Return the adapter in `folder`, checked against the model's `linears` (by path) and `base_layers` layers.
 
@@ -49,6 +51,7 @@ def read(
         follow_links: Whether the files may be symbolic links, as in a Hugging Face cache.
         root: A folder under which `folder` must lie, with no link on the way.
         scaled: Whether the scale is multiplied into B. Without it, B equals the file's values to the bit.
+        vocab_size: The number of the model's tokens, of which those that invoke an activated LoRA must be.
 
     Raises:
         ModelError: The adapter cannot be served; the message names the file and the field.
@@ -60,6 +63,9 @@ def read(
         with files.regular_file(directory, WEIGHTS[kind], limits.MAX_ADAPTER_BYTES, follow_links) as fd:
             header = read_header(fd, WEIGHTS[kind])
             spec = PARSERS[kind](config, header, linears, max_rank, base_layers)
+            highest = max(spec.invocation, default=0)
+            if vocab_size is not None and highest >= vocab_size:
+                refuse(CONFIG, "alora_invocation_tokens", f"has {highest}; the model has {vocab_size} tokens")
             return load(fd, kind, header, spec, linears, scaled)
 
 
@@ -127,6 +133,8 @@ def _assemble(
     file = WEIGHTS[kind]
     check(file, header, spec, linears)
     digest = hashlib.blake2b(f"mlx-tandem adapter 1 {kind}\n".encode(), digest_size=32)
+    if spec.invocation:
+        _feed(digest, ("invocation", *spec.invocation))
     tensors: dict[str, tuple[Array, Array]] = {}
     nbytes = 0
     for path, sides in sorted(spec.modules.items()):
@@ -160,6 +168,7 @@ def _assemble(
         targets=tuple(sorted({target_of(path) for path in tensors})),
         nbytes=nbytes,
         memory_bytes=sum(a.nbytes + b.nbytes for a, b in tensors.values()),
+        invocation=spec.invocation,
     )
     return AdapterWeights(info, tensors)
 

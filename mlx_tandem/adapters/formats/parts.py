@@ -69,6 +69,7 @@ class Spec:
 
     scale: float
     modules: dict[str, tuple[list[Half], list[Half]]]
+    invocation: tuple[int, ...] = ()  # as in AdapterInfo
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")

@@ -15,7 +15,8 @@ from mlx_tandem.adapters.formats.rules import integer, is_off, positive, rank_in
 T = TypeVar("T")
 
 _USED = frozenset(
-    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights bias layers_to_transform".split()
+    """peft_type r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights bias layers_to_transform
+    alora_invocation_tokens""".split()
 )
 _HARMLESS = frozenset(
     """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
@@ -24,7 +25,7 @@ _HARMLESS = frozenset(
 )
 _OFF = frozenset(
     """use_dora modules_to_save lora_bias layer_replication trainable_token_indices use_qalora loftq_config
-    corda_config alora_invocation_tokens arrow_config target_parameters megatron_config""".split()
+    corda_config arrow_config target_parameters megatron_config""".split()
 )
 EXPERT = re.compile(r"(.+)\.experts\.(\d{1,6})\.([A-Za-z0-9_]+)")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -77,7 +78,7 @@ def parse(
         return scale
 
     name = WEIGHTS["peft"]
-    spec = Spec(scaled(alpha, rank), {})
+    spec = Spec(scaled(alpha, rank), {}, _invocation(config))
     for tensor in sorted(header):
         if ".lora_magnitude_vector" in tensor:
             refuse(name, tensor, "is a DoRA magnitude; DoRA is not supported")
@@ -124,6 +125,23 @@ def _layers(config: Mapping[str, Any]) -> frozenset[int] | None:
     if not all(type(i) is int for i in items):
         refuse(CONFIG, "layers_to_transform", "must be an integer or a list of integers")
     return frozenset(items)
+
+
+def _invocation(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that invoke an activated LoRA (aLoRA); empty for an adapter that applies everywhere."""
+    key = "alora_invocation_tokens"
+    value = config.get(key)
+    if is_off(value):
+        return ()
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        refuse(CONFIG, key, "must be a list of token ids")
+    most, highest = limits.MAX_INVOCATION_TOKENS, int(limits.MODEL["vocab_size"].high) - 1
+    if len(value) > most:
+        refuse(CONFIG, key, f"has {len(value)} tokens; {most} is the limit")
+    for i, token in enumerate(value):
+        if not 0 <= token <= highest:
+            refuse(CONFIG, f"{key}[{i}]", f"must lie between 0 and {highest}")
+    return tuple(value)
 
 
 def _pattern(config: Mapping[str, Any], key: str, check: Callable[[Any, str], T]) -> list[tuple[str, bool, T]]:

@@ -27,6 +27,7 @@ def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
         "rank": info.rank,
         "scale": info.scale,
         "targets": list(info.targets),
+        "invocation_tokens": list(info.invocation),
         "size_bytes": info.nbytes,
         "memory_bytes": info.memory_bytes,
         "created": int(entry.created),

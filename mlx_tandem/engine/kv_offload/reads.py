@@ -235,7 +235,7 @@ class KVReads:
         wanted = [(link.blocks, i) for i in range(first, end) if link.blocks.nbytes]
         wanted += [(link.states, end - 1)] if with_state else []
         records = [
-            link.id(form, chain.namespace, chain.parent(i), chain.keys[i], tokens[i * size : (i + 1) * size])
+            link.id(form, chain.namespace(i), chain.parent(i), chain.keys[i], tokens[i * size : (i + 1) * size])
             for form, i in wanted
         ]
         return _Fetch(first, end, chain.keys[end - 1], records, [form.nbytes for form, _ in wanted], with_state)

@@ -127,6 +127,10 @@ class MLXTrainers:
         saved = formats.read(
             folder, linears, max_rank=limits.MAX_LORA_RANK, base_layers=len(self._tree.layers), scaled=False
         )
+        if saved.info.invocation:
+            raise InvalidRequest(
+                f"{folder} has alora_invocation_tokens: an activated LoRA cannot be trained", param="resume"
+            )
         return TrainedAdapter.restored(_saved_spec(folder, spec), linears, saved, folder)
 
     def close(self, name: str) -> None:

@@ -143,6 +143,7 @@ TWO = {f"model.layers.0.{Q}": 4, f"model.layers.1.{Q}": 2}
     [
         (TWO, {"rank_pattern": {f"1.{Q}": 2}}, "rank_pattern"),
         (dict.fromkeys(TWO, 4), {"alpha_pattern": {f"1.{Q}": 2}}, "alpha_pattern"),
+        (dict.fromkeys(TWO, 4), {"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
         ({f"model.layers.0.mlp.experts.{e}.up_proj": 4 for e in (0, 2)}, {}, "expert 1"),
         (TWO, {"use_dora": True}, "use_dora"),
         (TWO, {}, f"model.layers.1.{Q}"),
@@ -179,6 +180,7 @@ def test_inspect(tmp_path: Path) -> None:
     assert found.nbytes == read(source).info.nbytes
     uneven = peft(tmp_path / "b", TWO, rank_pattern={f"1.{Q}": 2})
     assert (inspect(uneven).ranks, inspect(uneven).scales) == ((2, 4), (2.0, 4.0))
+    assert inspect(peft(tmp_path / "c", dict.fromkeys(TWO, 4), alora_invocation_tokens=[3, 5])).invocation == (3, 5)
 
 
 def test_inspect_says_what_is_wrong_and_what_it_could_still_see(tmp_path: Path) -> None:

@@ -177,6 +177,16 @@ def test_harmless_keys_of_trainers_are_read_over(tmp_path: Path) -> None:
     assert read(tmp_path / "a").info.rank == read(tmp_path / "b").info.rank == 4
 
 
+def test_tokens_that_invoke_an_adapter_are_part_of_its_content(tmp_path: Path) -> None:
+    invoked, other, everywhere = (
+        read(peft(tmp_path / str(tokens), peft_tensors(), alora_invocation_tokens=tokens), vocab_size=8).info
+        for tokens in ([5, 6], [6], None)
+    )
+    assert (invoked.invocation, other.invocation, everywhere.invocation) == ((5, 6), (6,), ())
+    assert len({invoked.digest, other.digest, everywhere.digest}) == 3
+    refused(tmp_path / "[6]", "alora_invocation_tokens has 6", vocab_size=6)
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
@@ -217,7 +227,13 @@ PEFT_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"use_qalora": True}, "use_qalora"),
     ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+    ({"alora_invocation_tokens": 7}, "alora_invocation_tokens must be a list"),
+    ({"alora_invocation_tokens": "7"}, "alora_invocation_tokens must be a list"),
+    ({"alora_invocation_tokens": [1, 2.0]}, "alora_invocation_tokens must be a list"),
+    ({"alora_invocation_tokens": [True]}, "alora_invocation_tokens must be a list"),
+    ({"alora_invocation_tokens": [1, -1]}, "alora_invocation_tokens[1]"),
+    ({"alora_invocation_tokens": [1 << 24]}, "alora_invocation_tokens[0]"),
+    ({"alora_invocation_tokens": [1] * 257}, "alora_invocation_tokens has 257"),
     ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
     ({"loftq_config": {"loftq_bits": 4}}, "loftq_config"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),

@@ -98,9 +98,9 @@ def test_every_character_of_an_adapter_s_digest_makes_another_namespace(
     """Within one cache, which remembers the digests of namespaces by their adapter: none is cut to a beginning."""
     other = digest[:place] + character + digest[place + 1 :]
     cache = PrefixCache(AttentionGroup(BlockPool(2, 4)), BASE)
-    roots = {cache.chain(adapter).namespace for adapter in (digest, other, "")}
+    roots = {cache.chain(adapter).namespace(0) for adapter in (digest, other, "")}
     assert len(roots) == 2 + (other != digest)
-    assert cache.chain(digest).namespace == msgspec.structs.replace(BASE, adapter=digest).digest()
+    assert cache.chain(digest).namespace(0) == msgspec.structs.replace(BASE, adapter=digest).digest()
 
 
 @pytest.mark.parametrize("alike", [1, 8, 16, 32, 63])
@@ -119,7 +119,7 @@ def test_roots_that_are_remembered_are_few_and_right(monkeypatch: pytest.MonkeyP
     cache = PrefixCache(AttentionGroup(BlockPool(2, 4)), BASE)
     for turn in range(3):
         for i in range(8):
-            root = cache.chain(f"{i:064x}").namespace
+            root = cache.chain(f"{i:064x}").namespace(0)
             assert root == msgspec.structs.replace(BASE, adapter=f"{i:064x}").digest(), turn
             assert len(cache._roots) <= 3
 
