@@ -4,9 +4,10 @@
 
 Tiny models with random weights, some of whose layers keep a state, and an adapter that learns by GRPO on the engine
 that serves it. In a prompt one of two marks follows each random token. The mark decides which half of the vocabulary is
-rewarded: the reward is the share of the answer's tokens in that half. Both marks come equally often, so an answer that
-ignores its prompt is worth 0.5 whatever it is, and a policy that merely wanders stays there. More than that needs the
+rewarded: the reward is the share of the answer's tokens in that half. Both marks come equally often, so answers that
+ignore their prompts are worth 0.5 at most, and a policy that merely wanders does not rise. More than that needs the
 mark, which the later tokens of an answer see only through the layers' states and attention, or in the tokens between.
+A seed draws the model's weights, the adapter's first weights, the prompts and the answers.
 
 After every few updates the served version answers prompts from which nothing is learned. The control must stay flat:
 its rewards change places within their group before they are learned from, so that updates have the same size and no

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from mlx_tandem.adapters import registry as module
 from mlx_tandem.adapters.registry import Registry
@@ -28,6 +29,12 @@ def test_versions_count_up_and_the_name_follows(registry: Registry) -> None:
     assert registry.entry("math@1").ref == a
     assert [e.ref for e in registry.versions("math")] == [a, b]
     assert [(e.name, e.source.path, e.created) for e in registry.entries()] == [("math", "/b", 1.0)]
+
+
+def test_a_version_says_what_invokes_it(registry: Registry) -> None:
+    """Requests carry the reference to the engine, which applies the adapter from there on."""
+    content = structs.replace(info("d1"), invocation=(5, 6))
+    assert registry.publish("math", AdapterSource("/a"), content).invocation == (5, 6)
 
 
 def test_only_the_current_version_is_pinned(registry: Registry) -> None:
