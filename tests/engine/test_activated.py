@@ -7,7 +7,7 @@ merged goes on over the same cache.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from mlx_tandem.types import AdapterRef, Request
 from tests import tiny_families, tiny_models
 from tests.engine.agreement import PROMPTS, Oracles, ask, cached
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
-from tests.engine.reference import NOWHERE, begins_in
+from tests.engine.reference import begins_in
 
 CALLS = {"one": (5, 6, 7), "other": (9,)}
 BEFORE = tuple(t for t in PROMPTS[1] if t > 9)
@@ -51,29 +51,20 @@ class Activated(Oracle):
     base: Any = None
     ref: AdapterRef | None = None
 
-    def _read(self, prompt: tuple[int, ...], cache: list[Any]) -> tuple[tuple[int, ...], Any]:
-        """Let the base read its part; return the rest, and the model that goes on."""
-        at = min(begins_in(prompt, self.ref), len(prompt) - 1)
-        if at:
-            self.base(mx.array([prompt[:at]]), cache=cache)
-        return prompt[at:], self.base if begins_in(prompt, self.ref) == NOWHERE else self.model
-
-    def greedy(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[list[int], list[np.ndarray[Any, Any]]]:
-        tokens: list[int] = []
-        logprobs: list[np.ndarray[Any, Any]] = []
-        cache = self.cache()
-        rest, model = self._read(prompt, cache)
-        Oracle(model)._go_on(rest, tokens, logprobs, cache, max_tokens)
-        return tokens, logprobs
-
-    def prompt_logprobs(self, prompt: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        at = min(begins_in(prompt, self.ref), len(prompt))
+    def _rows(self, text: tuple[int, ...], at: int) -> np.ndarray[Any, Any]:
+        """[tokens, vocabulary], each row of the token after it: by the base up to position `at`, then by the other."""
         cache, parts = self.cache(), []
-        for model, part in ((self.base, prompt[:at]), (self.model, prompt[at:])):
+        for model, part in ((self.base, text[:at]), (self.model, text[at:])):
             if part:
                 logits = model(mx.array([part]), cache=cache)[0].astype(mx.float32)
                 parts.append(np.array(logits - mx.logsumexp(logits, -1, keepdims=True)))
         return np.concatenate(parts)
+
+    def prompt_logprobs(self, prompt: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return self._rows(prompt, begins_in(prompt, self.ref))
+
+    def logprobs(self, prompt: tuple[int, ...], said: Sequence[int]) -> np.ndarray[Any, Any]:
+        return self._rows((*prompt, *said[:-1]), begins_in(prompt, self.ref))[len(prompt) - 1 :]
 
 
 def serve(folder: Path, family: str) -> tuple[Engine, Oracles, dict[str, AdapterRef]]:
