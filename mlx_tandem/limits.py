@@ -242,9 +242,9 @@ QUANTIZATION: dict[str, Range] = {
 
 _SIDE = Range(1, 1 << 14, integer=True)  # pixels
 _PATCH = Range(1, 1024, integer=True)  # pixels
-_PIXELS = Range(1, 1 << 30, integer=True)  # some processors count the pixels of an image as its edges
+_PIXELS = Range(1, 1 << 30, integer=True)  # Qwen's processors call a number of pixels an edge
 _MERGE = Range(1, 64, integer=True)  # patches, frames or channels
-MAX_GRID = 1024  # patches on a side of the largest image of an encoder, as its image_size says
+MAX_GRID = 1024  # largest image_size divided by patch_size
 _TILES = Range(1, 1024, integer=True)
 _IMAGE_TOKENS = Range(1, 1 << 16, integer=True)
 
@@ -276,7 +276,7 @@ IMAGES: dict[str, Range] = {  # settings of images beside those of the encoder, 
 
 ROPE: dict[str, Range] = {"mrope_section": Range(0, 1 << 16, integer=True)}
 
-PROCESSOR: dict[str, Range] = {  # settings of image processors; those of an object follow its name and a dot
+PROCESSOR: dict[str, Range] = {  # settings of image processors; keys of a nested object are written name.key
     "size": _SIDE,
     "crop_size": _SIDE,
     "patch_size": _PATCH,

@@ -16,7 +16,8 @@ TEXT_PARTS = ("text_config", "llm_config")
 
 
 class VisionFamily(NamedTuple):
-    """What is done for the images of a family. Most of it is decided by mlx-vlm's modules and transformers' processors.
+    """How images are processed for a model family. Most of it is decided by mlx-vlm's modules and transformers'
+    processors.
 
     In all families the embeddings of an image replace those of its placeholders, and no token attends to later ones.
     """
@@ -31,7 +32,7 @@ class VisionFamily(NamedTuple):
     """The order in which the frequencies of ropes belong to the axes of positions; empty if positions have one axis."""
 
     own_text_part: bool = False
-    """Whether mlx-lm knows the language model only by the name that its own part of config.json has."""
+    """Whether mlx-lm loads the language model by the `model_type` of its text part, not of the folder."""
 
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = {

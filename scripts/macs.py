@@ -20,8 +20,9 @@ from unittest.mock import patch
 from mlx_tandem.cli.bench.shapes import Shape, write_model
 from mlx_tandem.config import DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.budget import StepLimits
-from mlx_tandem.engine.cost import CostModel, prompt_seconds
+from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.prefill import Prefill
+from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.model import device, footprint
 from mlx_tandem.model.build import plan
 from mlx_tandem.model.memory import HOST_BYTES, UnifiedMemory

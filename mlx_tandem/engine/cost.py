@@ -144,13 +144,13 @@ def _parts_of(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:
     return [(padded_length(len(r.tokens)), r.start) for r in chunks], decodes
 
 
-def _nonnegative_fit(features: Sequence[tuple[float, ...]], milliseconds: list[float]) -> np.ndarray:
+def _nonnegative_fit(inputs: Sequence[tuple[float, ...]], milliseconds: list[float]) -> np.ndarray:
     """Return the non-negative weights of least relative error.
 
     Every choice of weights that may differ from zero is tried, of which there are at most fifteen.
     """
     y = np.maximum(np.array(milliseconds), 1e-3)
-    x = np.array(features) / y[:, None]
+    x = np.array(inputs) / y[:, None]
     parts = x.shape[1]
     best, found = float("inf"), np.zeros(parts)
     for mask in range(1, 1 << parts):

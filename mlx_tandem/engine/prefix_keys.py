@@ -17,9 +17,11 @@ class PrefixKeys:
         self._size = block_size
 
     def chain(self, s: Sequence) -> Chain:
-        """Return the keys of the blocks of `s` under its adapter, and under the base as far as that computes them."""
+        """Return the keys of the blocks of `s`: the base's up to the block in which its adapter starts, then the
+        adapter's.
+        """
         if s.chain is None:
-            s.chain = self._caches[0].chain(s.adapter_digest or "", s.activation)
+            s.chain = self._caches[0].chain(s.adapter_digest or "", s.adapter_start)
         return s.chain
 
     def key(self, s: Sequence, block: int) -> bytes:

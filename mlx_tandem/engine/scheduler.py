@@ -232,8 +232,8 @@ class Scheduler:
 
         All of a row's positions run under one adapter or the base.
         """
-        if s.scheduled < s.activation:
-            tokens = min(tokens, s.activation - s.scheduled)
+        if s.scheduled < s.adapter_start:
+            tokens = min(tokens, s.adapter_start - s.scheduled)
         tokens = self._blocks.snapshots.chunk(s, tokens)
         return tokens if self.images is None or not s.runs else self.images.readable(s, tokens)
 
@@ -272,7 +272,7 @@ class Scheduler:
             predicted = self.drafting.are_predicted(s)
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         following = UNKNOWN if sample else s.tokens[s.scheduled]
-        slot = s.slot if start >= s.activation else 0
+        slot = s.slot if start >= s.adapter_start else 0
         own = kind, s.id, s.seat, slot, start, tokens, s.tables, sample, targets, version, request.background
         images = shown(s, start, s.scheduled) if s.runs and kind is _PROMPT else ()
         shift = shift_at(s, start) if s.runs else 0

@@ -10,19 +10,42 @@ from mlx_tandem.kv.hashing import Chain, content_of
 from mlx_tandem.types import AdapterRef, FinishReason, Image, Request, TokenLogprob
 
 NEVER = 1 << 62
-"""Position from which an adapter applies whose invocation tokens do not occur in the prompt: the base model answers."""
+"""The start of an adapter whose invocation tokens do not occur in the prompt. It lies beyond every position, so that
+the base model computes the whole sequence.
+"""
 
 
-def activation_of(adapter: AdapterRef | None, prompt: tuple[int, ...]) -> int:
-    """Return the position of `prompt` from which `adapter` applies: where its invocation tokens begin the last time.
+def adapter_start_of(adapter: AdapterRef | None, prompt: tuple[int, ...]) -> int:
+    """Return the position of the first token that `adapter` computes: the start of the last occurrence of its
+    invocation tokens in `prompt`.
 
-    This is 0 for an adapter without such tokens and for the base model, and NEVER where they do not occur.
+    It is 0 for an adapter without such tokens and for the base model, and NEVER if they do not occur.
     """
     wanted = adapter.invocation if adapter is not None else ()
-    if not wanted:
-        return 0
-    places = range(len(prompt) - len(wanted), -1, -1)
-    return next((at for at in places if prompt[at] == wanted[0] and prompt[at : at + len(wanted)] == wanted), NEVER)
+    return _last_occurrence(wanted, prompt) if wanted else 0
+
+
+def _last_occurrence(wanted: tuple[int, ...], tokens: tuple[int, ...]) -> int:
+    """Return where `wanted` begins in `tokens` for the last time, or NEVER, in linear time (Knuth-Morris-Pratt)."""
+    backwards = wanted[::-1]
+    borders = [0]  # of each prefix: the length of the longest one that it ends with, other than itself
+    matched = 0
+    for token in backwards[1:]:
+        matched = _matched(backwards, borders, matched, token)
+        borders.append(matched)
+    matched = 0
+    for at in range(len(tokens) - 1, -1, -1):
+        matched = _matched(backwards, borders, matched, tokens[at])
+        if matched == len(wanted):
+            return at
+    return NEVER
+
+
+def _matched(wanted: tuple[int, ...], borders: list[int], matched: int, token: int) -> int:
+    """Return how many tokens of `wanted` are matched after one more token, where `matched` were before."""
+    while matched and wanted[matched] != token:
+        matched = borders[matched - 1]
+    return matched + (wanted[matched] == token)
 
 
 class Run(NamedTuple):
@@ -55,8 +78,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "activation",
         "adapter",
+        "adapter_start",
         "announced",
         "boundaries",
         "cached",
@@ -94,7 +117,7 @@ class Sequence:
         self.choice = choice
         self.stop_ids = stop_ids
         self.adapter = request.adapter
-        self.activation = 0  # position from which its adapter applies; the base computes those before it
+        self.adapter_start = 0  # position of the first token that its adapter computes; the base computes those before
         self.next_adapter: AdapterRef | None = None  # a version under which it continues once that has a slot
         self.tokens = list(request.prompt)
         self.prompt_length = len(request.prompt)
@@ -221,7 +244,7 @@ class Sequence:
         """Continue under `ref`, or begin under it."""
         if ref.digest != self.adapter_digest:
             self.chain = None
-            self.activation = activation_of(ref, self.request.prompt)
+            self.adapter_start = adapter_start_of(ref, self.request.prompt)
         self.adapter, self.next_adapter = ref, None
 
     def follows(self, ref: AdapterRef) -> bool:
@@ -258,7 +281,7 @@ def sequences_of(
     scores: list[TokenLogprob] | None = None
     if request.params.prompt_logprobs is not None and len(request.prompt) > 1:
         scores = []
-    activation = activation_of(request.adapter, request.prompt)
+    adapter_start = adapter_start_of(request.adapter, request.prompt)
     for s in choices:
-        s.is_masked, s.scores, s.runs, s.activation = is_masked, scores, runs, activation
+        s.is_masked, s.scores, s.runs, s.adapter_start = is_masked, scores, runs, adapter_start
     return choices

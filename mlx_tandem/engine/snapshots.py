@@ -41,7 +41,7 @@ class Snapshots:
         powers = {1 << n for n in range(last.bit_length()) if (1 << n) * self._size >= SNAPSHOT_TOKENS}
         prompt = s.tokens[: s.prompt_length - 1]
         message = next((end for end in range(len(prompt), 0, -1) if prompt[end - 1] in s.stop_ids), 0)
-        ends = s.scheduled, message, min(s.activation, len(prompt)), len(prompt)
+        ends = s.scheduled, message, min(s.adapter_start, len(prompt)), len(prompt)
         return {*powers, *shared, *(end // self._size for end in ends)} - {0}
 
     def thin(self, s: Sequence) -> None:

@@ -35,9 +35,7 @@ class Namespace(Struct, frozen=True):
     kv_group_size: int = 0
     positions: str = ""  # digest of the configuration that the model's positions and shapes follow
     layout: str = ""  # how the heads are spread over ranks
-    adapter: str = (
-        ""  # digest of the adapter's content, and "+n" if it applies from position n of a block; "": the base
-    )
+    adapter: str = ""  # digest of its content, with "+n" if it starts at offset n of a block; "": the base
     scope: str = ""  # who may share
     format: int = FORMAT
 

@@ -106,15 +106,16 @@ class PrefixCache:
         """Token positions of a block."""
         return self._pool.block_size
 
-    def chain(self, adapter: str, activation: int = 0) -> Chain:
+    def chain(self, adapter: str, adapter_start: int = 0) -> Chain:
         """Return an empty chain for a sequence that runs under the adapter with this digest; "": the base model.
 
-        The adapter applies from position `activation` on. The block that has this position belongs to the adapter. Its
-        key names the position within the block, too, since that may follow from tokens after the block.
+        The adapter computes the tokens from position `adapter_start` on, and the block that contains this position is
+        in the adapter's namespace. The namespace includes the offset in that block: the last invocation depends on the
+        whole prompt, so prompts with equal tokens in this block may have different offsets.
         """
-        if not activation:
+        if not adapter_start:
             return Chain(self._root(adapter))
-        first, within = divmod(activation, self.block_size)
+        first, within = divmod(adapter_start, self.block_size)
         return Chain(self._root(f"{adapter}+{within}" if within else adapter), self._root(""), first)
 
     def _root(self, adapter: str) -> bytes:

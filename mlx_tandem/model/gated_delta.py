@@ -1,30 +1,32 @@
-"""Sends the gated delta rule of mlx-lm's recurrent layers to the kernel, on devices for which mlx-lm has none.
+"""Replaces mlx-lm's `gated_delta_ops` by a kernel on CUDA, where mlx-lm has none.
 
-mlx-lm has a kernel for Metal. Elsewhere it computes one token after another by operations, each of which reads or
-writes the whole state. On CUDA the layers that are served use the kernel, which reads and writes it once for all
-tokens. Trainers, and whoever else calls a model's modules, use mlx-lm's operations.
+mlx-lm's operations are a loop over tokens, about ten operations each, most of them over the whole state. The kernel
+reads and writes the state once for all tokens. Only layers that are called within `using_kernel` use it; trainers keep
+mlx-lm's operations, which have a gradient.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import gated_delta
 
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.states import StateCache
 from mlx_tandem.model.kernel_checks import gated_delta as check
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.gated_delta import GatedDelta, Given, fits
+from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs, fits
 
 log = logging.getLogger(__name__)
 
 _original = gated_delta.gated_delta_ops
-_served: list[StateCache] = []  # the cache of the layer that is being called
+_caches: list[StateCache] = []  # of the layers that are being called, the innermost last
 
 
 @cache
@@ -36,23 +38,25 @@ def kernel() -> GatedDelta | None:
     if problem := check.problem(make):
         log.warning("MLX's own operations compute the gated delta rule: the kernel is %s", problem)
         return None
+    log.info("gated delta rule: the kernel is right")
     return GatedDelta(make)
 
 
 @contextmanager
-def serving(layer: StateCache) -> Iterator[None]:
-    """Let the layer with this cache use the kernel while it is called in this context."""
-    _served.append(layer)
+def using_kernel(cache: StateCache) -> Iterator[None]:
+    """Within this context, mlx-lm's `gated_delta_ops` uses the kernel, for the layer with this cache."""
+    _caches.append(cache)
     try:
         yield
     finally:
-        _served.pop()
+        _caches.pop()
 
 
-def install() -> None:
-    """Put the dispatch in the place of mlx-lm's operations; it changes nothing outside of `serving`."""
-    kernel()  # it is checked here, since nothing can be evaluated while a step is traced
-    gated_delta.gated_delta_ops = _dispatch
+def install(model: nn.Module) -> None:
+    """Replace mlx-lm's operations within `using_kernel`, if the model has layers that use them."""
+    if any(hasattr(sys.modules[type(m).__module__], "gated_delta_update") for m in model.modules()):
+        kernel()  # it is checked here, since no array can be evaluated while a step is traced
+        gated_delta.gated_delta_ops = _dispatch
 
 
 def _dispatch(
@@ -64,14 +68,14 @@ def _dispatch(
     state: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    given = Given(q, k, v, g, beta)
-    if not _served or mask is not None or not fits(given) or (found := kernel()) is None:
+    inputs = RuleInputs(q, k, v, g, beta)
+    found = kernel() if _caches and state is not None and mask is None and fits(inputs) else None
+    if found is None or state is None:
         result: tuple[mx.array, mx.array] = _original(q, k, v, g, beta, state, mask)
         return result
-    place = _served[-1].place_of(state) if state is not None and inplace.writing().store is not None else None
-    if place is None:
-        return found(given, state)
-    assert state is not None
-    y, done = found.in_place(given, place.pool, place.read, place.write)
-    _served[-1].wrote(place, done)
+    lines = _caches[-1].lines_of(state) if inplace.writing().store is not None else None
+    if lines is None:
+        return found(inputs, state)
+    y, done = found.in_place(inputs, lines.pool, lines.read, lines.write)
+    _caches[-1].wrote(lines, done)
     return y, state

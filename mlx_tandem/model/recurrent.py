@@ -31,9 +31,9 @@ class _Noting:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-class InTurns:
-    """Mixin of a module that uses a state. It uses our kernels, and with drafts it computes the tokens of a row one
-    after another.
+class ServedRecurrent:
+    """Mixin of a module that reads and writes a state: it enables the kernels of states during the call, and computes
+    the tokens of a row one after another when drafts are verified.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ class InTurns:
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, StateCache)), None)
         if cache is None:
             return plain(*args, **kwargs)
-        with gated_delta.serving(cache):
+        with gated_delta.using_kernel(cache):
             return plain(*args, **kwargs) if cache.turns is None else cache.turns.run(cache, plain, args, kwargs)
 
 
@@ -57,7 +57,9 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module] | None:
     states = [cache for cache in caches if keeps_state(cache)]
     probes = [ProbeCache() for cache in caches if not keeps_state(cache)]
     noting = [
-        m for m in module.modules() if isinstance(m, InTurns) or "cache" in signature(type(m).__call__).parameters
+        m
+        for m in module.modules()
+        if isinstance(m, ServedRecurrent) or "cache" in signature(type(m).__call__).parameters
     ]
     for m in noting:
         mix_in(m, _Noting)

@@ -38,7 +38,7 @@ AGREEMENT = 1.1
 """Ratio of a step's two shortest times at which it is not run again."""
 
 LONG = 50.0
-"""Milliseconds from which one time of a step is enough: what disturbs it takes a few."""
+"""Milliseconds from which a step is timed once: interruptions of a few milliseconds are then a small share of it."""
 
 
 def warm_up(

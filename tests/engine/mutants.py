@@ -907,8 +907,8 @@ def _with_activation(position: Callable[[int, int], int]) -> Plant:
     """The keys of blocks are those of an adapter that applies from another position: of this, and the block's size."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        def chain(self: PrefixCache, adapter: str, activation: int = 0) -> Chain:
-            return original(self, adapter, position(activation, self.block_size))
+        def chain(self: PrefixCache, adapter: str, adapter_start: int = 0) -> Chain:
+            return original(self, adapter, position(adapter_start, self.block_size))
 
         original = PrefixCache.chain
         patch.setattr(PrefixCache, "chain", chain)
@@ -920,9 +920,9 @@ def _read_across_activations(patch: pytest.MonkeyPatch) -> None:
     """A chunk goes on where its adapter begins to apply."""
 
     def chunk(self: Scheduler, s: Sequence, tokens: int) -> int:
-        activation, s.activation = s.activation, 0
+        adapter_start, s.adapter_start = s.adapter_start, 0
         tokens = original(self, s, tokens)
-        s.activation = activation
+        s.adapter_start = adapter_start
         return tokens
 
     original = Scheduler._chunk
@@ -932,12 +932,12 @@ def _read_across_activations(patch: pytest.MonkeyPatch) -> None:
 def _activate_at_first(patch: pytest.MonkeyPatch) -> None:
     """An adapter applies from where it is invoked for the first time."""
 
-    def activation_of(adapter: AdapterRef | None, prompt: tuple[int, ...]) -> int:
+    def adapter_start_of(adapter: AdapterRef | None, prompt: tuple[int, ...]) -> int:
         wanted = () if adapter is None else adapter.invocation
         places = (at for at in range(len(prompt)) if prompt[at : at + len(wanted)] == wanted)
         return next(places, sequences.NEVER) if wanted else 0
 
-    patch.setattr(sequences, "activation_of", activation_of)
+    patch.setattr(sequences, "adapter_start_of", adapter_start_of)
 
 
 PLANTS: dict[str, Plant] = {

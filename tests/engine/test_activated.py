@@ -15,12 +15,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.plan import Row, RowKind
 from mlx_tandem.engine.proposers.speculation import Speculation
+from mlx_tandem.engine.sequence import NEVER, adapter_start_of
 from mlx_tandem.types import AdapterRef, Request
 from tests import tiny_families, tiny_models
 from tests.engine.agreement import PROMPTS, Oracles, ask, cached
@@ -143,3 +146,10 @@ def test_no_row_has_positions_of_both_sorts(tmp_path: Path) -> None:
     prompt = [(row.lora_slot > 0, row.start, row.start + len(row.tokens)) for row in rows if row.kind is RowKind.PROMPT]
     assert prompt == [(False, 0, 27), (True, 27, len(LONG))]
     assert all(row.lora_slot for row in rows if row.kind is not RowKind.PROMPT)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.lists(st.integers(1, 3), max_size=40))
+def test_the_last_invocation_counts(call: list[int], prompt: list[int]) -> None:
+    ref = AdapterRef("a", 1, "digest", tuple(call))
+    starts = [at for at in range(len(prompt)) if prompt[at : at + len(call)] == call]
+    assert adapter_start_of(ref, tuple(prompt)) == max(starts, default=NEVER)

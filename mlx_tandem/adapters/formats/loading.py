@@ -51,7 +51,7 @@ def read(
         follow_links: Whether the files may be symbolic links, as in a Hugging Face cache.
         root: A folder under which `folder` must lie, with no link on the way.
         scaled: Whether the scale is multiplied into B. Without it, B equals the file's values to the bit.
-        vocab_size: The number of the model's tokens, of which those that invoke an activated LoRA must be.
+        vocab_size: Size of the model's vocabulary, in which invocation tokens must be.
 
     Raises:
         ModelError: The adapter cannot be served; the message names the file and the field.

@@ -9,12 +9,12 @@ from mlx_tandem.generation.vision.messages import Job, Made
 
 
 def key_of(job: Job) -> bytes:
-    """Return the digest of an image's file."""
+    """Return the digest of an image as its request gives it. Base64 and bytes of one file have different digests."""
     return blake2b(job.data, digest_size=32, person=b"base64" if job.base64 else b"bytes").digest()
 
 
 class KeptImages:
-    """What the processor made of the images that were used last, by the digests of their files.
+    """A cache of what the processor made of the images that were used last, by the digests of `key_of`.
 
     Attributes:
         nbytes: Bytes of the arrays that are kept, at most `limit`.

@@ -2,8 +2,8 @@
 
 A layer's state is a few arrays, such as the last inputs of a convolution and the sum of a linear attention. Each has an
 array [rows, width] in the pool, with one line for each row of state. A forward gathers the lines of its rows and
-scatters the new ones, so rows join and leave a batch without copying those of others. Rows that begin have no state, as
-in mlx-lm, and are computed apart from rows that go on.
+scatters the new ones, or a kernel reads and writes them in place, so rows join and leave a batch without copying the
+lines of others. Rows that begin have no state, as in mlx-lm, and are computed apart from rows that go on.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class StateView:
         self.lines: list[mx.array] = []
 
 
-class Place(NamedTuple):
-    """The place of one array of the states of a forward in the pool: a kernel may read and write it there.
+class PoolLines(NamedTuple):
+    """The lines of the pool that hold one state array of a forward; a kernel may read and write them there.
 
-    number: that of the array in the layer. pool: [lines, width]. read, write: int32 [rows], the line of each row before
-    and after the forward.
+    number: that of the array within the layer's state. pool: [lines, width]. read, write: int32 [rows], the line of
+    each row before and after the forward.
     """
 
     number: int
@@ -106,22 +106,22 @@ class StateCache(ArraysCache):
         """Take the states of one array after each turn, [rows, …] after the first and [drafting, …] after others."""
         self._after_turns[index] = states
 
-    def place_of(self, state: mx.array) -> Place | None:
-        """Return the place of an array that this cache gave to its layer. Return None if the layer has changed it, or
-        if its new states have to be kept apart, after each turn.
+    def lines_of(self, state: mx.array) -> PoolLines | None:
+        """Return the lines of an array that this cache gave to its layer. Return None if `state` is not such an array,
+        or if drafts are verified, since the states after each turn are then kept outside of the pool.
         """
         view = self._view
         index = next((i for i, own in enumerate(self._read) if own is state), None)
         if view is None or view.turns is not None or index is None:
             return None
         assert view.read is not None and view.written_to is not None
-        return Place(index, self._arrays[index], view.read, view.written_to)
+        return PoolLines(index, self._arrays[index], view.read, view.written_to)
 
-    def wrote(self, place: Place, done: mx.array) -> None:
+    def wrote(self, lines: PoolLines, done: mx.array) -> None:
         """Note that the new states of this array are in the pool; `done` [1] depends on their write."""
         assert self._view is not None
         self._view.written.append(done)
-        self._written.add(place.number)
+        self._written.add(lines.number)
 
     def bind(self, arrays: Sequence[mx.array], view: StateView) -> None:
         """Bind the cache for a forward. `arrays`: [rows, width] for each array of the state."""

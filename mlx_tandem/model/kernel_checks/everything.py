@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_tandem.config import EngineConfig
-from mlx_tandem.model import cpu, device, gated_delta, probe
+from mlx_tandem.model import cpu, device, probe
 from mlx_tandem.model.attention import fused, hook
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
@@ -147,9 +147,8 @@ def examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) 
 
 
 def prepare() -> None:
-    """Have the model's attention, its gated delta rule, and its functions on a CPU go through this package."""
+    """Have the model's attention and its functions on a CPU go through this package."""
     hook.install()
-    gated_delta.install()
     if device.is_cpu():
         cpu.install()
 

@@ -8,13 +8,15 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked
 from mlx_tandem.model.kernels.dialect import Make
-from mlx_tandem.model.kernels.gated_delta import GatedDelta, Given
+from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs
 
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 """Largest difference from mlx-lm's operations, as a fraction of the largest number."""
 
-CHECKED = ((mx.bfloat16, False), (mx.float32, True))
-"""The forms that are checked at start: each takes a second or more to compile on a GPU."""
+CHECKED = ((mx.bfloat16, False, 128), (mx.float32, True, 64))
+"""The forms that are checked at start, as the arguments of `largest_error`: both ways to load a state, in both types of
+models. Each form takes a second or more to compile on a GPU.
+"""
 
 
 def problem(make: Make) -> str:
@@ -22,61 +24,59 @@ def problem(make: Make) -> str:
 
     def check() -> str:
         kernel = GatedDelta(make)
-        for dtype, by_column in CHECKED:
-            if (error := largest_error(kernel, dtype, by_column=by_column)) > TOLERANCE[dtype]:
+        for dtype, by_column, dk in CHECKED:
+            if (error := largest_error(kernel, dtype, by_column=by_column, dk=dk)) > TOLERANCE[dtype]:
                 raise Rejected(f"wrong by {error:.1e} in {dtype}")
         return ""
 
     return checked("the kernel of the gated delta rule", check, lambda reason: reason)
 
 
-def drawn(
-    dtype: mx.Dtype, *, by_column: bool, rows: int = 3, length: int = 5, heads: tuple[int, int] = (2, 4), dv: int = 24
-) -> Given:
-    """Return random inputs in which the state neither grows nor vanishes. heads: of keys and of values."""
-    rng = np.random.default_rng(0)
-    keys, values, dk = *heads, 64
-
-    def normal(*shape: int) -> mx.array:
-        return mx.array(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5).astype(dtype)
-
-    kept = rng.uniform(0.5, 1.0, (rows, length, values, dk) if by_column else (rows, length, values))
-    rate = rng.uniform(0.1, 0.9, (rows, length, values))
-    return Given(
-        normal(rows, length, keys, dk),
-        normal(rows, length, keys, dk),
-        normal(rows, length, values, dv),
-        mx.array(kept.astype(np.float32)),
-        mx.array(rate.astype(np.float32)).astype(dtype),
-    )
-
-
-def largest_error(kernel: GatedDelta, dtype: mx.Dtype, *, by_column: bool) -> float:
-    """Return the largest difference of outputs and states over a chunk that begins and one that goes on, in place and
-    not, as a fraction of the largest number.
+def largest_error(kernel: GatedDelta, dtype: mx.Dtype, *, by_column: bool, dk: int) -> float:
+    """Return the largest difference of outputs and states over a chunk, in place and not, as a fraction of the largest
+    number. `by_column` and `dk`: as in `_drawn`.
     """
-    given = drawn(dtype, by_column=by_column)
-    rows, _, heads, dv = given.v.shape
-    first, begun = kernel(given, None)
-    want_first, want_begun = gated_delta_ops(*given)
-    second, gone_on = kernel(given, want_begun)
-    want_second, want_gone_on = gated_delta_ops(*given, want_begun)
-    pool = mx.concatenate([mx.zeros((2, begun[0].size)), want_begun.reshape(rows, -1), mx.zeros((rows, begun[0].size))])
+    inputs, state = _drawn(dtype, by_column=by_column, dk=dk)
+    want, want_after = gated_delta_ops(*inputs, state)
+    rows = len(state)
+    apart, after = kernel(inputs, state)
+    lines = state.reshape(rows, -1)
+    pool = mx.concatenate([mx.zeros_like(lines[:2]), lines, mx.zeros_like(lines)])
     mx.eval(pool)
     read, write = mx.arange(2, 2 + rows, dtype=mx.int32), mx.arange(2 + rows, 2 + 2 * rows, dtype=mx.int32)
-    third, done = kernel.in_place(given, pool, read, write)
-    mx.eval(third, done)  # MLX does not order a read of the pool behind the kernel's write
-    written = pool[2 + rows :].reshape(rows, heads, dv, -1)
+    together, done = kernel.in_place(inputs, pool, read, write)
+    mx.eval(together, done)  # MLX does not order a read of the pool behind the kernel's write
     pairs = [
-        (first, want_first),
-        (begun, want_begun),
-        (second, want_second),
-        (gone_on, want_gone_on),
-        (third, want_second),
-        (written, want_gone_on),
-        (pool[2 : 2 + rows].reshape(want_begun.shape), want_begun),
+        (apart, want),
+        (after, want_after),
+        (together, want),
+        (pool[2 + rows :].reshape(state.shape), want_after),
+        (pool[2 : 2 + rows].reshape(state.shape), state),
     ]
     return max(_difference(ours, theirs) for ours, theirs in pairs)
+
+
+def _drawn(dtype: mx.Dtype, *, by_column: bool, dk: int) -> tuple[RuleInputs, mx.array]:
+    """Return random inputs of five tokens of three rows, and their states before.
+
+    by_column: whether the decay is given for each column of the state; dk: the number of columns.
+    """
+    rng = np.random.default_rng(0)
+    rows, length, key_heads, heads, dv = 3, 5, 2, 4, 26
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5)
+
+    decay = rng.uniform(0.5, 1.0, (rows, length, heads, dk) if by_column else (rows, length, heads))
+    strength = rng.uniform(0.1, 0.9, (rows, length, heads))
+    inputs = RuleInputs(
+        normal(rows, length, key_heads, dk).astype(dtype),
+        normal(rows, length, key_heads, dk).astype(dtype),
+        normal(rows, length, heads, dv).astype(dtype),
+        mx.array(decay.astype(np.float32)),
+        mx.array(strength.astype(np.float32)).astype(dtype),
+    )
+    return inputs, normal(rows, heads, dv, dk)
 
 
 def _difference(ours: mx.array, theirs: mx.array) -> float:

@@ -1,8 +1,11 @@
 """Kernel of the gated delta rule, by which recurrent layers of Qwen3-Next, Qwen3.5 and others update their states.
 
-A warp has `ROWS` rows of one head's state, a lane has every 32nd part of their columns, and the rows stay in registers
-over all tokens. The state is read from lines of the pool and written to lines of it in place, or from and to arrays of
-its own.
+For each token and head, with the state S [DV, DK]: S ← S · decay; S ← S + strength · (v − S k) kᵀ; y = S q
+(https://arxiv.org/abs/2412.06464).
+
+Each warp updates `ROWS` rows of one head's state. Each of its 32 lanes holds DK / 32 consecutive columns of these rows
+in registers, for all tokens. The state is read from and written to lines of the pool (`in_place`), or read from one
+array and written to a new one (`__call__`).
 """
 
 from __future__ import annotations
@@ -17,67 +20,67 @@ WARPS = 4
 """Warps of a block of threads."""
 
 ROWS = 4
-"""Rows of the state that a warp has at once, so that it need not wait for the sums of one."""
+"""Rows of the state per warp. Several rows hide the latency of the sums over a warp."""
 
 _BODY = r"""
   constexpr int EACH = DK / 32;
-  const int row = GROUP_Z, head = GROUP_Y, from_head = head / (HV / HK);
-  const int first = (GROUP_X * (THREADS / 32) + WARP) * ROWS;
+  const int sequence = GROUP_Z, head = GROUP_Y, key_head = head / (HV / HK);
+  const int first = (GROUP_X * (THREADS / 32) + WARP) * ROWS;  // row of the state
   if (first >= DV) return;
   const int length = v_shape[1];
   const size_t within = ((size_t)head * DV + first) * DK + LANE * EACH;
-  const size_t width = (size_t)HV * DV * DK;
+  const size_t width = (size_t)HV * DV * DK;  // of a line
   float s[ROWS][EACH];
   constexpr bool BY_FOUR = EACH % 4 == 0 && sizeof(S) == 4;
   UNROLL
   for (int r = 0; r < ROWS; r++) {
-    const bool none = BEGINS || first + r >= DV;
-    const auto from = state + (none ? 0 : (size_t)read[row] * width + within + r * DK);
+    const bool outside = first + r >= DV;
+    const auto source = state + (outside ? 0 : (size_t)read[sequence] * width + within + r * DK);
     UNROLL
     for (int j = 0; j < EACH; j += BY_FOUR ? 4 : 1) {
       if (BY_FOUR) {
-        const uint4 four = none ? WORDS4(0u, 0u, 0u, 0u) : LOAD16(from + j);
+        const uint4 four = outside ? WORDS4(0u, 0u, 0u, 0u) : LOAD16(source + j);
         s[r][j] = FLOAT_BITS(four.x), s[r][(j + 1) % EACH] = FLOAT_BITS(four.y);
         s[r][(j + 2) % EACH] = FLOAT_BITS(four.z), s[r][(j + 3) % EACH] = FLOAT_BITS(four.w);
       } else {
-        s[r][j] = none ? 0.0f : float(from[j]);
+        s[r][j] = outside ? 0.0f : float(source[j]);
       }
     }
   }
-  size_t token = (size_t)row * length;
+  size_t token = (size_t)sequence * length;
   for (int t = 0; t < length; t++, token++) {
-    float keys[EACH], queries[EACH], kept[EACH];
+    float keys[EACH], queries[EACH], decay[EACH];
     UNROLL
     for (int j = 0; j < EACH; j++) {
-      const size_t at = (token * HK + from_head) * DK + LANE * EACH + j;
+      const size_t at = (token * HK + key_head) * DK + LANE * EACH + j;
       keys[j] = float(k[at]);
       queries[j] = float(q[at]);
-      kept[j] = BY_COLUMN ? float(g[(token * HV + head) * DK + LANE * EACH + j]) : float(g[token * HV + head]);
+      decay[j] = BY_COLUMN ? float(g[(token * HV + head) * DK + LANE * EACH + j]) : float(g[token * HV + head]);
     }
-    const float rate = float(beta[token * HV + head]);
-    float found[ROWS], out[ROWS];
+    const float strength = float(beta[token * HV + head]);
+    float retrieved[ROWS], out[ROWS];  // S k and S q
     UNROLL
     for (int r = 0; r < ROWS; r++) {
-      found[r] = 0.0f;
+      retrieved[r] = 0.0f;
       UNROLL
       for (int j = 0; j < EACH; j++) {
-        s[r][j] *= kept[j];
-        found[r] += s[r][j] * keys[j];
+        s[r][j] *= decay[j];
+        retrieved[r] += s[r][j] * keys[j];
       }
     }
     UNROLL
     for (int mask = 1; mask < 32; mask *= 2) {
       UNROLL
-      for (int r = 0; r < ROWS; r++) found[r] += SHUFFLE_XOR(found[r], mask);
+      for (int r = 0; r < ROWS; r++) retrieved[r] += SHUFFLE_XOR(retrieved[r], mask);
     }
     UNROLL
     for (int r = 0; r < ROWS; r++) {
       const float value = first + r < DV ? float(v[(token * HV + head) * DV + first + r]) : 0.0f;
-      const float change = (value - found[r]) * rate;
+      const float delta = (value - retrieved[r]) * strength;
       out[r] = 0.0f;
       UNROLL
       for (int j = 0; j < EACH; j++) {
-        s[r][j] += keys[j] * change;
+        s[r][j] += keys[j] * delta;
         out[r] += s[r][j] * queries[j];
       }
     }
@@ -90,19 +93,19 @@ _BODY = r"""
     for (int r = 0; r < ROWS; r++)
       if (LANE == r && first + r < DV) y[(token * HV + head) * DV + first + r] = T(out[r]);
   }
-  auto to = IN_PLACE ? (GLOBAL S*)state : (GLOBAL S*)after;
-  const size_t line = IN_PLACE ? (size_t)write[row] : (size_t)row;
+  auto target = IN_PLACE ? (GLOBAL S*)state : (GLOBAL S*)after;
+  const size_t line = IN_PLACE ? (size_t)write[sequence] : (size_t)sequence;
   UNROLL
   for (int r = 0; r < ROWS; r++) {
-    const auto into = to + line * width + within + r * DK;
+    if (first + r >= DV) continue;
+    const auto row = target + line * width + within + r * DK;
     UNROLL
     for (int j = 0; j < EACH; j += BY_FOUR ? 4 : 1) {
-      if (first + r >= DV) continue;
       if (BY_FOUR) {
-        STORE16(into + j, WORDS4(WORD_BITS(s[r][j]), WORD_BITS(s[r][(j + 1) % EACH]),
-                                 WORD_BITS(s[r][(j + 2) % EACH]), WORD_BITS(s[r][(j + 3) % EACH])));
+        STORE16(row + j, WORDS4(WORD_BITS(s[r][j]), WORD_BITS(s[r][(j + 1) % EACH]),
+                                WORD_BITS(s[r][(j + 2) % EACH]), WORD_BITS(s[r][(j + 3) % EACH])));
       } else {
-        into[j] = S(s[r][j]);
+        row[j] = S(s[r][j]);
       }
     }
   }
@@ -110,11 +113,11 @@ _BODY = r"""
 """
 
 
-class Given(NamedTuple):
-    """The inputs of the rule over `length` tokens.
+class RuleInputs(NamedTuple):
+    """The inputs of the rule over `length` tokens, as mlx-lm names them.
 
-    q, k: [rows, length, key heads, DK]; v: [rows, length, heads, DV]; g: the share of the state that is kept,
-    [rows, length, heads], or [rows, length, heads, DK] for each column; beta: [rows, length, heads].
+    q, k: [rows, length, key heads, DK]; v: [rows, length, heads, DV]; g: the decay, [rows, length, heads], or
+    [rows, length, heads, DK] for each column of the state; beta: the strength, [rows, length, heads].
     """
 
     q: mx.array
@@ -124,64 +127,57 @@ class Given(NamedTuple):
     beta: mx.array
 
 
-def fits(given: Given) -> bool:
+def fits(inputs: RuleInputs) -> bool:
     """Return whether the kernel computes inputs of this form."""
-    return given.q.shape[-1] % 32 == 0 and given.q.shape[-1] <= 256
+    return inputs.q.shape[-1] % 32 == 0 and inputs.q.shape[-1] <= 256
 
 
 class GatedDelta:
     """The kernel for one target."""
 
     def __init__(self, make: Make):
-        inputs = ["q", "k", "v", "g", "beta", "state", "read", "write"]
-        self._kernel = make(Source("gated_delta", inputs, ["y", "after"], _BODY))
-        self._in_place = make(Source("gated_delta_in_place", inputs, ["y", "after"], _BODY, writes=["state"]))
+        names = ["q", "k", "v", "g", "beta", "state", "read", "write"]
+        self._kernel = make(Source("gated_delta", names, ["y", "after"], _BODY))
+        self._in_place = make(Source("gated_delta_in_place", names, ["y", "after"], _BODY, writes=["state"]))
 
-    def __call__(self, given: Given, state: mx.array | None) -> tuple[mx.array, mx.array]:
-        """Return the layer's output [rows, length, heads, DV] in the type of `q`, and the states after all tokens.
+    def __call__(self, inputs: RuleInputs, state: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the outputs [rows, length, heads, DV] in the type of `q`, and the states after all tokens.
 
-        state: [rows, heads, DV, DK]; None: it begins with zeros, and the states after are float32.
+        state: [rows, heads, DV, DK], as the states after.
         """
-        rows, _, heads, dv = given.v.shape
-        dk = given.q.shape[-1]
-        lines = mx.arange(rows, dtype=mx.int32)
-        pool = mx.zeros((1, 1), mx.float32) if state is None else state.reshape(rows, -1)
-        y, after = self._run(given, pool, lines, lines, begins=state is None, after=(rows, heads, dv, dk))
+        rows = mx.arange(state.shape[0], dtype=mx.int32)
+        lines = state.reshape(state.shape[0], -1)
+        y, after = self._kernel(*_call(inputs, lines, rows, rows, in_place=False, after=state.shape))
         return y, after
 
-    def in_place(self, given: Given, pool: mx.array, read: mx.array, write: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the output, and a zero [1] that depends on the write of the new states into the pool.
+    def in_place(
+        self, inputs: RuleInputs, pool: mx.array, read: mx.array, write: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Return the outputs, and a zero [1] that depends on the write of the new states into the pool.
 
         pool: [lines, heads · DV · DK]; read, write: int32 [rows], the line of each row's state before and after. No
         line that is written belongs to another row.
         """
-        y, done = self._run(given, pool, read, write, begins=False, after=None)
+        y, done = self._in_place(*_call(inputs, pool, read, write, in_place=True, after=(1,)))
         return y, done
 
-    def _run(
-        self,
-        given: Given,
-        pool: mx.array,
-        read: mx.array,
-        write: mx.array,
-        *,
-        begins: bool,
-        after: tuple[int, ...] | None,
-    ) -> list[mx.array]:
-        (rows, _, key_heads, dk), (heads, dv) = given.q.shape, given.v.shape[2:]
-        template: dict[str, Constant] = {
-            "T": given.q.dtype,
-            "S": pool.dtype,
-            "DK": dk,
-            "DV": dv,
-            "HK": key_heads,
-            "HV": heads,
-            "ROWS": ROWS,
-            "BEGINS": begins,
-            "BY_COLUMN": given.g.ndim == 4,
-            "IN_PLACE": after is None,
-        }
-        kernel = self._in_place if after is None else self._kernel
-        groups = (-(-dv // (WARPS * ROWS)), heads, rows)
-        shaped = [(given.v.shape, given.q.dtype), (after or (1,), pool.dtype)]
-        return kernel([*given, pool, read, write], template, groups, 32 * WARPS, shaped)
+
+def _call(
+    inputs: RuleInputs, pool: mx.array, read: mx.array, write: mx.array, *, in_place: bool, after: tuple[int, ...]
+) -> tuple[list[mx.array], dict[str, Constant], tuple[int, int, int], int, list[tuple[tuple[int, ...], mx.Dtype]]]:
+    """Return the arguments of a kernel; `after` is the shape of its second output."""
+    (rows, _, key_heads, dk), (heads, dv) = inputs.q.shape, inputs.v.shape[2:]
+    template: dict[str, Constant] = {
+        "T": inputs.q.dtype,
+        "S": pool.dtype,
+        "DK": dk,
+        "DV": dv,
+        "HK": key_heads,
+        "HV": heads,
+        "ROWS": ROWS,
+        "BY_COLUMN": inputs.g.ndim == 4,
+        "IN_PLACE": in_place,
+    }
+    groups = (-(-dv // (WARPS * ROWS)), heads, rows)
+    outputs = [(inputs.v.shape, inputs.q.dtype), (after, pool.dtype)]
+    return [*inputs, pool, read, write], template, groups, 32 * WARPS, outputs

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
-from mlx_tandem.model import cpu, depthwise, device
+from mlx_tandem.model import cpu, depthwise, device, gated_delta
 from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
@@ -22,7 +22,7 @@ from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.mixin import mix_in
-from mlx_tandem.model.recurrent import InTurns, recurrent_modules
+from mlx_tandem.model.recurrent import ServedRecurrent, recurrent_modules
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.draw import Drawing, drawing
 from mlx_tandem.model.step.head import HeadPositions
@@ -134,10 +134,11 @@ class Forward:
         self._caches: Sequence[Any] = [*own, *states]
         self._arranged = arranged(module, own, states)
         if states:
+            gated_delta.install(module)
             depthwise.speed_up(module)
         for recurrent in (recurrent_modules(module) or ()) if states else ():
-            if not isinstance(recurrent, InTurns):
-                mix_in(recurrent, InTurns)
+            if not isinstance(recurrent, ServedRecurrent):
+                mix_in(recurrent, ServedRecurrent)
         self._lora = lora
         self._greedy = greedy
         self._nobody = nobody

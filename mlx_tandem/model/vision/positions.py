@@ -67,7 +67,8 @@ def positions_of(rows: Sequence[Row], count: int, length: int) -> npt.NDArray[np
 class AxisPositions:
     """The positions of the forward that is being traced, which the ropes of a model read.
 
-    `axes` has the axis of each frequency of a head. The constructor raises ModelError if there are not as many.
+    `axes` has the axis of each frequency of a head. The constructor raises ModelError if their number is not that of
+    the ropes' frequencies.
     """
 
     def __init__(self, model: nn.Module, axes: Sequence[int]):
