@@ -19,6 +19,7 @@ from mlx_tandem.generation.events import (
     ToolCallStart,
     Usage,
 )
+from mlx_tandem.types import TokenLogprob
 
 PIECES = st.lists(st.text(max_size=6), max_size=4)
 ARGUMENTS = st.dictionaries(
@@ -35,7 +36,7 @@ class Said:
 
     @property
     def answers(self) -> Answers:
-        answers = Answers(1, 1, details=False)
+        answers = Answers(1, 1)
         answers.add(self.events)
         return answers
 
@@ -56,8 +57,10 @@ def cut(text: str, at: list[int]) -> list[str]:
 
 
 @st.composite
-def said(draw: st.DrawFn, stops: tuple[str | None, ...] = (None, "STOP")) -> Said:
-    """Text, reasoning and calls in any order and in any pieces; the last call may have been cut off."""
+def said(draw: st.DrawFn, stops: tuple[str | None, ...] = (None, "STOP"), tokens: int = 0) -> Said:
+    """Text, reasoning and calls in any order and in any pieces; the last call may have been cut off.
+
+    Pieces of text have up to `tokens` tokens, whose ids are below 5, with their logprobs."""
     events: list[Event] = [PromptRead(0, cached=draw(st.integers(0, 5)))]
     calls = 0
     for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=6)):
@@ -68,8 +71,13 @@ def said(draw: st.DrawFn, stops: tuple[str | None, ...] = (None, "STOP")) -> Sai
             events += [ToolCallArguments(0, calls, piece) for piece in pieces]
             calls += 1
         else:
-            make = TextDelta if kind == "text" else ReasoningDelta
-            events += [make(0, piece) for piece in draw(PIECES)]
+            for piece in draw(PIECES):
+                if kind == "reasoning":
+                    events.append(ReasoningDelta(0, piece))
+                    continue
+                ids = draw(st.lists(st.integers(0, 4), max_size=tokens))
+                logprobs = tuple(TokenLogprob(-i, -i) for i in range(len(events), len(events) + len(ids)))
+                events.append(TextDelta(0, piece, tuple(ids), logprobs))
     if isinstance(events[-1], ToolCallArguments) and draw(st.booleans()):
         events[-1] = ToolCallArguments(0, calls - 1, events[-1].arguments[:-1])
     reason = draw(st.sampled_from(["stop", "length"]))

@@ -76,7 +76,12 @@ class Answer:
             if kind == "call":
                 parts += [call for _, call, _ in said]
             elif text := "".join(text for _, text, _ in said):
-                parts.append(Spoken(kind, text, tuple(i for _, _, place in said for i in place)))
+                tokens = tuple(i for _, _, place in said for i in place)
+                if parts and isinstance(last := parts[-1], Spoken) and last.kind == kind:
+                    # Two stretches of reasoning, between which are only tokens without text.
+                    parts[-1] = Spoken(kind, last.text + text)
+                else:
+                    parts.append(Spoken(kind, text, tokens))
         return parts
 
     @property

@@ -27,7 +27,7 @@ def families(learning: Learning) -> Iterator[Metric]:
     yield _counter("tandem_training_trajectories", "Trajectories collected.", status.trajectories_collected)
     yield _by("tandem_training_trajectories_dropped", "Trajectories never trained on.", "reason", dropped.items())
     yield _counter("tandem_training_groups_skipped", "Groups whose rewards were all the same.", status.skipped_groups)
-    yield _by("tandem_training_updates", "Updates by what came of them.", "outcome", learning.outcomes().items())
+    yield _by("tandem_training_updates", "Updates by what came of them.", "outcome", learning.outcomes.items())
     yield _by(
         "tandem_training_reward_failures", "Completions without a score.", "kind", learner.rewards.failures.items()
     )

@@ -79,6 +79,7 @@ class ResponseRenderer(Renderer):
         self._output: list[Item] = []
         self._open: _Open | None = None
         self._before_text = b""
+        self._waiting: list[Item] = []  # logprobs of tokens before the text of a message
         self._end: Finish | None = None
 
     # -- streams ------------------------------------------------------------------------------------------------
@@ -92,8 +93,10 @@ class ResponseRenderer(Renderer):
 
     def text(self, event: TextDelta) -> bytes:
         """Return the events for a piece of text."""
-        logprobs = self._taken(event.tokens, event.logprobs)
-        if not event.text and not logprobs:
+        logprobs = self._waiting + self._taken(event.tokens, event.logprobs)
+        is_begun = self._open is not None and self._open.kind == "message"
+        self._waiting = [] if event.text or is_begun else logprobs
+        if not event.text and not (is_begun and logprobs):
             return b""
         opening = self._begun("message")
         assert self._open is not None
@@ -106,6 +109,7 @@ class ResponseRenderer(Renderer):
         """Return the events for a piece of reasoning."""
         if not event.text:
             return b""
+        self._waiting = []
         opening = self._begun("reasoning")
         assert self._open is not None
         self._open.pieces.append(event.text)
@@ -115,6 +119,7 @@ class ResponseRenderer(Renderer):
 
     def call(self, event: ToolCallStart) -> bytes:
         """Return the events for the beginning of a tool call."""
+        self._waiting = []
         ending = self._done("completed")
         return ending + self._begin(self._call(len(self._output), event.id, event.name))
 

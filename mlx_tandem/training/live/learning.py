@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import time
 from abc import ABC, abstractmethod
@@ -269,15 +268,16 @@ class Learning(Serving):
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
         front.models.rules.is_checkpoint = self.is_checkpoint
-        self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
-        self._counted: UpdateReport | None = None  # the last update that `_outcomes` counts
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
+        """The numbers of this server's updates, by their outcomes."""
         self._pace: deque[tuple[float, int]] = deque()  # (time, number of updates until then)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._was_up = False
         self._closed = False
 
     def updated(self, report: UpdateReport, trajectories: Sequence[Trajectory]) -> None:
-        """Report an update that has ended."""
+        """Count and report an update that has ended."""
+        self.outcomes[report.outcome] += 1
         self.reporting.updated(report, trajectories)
 
     def text_of(self, tokens: Sequence[int]) -> str:
@@ -355,13 +355,6 @@ class Learning(Serving):
     def stats(self) -> EngineStats:
         """The counters and gauges of the engine's last heartbeat."""
         return self._front.client.stats
-
-    def outcomes(self) -> Counter[str]:
-        """Return the numbers of this server's updates, by their outcomes."""
-        new = list(itertools.takewhile(lambda report: report is not self._counted, reversed(self.learner.history)))
-        self._outcomes.update(report.outcome for report in new)
-        self._counted = new[0] if new else self._counted
-        return self._outcomes
 
     def updates_per_second(self) -> float:
         """Return the updates per second over the last PACE_SECONDS, or since the first call if that is later."""

@@ -282,6 +282,7 @@ def test_tools_and_choices() -> None:
     assert function_choice(ToolChoice("none")) == ("none", True)
     named = {"type": "function", "function": {"name": "add"}}
     assert function_choice(ToolChoice("tool", "add")) == (named, True)
+    assert function_choice(ToolChoice("tool", "add", disable_parallel_tool_use=True)) == (named, False)
     with pytest.raises(InvalidRequest, match=r"tool_choice\.name"):
         function_choice(ToolChoice("tool"))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
+from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.response_store import ResponseStore
 from mlx_tandem.dialects.responses.bodies import ResponseBody
 from mlx_tandem.dialects.responses.items import chat_form, input_items
@@ -17,8 +19,19 @@ from mlx_tandem.dialects.responses.plans import _settings
 from mlx_tandem.dialects.responses.renderer import ResponseRenderer
 from mlx_tandem.dialects.responses.tools import function_tools
 from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound
+from mlx_tandem.generation.events import (
+    Event,
+    Finish,
+    PromptRead,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.strict_json import decode
-from mlx_tandem.types import SamplingParams
+from mlx_tandem.types import SamplingParams, TokenLogprob
 from tests.answers import Said, said
 
 # --- streams and whole responses -----------------------------------------------------------------------------------
@@ -55,16 +68,19 @@ def check_item(stream: list[dict[str, Any]], index: int) -> dict[str, Any]:
         begun = stream.pop(0)
         assert begun.items() >= ({"type": "response.content_part.added"} | place | more).items()
         assert (begun["part"]["type"], begun["part"]["text"]) == (name, "")
-    pieces = []
+    pieces, logprobs = [], []
     while (event := stream.pop(0))["type"] == f"response.{name}.delta":
         assert event.items() >= (place | more).items()
         pieces.append(event["delta"])
+        logprobs += event.get("logprobs", [])
     text = "".join(pieces) or ("{}" if key == "arguments" else "")
     assert event.items() >= ({"type": f"response.{name}.done", key: text} | place | more).items()
     if key == "text":
         ended = stream.pop(0)
         assert ended.items() >= ({"type": "response.content_part.done"} | place | more).items()
-        assert ended["part"] == begun["part"] | {"text": text}
+        told = {"logprobs": logprobs} if item["type"] == "message" else {}
+        assert event.items() >= told.items()
+        assert ended["part"] == begun["part"] | {"text": text} | told
         item |= {"content": [ended["part"]]}
     done = stream.pop(0)
     assert (done["type"], done["output_index"]) == ("response.output_item.done", index)
@@ -73,13 +89,17 @@ def check_item(stream: list[dict[str, Any]], index: int) -> dict[str, Any]:
     return done["item"]
 
 
-@example_settings(max_examples=150)
-@given(said(stops=(None,)))
-def test_a_stream_tells_what_a_whole_response_tells(answer: Said) -> None:
+TOKENIZER = cast(Tokenizer, SimpleNamespace(token_bytes=lambda token: b"%d" % token))
+
+
+@example_settings(max_examples=300)
+@given(said(stops=(None,), tokens=2), st.booleans())
+def test_a_stream_tells_what_a_whole_response_tells(answer: Said, with_logprobs: bool) -> None:
     kept: list[Any] = []
 
     def renderer() -> ResponseRenderer:
-        made = ResponseRenderer("resp_1", {"model": "base"}, lambda *response: kept.append(response))
+        logprobs = ChatLogprobs(TOKENIZER) if with_logprobs else None
+        made = ResponseRenderer("resp_1", {"model": "base"}, lambda *response: kept.append(response), logprobs=logprobs)
         made._created = 5  # so that two of them are equal
         return made
 
@@ -100,6 +120,26 @@ def test_a_stream_tells_what_a_whole_response_tells(answer: Said) -> None:
     assert whole["output"] == output
     assert [(id, out) for id, _, out in kept] == [("resp_1", output)] * 2
     assert len({item["id"] for item in output}) == len(output)
+
+
+@pytest.mark.parametrize(
+    "between", [[ReasoningDelta(0, "r")], [ToolCallStart(0, 0, "c", "now"), ToolCallArguments(0, 0, "{}")]]
+)
+def test_logprobs_of_tokens_without_text_stay_with_their_message(between: list[Event]) -> None:
+    """Those before an item of another kind belong to no message; others belong to the text that they surround."""
+
+    def text(piece: str, token: int) -> Event:
+        return TextDelta(0, piece, (token,), (TokenLogprob(-1.0, -1.0),))
+
+    said = [text("", 1), *between, text("", 2), text("a", 3), text("", 4), ReasoningDelta(0, "s"), text("", 0)]
+    answer = Said([PromptRead(0, 0), *said, ReasoningDelta(0, "t"), Finish(0, "stop", None)], Usage(7))
+    whole = json.loads(answer.whole(ResponseRenderer("resp_1", {}, None, logprobs=ChatLogprobs(TOKENIZER))))
+    last = events(answer.stream(ResponseRenderer("resp_1", {}, None, logprobs=ChatLogprobs(TOKENIZER))))[-1]
+    for output in (whole["output"], last["response"]["output"]):
+        first, message, thought = output
+        assert first["type"] != "message" and thought["content"][0]["text"] == "st"
+        (part,) = message["content"]
+        assert (part["text"], [entry["token"] for entry in part["logprobs"]]) == ("a", ["2", "3", "4"])
 
 
 def test_a_failure_ends_the_stream_with_the_failed_response() -> None:

@@ -277,6 +277,17 @@ def test_persistent_writes_are_given_up_after_so_many_trials(tmp_path: Path) -> 
     disk.close()
 
 
+def test_every_block_has_as_many_trials_as_the_first(tmp_path: Path) -> None:
+    drive = Sick(errno.EIO)
+    disk = cache(tmp_path, drive, durability="persistent", persistent_max_retries=2, flush_interval_s=0.001)
+    assert disk.settle()
+    drive.sick = "write"
+    put(disk, 0, 1, 2)
+    until(lambda: disk.stats().dropped == 3)
+    assert disk.stats().errors == 9
+    disk.close()
+
+
 def test_a_drive_that_fails_again_and_again_is_tried_less_and_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

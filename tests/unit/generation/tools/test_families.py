@@ -228,6 +228,15 @@ def test_a_familys_form(sample: Sample) -> None:
     assert heard(PARSERS[sample.family](0, TOOLS), sample.text) == found
 
 
+@pytest.mark.parametrize("note", ["null", "nul", "n", "", "nullable", "no", "Null"])
+def test_a_text_that_may_be_null(note: str) -> None:
+    """Only the word itself is null; what it begins with, or goes on from, is a text."""
+    text = qwen(("note", note))
+    for pieces in ([text], text):
+        found = calls_of(heard(PARSERS["qwen3_coder"](0, TOOLS), pieces))
+        assert found == [("weather", {"note": None if note == "null" else note})]
+
+
 def test_every_family_has_a_sample() -> None:
     assert {sample.family for sample in SAMPLES} == set(PARSERS)
 
