@@ -196,7 +196,7 @@ def test_each_family_of_learning_has_its_own_number() -> None:
         publishes=6, rollbacks=7, checkpoint_saves=8, buffered=9, recovering=10, running=True, step=11, version=12,
         loss=0.1, mean_reward=0.2, kl=0.3, grad_norm=0.4,
     )  # fmt: skip
-    learner = SimpleNamespace(status=lambda: status, rewards=SimpleNamespace(failures={"raised": 13}))
+    learner = SimpleNamespace(status=lambda: status, history=[], rewards=SimpleNamespace(failures={"raised": 13}))
     learning: Any = SimpleNamespace(
         learner=learner,
         stats=EngineStats(serving_ms=1500.0, training_ms=2500.0),
