@@ -132,19 +132,22 @@ def test_what_mlx_lm_s_trainer_saves_is_served_as_mlx_lm_loads_it(family: str, t
 LIKED = range(3, tiny_models.VOCAB // 2)
 """Tokens that the task rewards."""
 
+PROMPTS_OF_AN_UPDATE = 12
+"""With a third of them, and three times the rate, an adapter wanders as far without a signal as with one."""
+
 
 def learn(folder: Path, *, shuffled: bool) -> list[float]:
     """Let an adapter of a hybrid learn to say the tokens that are liked; return the mean reward of each update.
 
     `shuffled`: rewards change places within their group before they are learned from.
     """
-    engine, trainers = make_engine(folder, max_num_seqs=32, num_blocks=160), trainers_of(folder)
+    engine, trainers = make_engine(folder, max_num_seqs=8 * PROMPTS_OF_AN_UPDATE, num_blocks=400), trainers_of(folder)
     trainers.open(TrainerSpec("policy", 8, 16.0, seed=1), "", None)
-    config = RLTrainingConfig(enabled=True, algorithm="grpo", update_frequency=32)
+    config = RLTrainingConfig(enabled=True, algorithm="grpo", update_frequency=8 * PROMPTS_OF_AN_UPDATE)
     g = random.Random(0)
     curve = []
     for update in range(14):
-        prompts = [tuple(g.randrange(3, tiny_models.VOCAB) for _ in range(6)) for _ in range(4)]
+        prompts = [tuple(g.randrange(3, tiny_models.VOCAB) for _ in range(6)) for _ in range(PROMPTS_OF_AN_UPDATE)]
         sampled = sample(engine, prompts, trainers.publish("policy")(), seed=100 * update)
         curve.append(sum(t.reward for t in sampled) / len(sampled))
         groups = [group for group in by_group(sampled) if varies(group)]
@@ -152,7 +155,7 @@ def learn(folder: Path, *, shuffled: bool) -> list[float]:
             groups = [with_rewards(group, g.sample([t.reward for t in group], len(group))) for group in groups]
         for batch in batches(groups, config):
             finish(trainers.run([batch], False, 0))
-        finish(trainers.step("policy", AdamParams(0.15, grad_norm=1.0)))
+        finish(trainers.step("policy", AdamParams(0.05, grad_norm=1.0)))
         trainers.settle("policy", True)
     return curve
 
@@ -186,5 +189,5 @@ def test_a_hybrid_learns_what_is_rewarded_and_nothing_from_rewards_that_changed_
     """Without a signal the adapter wanders, but not towards the reward as it does with one."""
     folder = tiny_models.make(tmp_path / "model", "qwen3_5")
     gains = [np.mean(curve[-3:]) - np.mean(curve[:3]) for curve in (learn(folder, shuffled=s) for s in (False, True))]
-    assert gains[0] > 0.3, gains
+    assert gains[0] > 0.25, gains
     assert abs(gains[1]) < 0.2, gains

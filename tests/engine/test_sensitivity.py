@@ -73,10 +73,13 @@ def test_another_precision_is_seen(folder: Path, oracle: Oracle, dtype: Any) -> 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_rounded_cache_is_seen(folder: Path, oracle: Oracle, bits: Any) -> None:
-    """By an oracle that rounds nothing; the oracle that rounds as the cache does agrees."""
+    """By an oracle that rounds nothing; the oracle that rounds as the cache does agrees.
+
+    A key or value between two steps of the grid may be rounded to either of them: one step of 8 bits changes a logprob
+    by 2e-4, and not rounding at all by 4e-2."""
     loop = make_engine(folder, kv_bits=bits).run(requests())
     assert_differs(loop, oracle, "logprob")
-    assert_agrees(loop, Oracle.load(folder, kv_bits=bits), "rounded alike")
+    assert_agrees(loop, Oracle.load(folder, kv_bits=bits), "rounded alike", tolerance=1e-3)
 
 
 def draws(engine: Engine) -> dict[tuple[int, int], list[int]]:

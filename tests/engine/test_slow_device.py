@@ -84,7 +84,7 @@ def phase(front: Front, device: Device, slowness: float, ids: list[int]) -> tupl
     gaps: list[float] = []
     last = began = settled = device.now
     learned = device.learned
-    while device.now < began + PHASE_MS:
+    while device.now < began + PHASE_MS or len(gaps) < 3 * GAPS:
         open_ = set(ids) - front.finished()
         for _ in range(2 - len(open_)):
             ids.append(len(ids))
