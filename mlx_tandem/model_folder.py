@@ -55,6 +55,9 @@ mlx-vlm.
 """
 
 
+_USUAL_PATCH = 14  # pixels; mlx-vlm's side of a patch for most families that do not name theirs
+
+
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of config.json's contents that describes the language model."""
     return next((settings[name] for name in TEXT_PARTS if settings.get(name)), settings)
@@ -78,16 +81,24 @@ def check_vision(settings: Mapping[str, Any], file: str) -> None:
     limits.check_model(limits.IMAGES, settings, file)
     tower = settings.get("vision_config") or {}
     limits.check_model(limits.VISION, tower, file, "vision_config")
-    size, patch = tower.get("image_size"), tower.get("patch_size")
-    if isinstance(size, int) and isinstance(patch, int) and size > limits.MAX_GRID * patch:
-        field = "vision_config.image_size"
-        raise ModelError(f"{file}: {field} must be at most {limits.MAX_GRID} patches", param=field)
+    patch = min(_integers(tower.get("patch_size")), default=_USUAL_PATCH)
+    for field, size in (
+        ("vision_config.image_size", tower.get("image_size")),
+        ("force_image_size", settings.get("force_image_size")),
+    ):
+        if max(_integers(size), default=0) > limits.MAX_GRID * patch:
+            raise ModelError(f"{file}: {field} must be at most {limits.MAX_GRID} patches", param=field)
     for place in ("", *TEXT_PARTS):
         part = settings.get(place) if place else settings
         for field in ("rope_scaling", "rope_parameters"):
             own = part.get(field) if isinstance(part, Mapping) else None
             if isinstance(own, Mapping):
                 limits.check_model(limits.ROPE, own, file, f"{place}.{field}" if place else field)
+
+
+def _integers(value: Any) -> list[int]:
+    """Return the integers of a setting that is a number or a list of numbers."""
+    return [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)]
 
 
 def check_processor(values: Mapping[str, Any], file: str, place: str = "") -> None:

@@ -102,11 +102,11 @@ def _engine_families(front: ServerFront) -> Iterator[Metric]:
     yield _gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory)
     yield _gauge("tandem_kept_memory_bytes", "Freed arrays kept for the next.", stats.kept_memory)
     yield _gauge("tandem_compiled_steps", "Compiled steps in memory.", stats.compiled_steps)
-    kept = front.images.kept
-    yield _gauge("tandem_kept_image_bytes", "Processed images kept for later turns.", kept.nbytes)
+    cache = front.images.cache
+    yield _gauge("tandem_kept_image_bytes", "Processed images kept for later turns.", cache.nbytes)
     for name, text, total in (
-        ("tandem_kept_image_hits", "Images of requests that were found processed.", kept.hits),
-        ("tandem_kept_image_misses", "Images of requests that had to be processed.", kept.misses),
+        ("tandem_kept_image_hits", "Images of requests that were found processed.", cache.hits),
+        ("tandem_kept_image_misses", "Images of requests that had to be processed.", cache.misses),
         ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
         ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
         ("tandem_steps", "Steps run by this engine.", stats.steps),

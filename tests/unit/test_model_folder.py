@@ -20,6 +20,13 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     (CONFIG, {"vision_config": {"image_size": [224, 0]}}, "vision_config.image_size"),
     (CONFIG, {"vision_config": {"image_size": 4097, "patch_size": 4}}, "vision_config.image_size must be at most 1024"),
     (CONFIG, {"vision_config": {"hidden_size": "wide"}}, "vision_config.hidden_size"),
+    (
+        CONFIG,
+        {"vision_config": {"image_size": [64, 4097], "patch_size": [4, 8]}},
+        "vision_config.image_size must be at",
+    ),
+    (CONFIG, {"vision_config": {"image_size": 14 * 1024 + 1}}, "vision_config.image_size must be at most 1024"),
+    (CONFIG, {"force_image_size": 4097, "vision_config": {"patch_size": 4}}, "force_image_size must be at most 1024"),
     (CONFIG, {"vision_config": {"depth": HUGE}}, "vision_config.depth"),
     (CONFIG, {"vision_config": {"spatial_merge_size": 0}}, "vision_config.spatial_merge_size"),
     (CONFIG, {"vision_config": {"deepstack_visual_indexes": [0, -1]}}, "vision_config.deepstack_visual_indexes"),
@@ -50,7 +57,7 @@ def test_a_number_out_of_its_range_is_named(file: str, values: dict[str, Any], w
     assert refused.value.message.startswith(f"{file}: {what}")
 
 
-@pytest.mark.parametrize(("file", "values", "what"), [FAULTS[0], FAULTS[12], FAULTS[17]])
+@pytest.mark.parametrize(("file", "values", "what"), [FAULTS[0], FAULTS[15], FAULTS[20]])
 def test_the_front_refuses_images_by_the_field(file: str, values: dict[str, Any], what: str, tmp_path: Path) -> None:
     folder, _ = vision_folder(tmp_path)
     assert Images(folder).family is not None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mlx_tandem import limits, small_files
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.generation.messages import ImageSource
-from mlx_tandem.generation.vision.kept import KeptImages, key_of
+from mlx_tandem.generation.vision.image_cache import ImageCache, key_of
 from mlx_tandem.generation.vision.layouts import Family, family_of
 from mlx_tandem.generation.vision.messages import Failed, Job, Made, Setup, decode_answer
 from mlx_tandem.isolation.frames import encode
@@ -57,14 +57,14 @@ _DATA = re.compile(r"data:image/[a-z0-9.+*-]{1,32}(?:;[a-z0-9.+=-]{1,64})*;base6
 class Images:
     """The images of requests for the model in a folder. It belongs to one event loop.
 
-    No process is started before the first image. A folder whose images cannot be served has no `family`. `kept` holds
+    No process is started before the first image. A folder whose images cannot be served has no `family`. `cache` holds
     the images that were processed last.
     """
 
     def __init__(self, folder: Path, hosts: Sequence[str] = ()):
         """Read the folder's small files. Images are fetched from `hosts` only. Raises ModelError for damaged files."""
         self.family: Family | None = None
-        self.kept = KeptImages(limits.MAX_KEPT_ARRAYS)
+        self.cache = ImageCache(limits.MAX_KEPT_ARRAYS)
         self._why = TEXT_ONLY
         self._pool: WorkerPool[Made | Failed] | None = None
         self._fetcher: Fetcher | None = None
@@ -153,11 +153,11 @@ class Images:
         field = source.field
         job = await self._job(source)
         key = key_of(job)
-        if (made := self.kept.get(key)) is not None:
+        if (made := self.cache.get(key)) is not None:
             return made
         answer = await self._pool.ask(encode(job))
         if isinstance(answer, Made):
-            self.kept.keep(key, answer)
+            self.cache.keep(key, answer)
             return answer
         why = LOST[answer.kind] if isinstance(answer, Lost) else answer.why
         raise InvalidRequest(f"{field} {why}", param=field)

@@ -150,8 +150,8 @@ def test_each_family_of_the_engine_has_its_own_number(front: ServerFront, monkey
         front.client, "occupancy", Occupancy(running=31, waiting=32, used_blocks=30, free_blocks=10, deferred=33)
     )
     monkeypatch.setattr(front.client, "restarts", 41)
-    kept = front.images.kept
-    kept.nbytes, kept.hits, kept.misses = 44, 45, 46
+    cache = front.images.cache
+    cache.nbytes, cache.hits, cache.misses = 44, 45, 46
     expected = {
         "tandem_engine_restarts_total": 41, "tandem_engine_ready": 0, "tandem_open_requests": 0, "tandem_adapters": 0,
         "tandem_steps_total": 13, "tandem_step_failures_total": 15, "tandem_step_milliseconds": 1.5,

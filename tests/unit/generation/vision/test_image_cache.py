@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_tandem.generation.vision.kept import KeptImages, key_of
+from mlx_tandem.generation.vision.image_cache import ImageCache, key_of
 from mlx_tandem.generation.vision.messages import Job, Made
 
 LIMIT = 100
@@ -13,7 +13,7 @@ LIMIT = 100
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 120)), max_size=60))
 def test_the_last_used_images_are_kept_within_their_bytes(uses: list[tuple[int, int]]) -> None:
-    kept, expected, sizes = KeptImages(LIMIT), list[int](), dict[int, int]()
+    kept, expected, sizes = ImageCache(LIMIT), list[int](), dict[int, int]()
     hits = 0
     for name, size in uses:
         size = sizes.setdefault(name, size)  # the same file always becomes the same arrays
@@ -33,7 +33,7 @@ def test_the_last_used_images_are_kept_within_their_bytes(uses: list[tuple[int, 
 
 
 def test_an_image_that_is_made_twice_at_once_is_counted_once() -> None:
-    kept, made = KeptImages(LIMIT), Made(b"d" * 16, b"x" * 60, "", [1])
+    kept, made = ImageCache(LIMIT), Made(b"d" * 16, b"x" * 60, "", [1])
     kept.keep(b"a", made)
     kept.keep(b"a", made)
     assert kept.nbytes == 60 and kept.get(b"a") is made

@@ -13,7 +13,7 @@ def key_of(job: Job) -> bytes:
     return blake2b(job.data, digest_size=32, person=b"base64" if job.base64 else b"bytes").digest()
 
 
-class KeptImages:
+class ImageCache:
     """A cache of what the processor made of the images that were used last, by the digests of `key_of`.
 
     Attributes:
