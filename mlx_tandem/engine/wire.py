@@ -65,7 +65,7 @@ class FrameReader:
             end = start + _LENGTH.size + n
             if len(self._buffer) < end:
                 break
-            frames.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            frames.append(bytes(memoryview(self._buffer)[start + _LENGTH.size : end]))  # copied once
             start = end
         if start:
             del self._buffer[:start]
