@@ -144,8 +144,10 @@ class Child:
 def compare_engines(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
     """Yield the ratios of each batch and side."""
     with ExitStack() as stack:
-        children = {name: stack.enter_context(Child(tree, args)) for name, tree in trees.items()}
-        done = {name: child.wait() for name, child in children.items()}
+        children, done = {}, {}
+        for name, tree in trees.items():  # one after the other, since each chooses its kernels by timing them
+            children[name] = stack.enter_context(Child(tree, args))
+            done[name] = children[name].wait()
         turn = 0
         while not all(done.values()):
             for name in (BEFORE, AFTER)[:: -1 if turn % 2 else 1]:

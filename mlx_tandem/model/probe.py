@@ -178,16 +178,18 @@ def fused_error(
     kernels: Sequence[LayerKernels | None],
     block: int,
     axes: int,
+    states: Sequence[StateShape] = (),
 ) -> float:
     """Return the largest difference of the model's logits with and without these kernels, as a multiple of what is
     allowed.
     """
     rng = np.random.default_rng(2)
-    prompts = [rng.integers(0, vocab_size, n).tolist() for n in (9, 3, 14)]
-    pairs = zip(
-        *(_paged_logits(model.module, shapes, prompts, axes, each, block) for each in (kernels, [None] * len(shapes))),
-        strict=True,
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in ((9, 9, 9) if states else (9, 3, 14))]
+    ours, theirs = (
+        _paged_logits(model.module, shapes, prompts, axes, each, block, states)
+        for each in (kernels, [None] * len(shapes))
     )
+    pairs = zip(ours, theirs, strict=True)
     errors = [float(np.abs(ours - theirs).max() / np.abs(theirs).max()) for ours, theirs in pairs]
     return max(errors) / _TOLERANCE.get(model.dtype, 1e-1)
 
@@ -199,9 +201,10 @@ def decode_seconds(
     block: int,
     axes: int,
     rows: int,
+    states: Sequence[StateShape] = (),
 ) -> float:
     """Return the seconds of a forward of `rows` rows with one token each."""
-    paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block)
+    paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block, states)
     return machine.seconds(lambda: [paged.decode()], 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
@@ -11,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_tandem.model import gated_delta
 from mlx_tandem.model.cache.kvcache import ProbeCache
-from mlx_tandem.model.cache.states import StateCache, arranged, keeps_state, leaves
+from mlx_tandem.model.cache.states import StateCache, StateShape, StateView, arranged, keeps_state, leaves
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.mixin import mix_in, unmix
 from mlx_tandem.model.probe import Examined
@@ -73,6 +74,23 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module] | None:
     inner = {id(m): m for m, _ in met if not any(id(part) in callers and part is not m for part in m.modules())}
     used = {id(state) for m, state in met if id(m) in inner}
     return list(inner.values()) if used == {id(state) for state in states} else None
+
+
+def gathered_bytes(model: nn.Module, states: Sequence[StateShape]) -> int:
+    """Return how many bytes of states a forward of one token gathers and writes for each row that goes on.
+
+    Kernels read and write the other states where they lie. Nothing is evaluated; call it when the model's modules are
+    those that are served.
+    """
+    module: Any = model
+    line = mx.zeros((1,), mx.int32)
+    caches = [StateCache(shape) for shape in states]
+    for cache in caches:
+        arrays = [mx.zeros((1, width), dtype) for own in cache.shape.halves for width, dtype in own.lines()]
+        cache.bind(arrays, StateView(line, line))
+    probes = [ProbeCache() for cache in leaves(make_prompt_cache(module)) if not keeps_state(cache)]
+    module(mx.zeros((1, 1), mx.int32), cache=arranged(module, probes, caches))
+    return sum(cache.gathered_bytes() for cache in caches)
 
 
 def verifies_drafts(model: LoadedModel, found: Examined) -> bool:

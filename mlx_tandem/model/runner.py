@@ -125,6 +125,7 @@ class MLXRunner:
             nobody=self._seats.padding,
             states=[StateCache(shape) for shape in states],
         )
+        self.rectangles.gathered_share = self._forward.gathered_share
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
         self._masks = MaskTable(sizes.vocab_size, sizes.max_num_seqs)

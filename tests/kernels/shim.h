@@ -11,6 +11,7 @@
 
 extern "C" {
 float exp2f(float);
+float log2f(float);
 float tanhf(float);
 float sqrtf(float);
 float fabsf(float);
@@ -285,6 +286,7 @@ static void wait(int groups) {
 #define FLOAT_BITS(w) bits<float>((uint)(w))
 #define WORD_BITS(x) bits<uint>((float)(x))
 #define EXP2(x) exp2f(x)
+#define LOG2(x) log2f(x)
 #define TANH(x) tanhf(x)
 #define RSQRT(x) (1.0f / sqrtf(x))
 #define FLOAT4(a, b, c, d) float4{a, b, c, d}

@@ -20,19 +20,23 @@ TOLERANCE = {mx.float32: 2e-6, mx.bfloat16: 2e-2, mx.float16: 4e-3}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "heads", "kv_heads", "bits", "normed"),
+    ("dtype", "dim", "heads", "kv_heads", "bits", "normed", "rotated", "gated"),
     [
-        (mx.float32, 128, 4, 2, 0, True),
-        (mx.float32, 80, 3, 3, 0, False),
-        (mx.bfloat16, 64, 4, 1, 0, True),
-        (mx.float16, 96, 2, 2, 0, True),
-        (mx.float32, 128, 2, 1, 8, True),
-        (mx.float32, 64, 2, 2, 4, False),
-        (mx.bfloat16, 80, 2, 1, 8, True),
+        (mx.float32, 128, 4, 2, 0, True, 128, False),
+        (mx.float32, 80, 3, 3, 0, False, 80, False),
+        (mx.bfloat16, 64, 4, 1, 0, True, 64, False),
+        (mx.float16, 96, 2, 2, 0, True, 96, False),
+        (mx.float32, 128, 2, 1, 8, True, 128, False),
+        (mx.float32, 64, 2, 2, 4, False, 64, False),
+        (mx.bfloat16, 80, 2, 1, 8, True, 80, False),
+        (mx.bfloat16, 256, 2, 1, 0, True, 64, True),
+        (mx.float32, 64, 4, 2, 4, True, 24, True),
+        (mx.float32, 128, 2, 1, 8, False, 32, True),
+        (mx.float16, 64, 2, 2, 0, False, 16, False),
     ],
 )
 def test_it_equals_the_operations_it_stands_for(
-    dtype: mx.Dtype, dim: int, heads: int, kv_heads: int, bits: int, normed: bool
+    dtype: mx.Dtype, dim: int, heads: int, kv_heads: int, bits: int, normed: bool, rotated: int, gated: bool
 ) -> None:
     rng = np.random.default_rng(dim + bits)
     rows, length = 3, 2
@@ -41,19 +45,25 @@ def test_it_equals_the_operations_it_stands_for(
     old = [np.array(a.view(mx.uint16)) for a in pool]
     joined = bits != 8
     x = mx.array(rng.standard_normal((rows, length, (heads + 2 * kv_heads) * dim)).astype(np.float32)).astype(dtype)
+    queries, others = mx.split(x, [heads * dim], axis=-1)
+    if gated:
+        own = queries.reshape(rows, length, heads, dim)
+        queries = mx.concatenate([own, 7 * mx.ones_like(own)], axis=-1).reshape(rows, length, -1)
+    products = [queries, *mx.split(others, 2, axis=-1)]
     offsets = np.array([3, 0, 40], np.int32)
     slots = np.array([[7, 8], [13, 1], [21, 22]], np.int32)  # 1 lies in the scratch block: padding
-    frequency = BASE ** (-np.arange(dim // 2) / (dim // 2))
+    frequency = BASE ** (-np.arange(rotated // 2) / (rotated // 2))
     angle = ((offsets[:, None] + np.arange(length))[:, None, :, None] * frequency).astype(np.float32)
     weights = [mx.array(rng.uniform(0.5, 1.5, dim).astype(np.float32)).astype(dtype) for _ in range(2)]
 
     got = Rotary(shim.maker(), form, BLOCK)(
-        [x] if joined else mx.split(x, [heads * dim, (heads + kv_heads) * dim], axis=-1),
+        [mx.concatenate(products, axis=-1)] if joined else products,
         (mx.cos(mx.array(angle)), mx.sin(mx.array(angle))),
         mx.array(slots),
         pool,
         norms=(weights[0], weights[1], EPSILON) if normed else None,
         fetched=True,
+        gated=gated,
     )
 
     q, k, v = mx.split(x.reshape(rows, length, -1, dim), [heads, heads + kv_heads], axis=2)
@@ -61,7 +71,7 @@ def test_it_equals_the_operations_it_stands_for(
         q, k = (mx.fast.rms_norm(a, w, EPSILON) for a, w in zip((q, k), weights, strict=True))
     q, k, v = (a.swapaxes(1, 2) for a in (q, k, v))
     where: Any = mx.array(offsets)
-    q, k = (mx.fast.rope(a, dim, traditional=False, base=BASE, scale=1.0, offset=where) for a in (q, k))
+    q, k = (mx.fast.rope(a, rotated, traditional=False, base=BASE, scale=1.0, offset=where) for a in (q, k))
     real = mx.array(slots >= BLOCK)[:, None, :, None]
     k, v = mx.where(real, k, 0), mx.where(real, v, 0)
     lines = [form.encode(a.reshape(-1, dim)) for a in (k, v)]

@@ -103,6 +103,18 @@ def test_it_says_what_mlx_lm_says(
     assert_agrees(loop, oracle, "prompts beside rows that decode", **near)
 
 
+def test_blocks_whose_output_is_gated_take_the_short_way(tmp_path: Path, calls: list[int]) -> None:
+    """A part of each head is rotated, and the layers beside them keep states."""
+    folder = tiny_models.make(tmp_path / "model", "qwen3_5")
+    engine = make_engine(folder, attention_backend="cuda", backends=[Fused("cuda", shim.maker())])
+    assert any(isinstance(m, FusedBlock) for m in engine.built.runner.module.modules())
+    params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=3)
+    asked = [Request(i, prompt, params) for i, prompt in enumerate(PROMPTS[::2])]
+    calls.clear()
+    assert_agrees(engine.run(asked), Oracle.load(folder), "gated")
+    assert 1 in calls
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

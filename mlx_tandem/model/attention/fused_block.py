@@ -2,8 +2,8 @@
 pool, attention.
 
 A block's own code is kept and runs whenever the fused path cannot. The known kinds are those whose code was read:
-query, key and value linears, an optional norm over each head, rotation of whole heads, attention, an output linear,
-and nothing else.
+query, key and value linears, an optional norm over each head, rotation of a part or all of each head, attention, an
+optional gate of its output, which is a part of the queries' product, an output linear, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe
+from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 
 from mlx_tandem.model.cache.kvcache import PagedCache, Rotation
 from mlx_tandem.model.linears.merged import Merged, whole_of
 from mlx_tandem.model.mixin import mix_in
 
-KINDS = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention)
+GATED = (qwen3_next.Qwen3NextAttention,)
+"""The attention classes of mlx-lm whose output is gated, and that the fused path may replace."""
+
+KINDS = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention, *GATED)
 """The attention classes of mlx-lm that the fused path may replace."""
 
 
@@ -32,6 +35,9 @@ class Parts:
     rotation: Rotation
     norms: tuple[mx.array, mx.array, float] | None
     """Weights of the queries' and the keys' norms, and epsilon; None: the block has no norms."""
+
+    gated: tuple[int, int] | None
+    """Number and width of the heads of queries, if each has a gate of that width behind it; else None."""
 
 
 def fusable_blocks(model: nn.Module) -> list[tuple[nn.Module, Parts]]:
@@ -51,8 +57,10 @@ def use_fused_path(blocks: Iterable[tuple[nn.Module, Parts]]) -> None:
 def _parts(block: Any) -> Parts | None:
     """Return what the fused path needs of a block; None if it computes something that the path does not know."""
     rope, linears = block.rope, (block.q_proj, block.k_proj, block.v_proj)
-    dim = linears[0]["weight"].shape[0] // block.n_heads
-    if type(rope) is not nn.RoPE or rope.traditional or rope.dims != dim:
+    gated = type(block) in GATED
+    heads = block.num_attention_heads if gated else block.n_heads
+    dim = linears[0]["weight"].shape[0] // heads // (2 if gated else 1)
+    if type(rope) is not nn.RoPE or rope.traditional or rope.dims > dim or (rope.dims < dim and rope.dims % 4):
         return None
     norms = None
     if "q_norm" in block:
@@ -63,7 +71,8 @@ def _parts(block: Any) -> Parts | None:
     merged = whole_of(linears)
     if merged is None:
         return None
-    return Parts(merged, Rotation(dim, float(rope.base), float(rope.scale)), norms)
+    rotation = Rotation(rope.dims, float(rope.base), float(rope.scale))
+    return Parts(merged, rotation, norms, (heads, dim) if gated else None)
 
 
 class FusedBlock:
@@ -78,9 +87,18 @@ class FusedBlock:
             own, linears = self._parts, (block.q_proj, block.k_proj, block.v_proj)
             apart = any(getattr(linear, "is_changed", False) for linear in linears) or not own.merged.joins(x)
             products = [linear(x) for linear in linears] if apart else [own.merged.whole(x)]
-            output: mx.array = block.o_proj(
-                cache.attend_products(products, own.rotation, own.norms, scale=block.scale, mask=mask)
-            )
+            gated = own.gated is not None
+            out = cache.attend_products(products, own.rotation, own.norms, scale=block.scale, mask=mask, gated=gated)
+            if own.gated is not None:
+                out = out * mx.sigmoid(_gates(products[0], *own.gated))
+            output: mx.array = block.o_proj(out)
             return output
         output = super().__call__(x, mask, cache)  # type: ignore[misc]
         return output
+
+
+def _gates(product: mx.array, heads: int, dim: int) -> mx.array:
+    """Return the gates [rows, length, heads · dim] in a product that begins with each query and its gate."""
+    rows, length, _ = product.shape
+    both = product[..., : 2 * heads * dim].reshape(rows, length, heads, 2 * dim)
+    return both[..., dim:].reshape(rows, length, heads * dim)

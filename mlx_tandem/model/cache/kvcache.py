@@ -331,6 +331,7 @@ class PagedCache:
         *,
         scale: float,
         mask: mx.array | str | None,
+        gated: bool = False,
     ) -> mx.array:
         """Return the attention [rows, length, heads · dim] of the products of q, k and v, as `Rotary` takes them.
 
@@ -342,7 +343,7 @@ class PagedCache:
         v.arrive(products[0])
         few = products[0].shape[1] <= MOST_QUERIES
         queries, keys, values = fused.rotary(
-            products, v.angles(rotation), v.slot_mapping, self._arrays, norms=norms, fetched=not few
+            products, v.angles(rotation), v.slot_mapping, self._arrays, norms=norms, fetched=not few, gated=gated
         )
         if few:
             window = v.window(mask)

@@ -97,6 +97,11 @@ class StateCache(ArraysCache):
         self._after_turns: dict[int, list[mx.array]] = {}  # the states of each array
         self._written: set[int] = set()  # arrays whose new states are in the pool already
 
+    def gathered_bytes(self) -> int:
+        """Return the bytes of one row's state that this forward has gathered from the pool so far, or will write."""
+        halves = enumerate(self.shape.halves)
+        return StateShape(tuple(own for i, own in halves if i not in self._written)).nbytes()
+
     @property
     def turns(self) -> Turns | None:
         """The turns of the forward, if it verifies drafts."""
@@ -108,14 +113,19 @@ class StateCache(ArraysCache):
 
     def lines_of(self, state: mx.array) -> PoolLines | None:
         """Return the lines of an array that this cache gave to its layer. Return None if `state` is not such an array,
-        or if drafts are verified, since the states after each turn are then kept outside of the pool.
+        or where `lines` does.
+        """
+        index = next((i for i, own in enumerate(self._read) if own is state), None)
+        return None if index is None else self.lines(index)
+
+    def lines(self, number: int) -> PoolLines | None:
+        """Return the lines of the state array with this number. Return None if the rows begin, or if drafts are
+        verified, since the states after each turn are then kept outside of the pool.
         """
         view = self._view
-        index = next((i for i, own in enumerate(self._read) if own is state), None)
-        if view is None or view.turns is not None or index is None:
+        if view is None or view.read is None or view.written_to is None:
             return None
-        assert view.read is not None and view.written_to is not None
-        return PoolLines(index, self._arrays[index], view.read, view.written_to)
+        return PoolLines(number, self._arrays[number], view.read, view.written_to)
 
     def wrote(self, lines: PoolLines, done: mx.array) -> None:
         """Note that the new states of this array are in the pool; `done` [1] depends on their write."""

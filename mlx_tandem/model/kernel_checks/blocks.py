@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mlx_tandem.model import probe
 from mlx_tandem.model.attention import fused_block
 from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape
+from mlx_tandem.model.cache.kvcache import LayerKernels
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.mixin import unmix
@@ -29,11 +29,9 @@ def use(model: LoadedModel) -> None:
 
 def choose(
     model: LoadedModel,
-    vocab_size: int,
-    shapes: Sequence[LayerShape],
+    found: probe.Examined,
     kernels: Sequence[LayerKernels | None],
     block_size: int,
-    axes: int,
     *,
     timed: bool,
 ) -> str:
@@ -42,6 +40,7 @@ def choose(
     Return why the blocks run their own code; empty if they are on the fused path or no block is of a known kind.
     """
     blocks = fused_block.fusable_blocks(model.module)
+    shapes, axes = found.layers, found.mask_axes
     if not blocks:
         return ""
     if inplace.writing().store is None:
@@ -49,13 +48,13 @@ def choose(
         return "their kernel writes the KV pool, which MLX's own operations do on this device"
 
     def milliseconds() -> float:
-        return probe.decode_seconds(model, shapes, kernels, block_size, axes, ROWS) * 1e3
+        return probe.decode_seconds(model, shapes, kernels, block_size, axes, ROWS, found.states) * 1e3
 
     before = milliseconds() if timed else 0.0
     fused_block.use_fused_path(blocks)
 
     def check() -> str:
-        error = probe.fused_error(model, vocab_size, shapes, kernels, block_size, axes)
+        error = probe.fused_error(model, found.vocab_size, shapes, kernels, block_size, axes, found.states)
         if not error <= 1:
             raise Rejected(f"in few operations they are off by {error:.1e}")
         if timed and (now := milliseconds()) > MOST * before:

@@ -96,9 +96,7 @@ def choose(
     own_blocks = ""
     if any(chosen.layers):
         timed = asked == attention.AUTO
-        own_blocks = blocks.choose(
-            model, found.vocab_size, found.layers, chosen.layers, block_size, found.mask_axes, timed=timed
-        )
+        own_blocks = blocks.choose(model, found, chosen.layers, block_size, timed=timed)
     report("checking adapters", 0.0)
     adapters = lora.choose(model.module, config.lora, model.dtype)
     kernels = Kernels(products, chosen, own_blocks, adapters, argmax.choose(model.dtype, found.vocab_size))

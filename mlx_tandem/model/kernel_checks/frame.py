@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_tandem.model.kernels import dialect
 
@@ -53,3 +54,12 @@ def checked(name: str, check: Callable[[], T], otherwise: Callable[[str], T]) ->
     finally:
         mx.clear_cache()
     return otherwise(reason)
+
+
+def relative_error(ours: mx.array, theirs: mx.array) -> float:
+    """Return the largest difference of two arrays as a fraction of the largest number of the second; infinity if a
+    number is not finite.
+    """
+    a, b = (np.array(x.astype(mx.float32)) for x in (ours, theirs))
+    error = float(np.abs(a - b).max() / np.abs(b).max())
+    return error if np.isfinite(error) else float("inf")

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from mlx_tandem.model.kernel_checks.frame import Rejected, checked
+from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs
 
@@ -53,7 +53,7 @@ def largest_error(kernel: GatedDelta, dtype: mx.Dtype, *, by_column: bool, dk: i
         (pool[2 + rows :].reshape(state.shape), want_after),
         (pool[2 : 2 + rows].reshape(state.shape), state),
     ]
-    return max(_difference(ours, theirs) for ours, theirs in pairs)
+    return max(relative_error(ours, theirs) for ours, theirs in pairs)
 
 
 def _drawn(dtype: mx.Dtype, *, by_column: bool, dk: int) -> tuple[RuleInputs, mx.array]:
@@ -77,9 +77,3 @@ def _drawn(dtype: mx.Dtype, *, by_column: bool, dk: int) -> tuple[RuleInputs, mx
         mx.array(strength.astype(np.float32)).astype(dtype),
     )
     return inputs, normal(rows, heads, dv, dk)
-
-
-def _difference(ours: mx.array, theirs: mx.array) -> float:
-    a, b = (np.array(x.astype(mx.float32)) for x in (ours, theirs))
-    error = float(np.abs(a - b).max() / np.abs(b).max())
-    return error if np.isfinite(error) else float("inf")

@@ -12,8 +12,8 @@ and types, and these words:
 - `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `BYTE(word, i)` → float: its i-th byte;
   `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)`, `WORDS2(a, b)` make a float4, a
   uint4, a uint2;
-- `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop of constant bounds,
-  `ROLL` before a loop whose body must appear in the kernel once;
+- `float(x)` and `T(x)` convert; `EXP2`, `LOG2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop of constant
+  bounds, `ROLL` before a loop whose body must appear in the kernel once;
 - `DEVICE` before a function, and `GLOBAL` before the type that a pointer to an input or output points to;
 - `#define MOST_REGISTERS n` among the functions limits the registers of a thread. Without it CUDA's compiler takes as
   many as it likes, and a processor then holds fewer threads.
@@ -116,6 +116,7 @@ typedef unsigned int uint;
 #define STORE16(p, v) (*(uint4*)(p) = (v))
 #define FLOAT_BITS(w) __uint_as_float(w)
 #define WORD_BITS(x) __float_as_uint(x)
+#define LOG2(x) log2f(x)
 #define TANH(x) tanhf(x)
 #define RSQRT(x) rsqrtf(x)
 #define FLOAT4(a, b, c, d) make_float4(a, b, c, d)
@@ -195,6 +196,7 @@ _METAL = r"""
 #define FLOAT_BITS(w) as_type<float>((uint)(w))
 #define WORD_BITS(x) as_type<uint>((float)(x))
 #define EXP2(x) fast::exp2(x)
+#define LOG2(x) precise::log2(x)
 #define TANH(x) precise::tanh(x)
 #define RSQRT(x) precise::rsqrt(x)
 #define FLOAT4(a, b, c, d) float4(a, b, c, d)

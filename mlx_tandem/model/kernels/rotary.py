@@ -1,7 +1,8 @@
 """One kernel from the products of q, k and v to attention: norms of the heads, rotation, and the write into the KV
 pool.
 
-A warp has one head of one token, and a lane has pairs of numbers that are rotated together. Queries come out in the
+A warp has one head of one token, and a lane has pairs of numbers. The first TURNED pairs are rotated together; where
+only a part of a head is rotated, the other pairs are from the rest of it. Queries come out in the
 layout that attention wants; keys and values go into the pool in its format, quantised if need be. The kernel writes
 the pool in place, although MLX takes it for an input: an operation that reads the new positions must also depend on
 another output of this kernel, which orders it behind the write.
@@ -25,25 +26,29 @@ DEVICE uint bfloat_bits(float x) {
   const uint w = WORD_BITS(x);
   return x == x ? (w + 0x7fffu + ((w >> 16) & 1u)) >> 16 : 0x7fc0u;
 }
+#define FIRST(p) ((p) < TURNED ? (p) : (p) + TURNED)
+#define SECOND(p) ((p) < TURNED ? (p) + TURNED : (p) + HALF)
 """
 
 _BODY = r"""
-  constexpr int LINES = HEADS + 2 * KV_HEADS, HALF = D / 2, EACH = (HALF + 31) / 32;
+  constexpr int LINES = HEADS + 2 * KV_HEADS, HALF = D / 2, TURNED = ROTATED / 2, EACH = (HALF + 31) / 32;
   const int length = slots_shape[1], tokens = slots_shape[0] * length;
   const int line = GROUP_X * (THREADS / 32) + WARP, token = line / LINES, head = line % LINES;
   if (token >= tokens) return;
   const int row = token / length, at = token % length;
   const int kind = head < HEADS ? 0 : head < HEADS + KV_HEADS ? 1 : 2;
   const int own = head - (kind == 0 ? 0 : kind == 1 ? HEADS : HEADS + KV_HEADS);
-  // Side by side in one array, or each in its own.
-  const int before = JOINED ? head : own, width = JOINED ? LINES : kind == 0 ? HEADS : KV_HEADS;
-  auto from = (kind == 0 ? q : kind == 1 ? k : v) + ((size_t)token * width + before) * D;
-  float low[EACH], high[EACH];  // numbers p and p + HALF
+  // Side by side in one array, or each in its own. Behind each query there may be its gate.
+  constexpr int QUERY = GATED ? 2 * D : D, QUERIES = HEADS * QUERY, KEYS = KV_HEADS * D;
+  const int before = kind == 0 ? own * QUERY : own * D + (JOINED ? QUERIES + (kind - 1) * KEYS : 0);
+  const int width = JOINED ? QUERIES + 2 * KEYS : kind == 0 ? QUERIES : KEYS;
+  auto from = (kind == 0 ? q : kind == 1 ? k : v) + (size_t)token * width + before;
+  float low[EACH], high[EACH];  // numbers FIRST(p) and SECOND(p)
   UNROLL
   for (int j = 0; j < EACH; j++) {
     const int p = LANE + 32 * j;
-    low[j] = p < HALF ? float(from[p]) : 0.0f;
-    high[j] = p < HALF ? float(from[p + HALF]) : 0.0f;
+    low[j] = p < HALF ? float(from[FIRST(p)]) : 0.0f;
+    high[j] = p < HALF ? float(from[SECOND(p)]) : 0.0f;
   }
   if (kind < 2) {
     if (NORMED) {
@@ -57,8 +62,8 @@ _BODY = r"""
       for (int j = 0; j < EACH; j++) {
         const int p = LANE + 32 * j;
         if (p < HALF) {  // rounded where MLX's own norm rounds
-          const float a = float(kind == 0 ? q_weight[p] : k_weight[p]);
-          const float b = float(kind == 0 ? q_weight[p + HALF] : k_weight[p + HALF]);
+          const float a = float(kind == 0 ? q_weight[FIRST(p)] : k_weight[FIRST(p)]);
+          const float b = float(kind == 0 ? q_weight[SECOND(p)] : k_weight[SECOND(p)]);
           low[j] = float(T(a * float(T(low[j] * scale))));
           high[j] = float(T(b * float(T(high[j] * scale))));
         }
@@ -67,8 +72,8 @@ _BODY = r"""
     UNROLL
     for (int j = 0; j < EACH; j++) {
       const int p = LANE + 32 * j;
-      if (p < HALF) {
-        const float c = cosines[(size_t)token * HALF + p], s = sines[(size_t)token * HALF + p];
+      if (p < TURNED) {
+        const float c = cosines[(size_t)token * TURNED + p], s = sines[(size_t)token * TURNED + p];
         const float a = low[j], b = high[j];
         low[j] = float(T(a * c - b * s));
         high[j] = float(T(a * s + b * c));
@@ -80,7 +85,7 @@ _BODY = r"""
     UNROLL
     for (int j = 0; j < EACH; j++) {
       const int p = LANE + 32 * j;
-      if (p < HALF) to[p] = T(low[j]), to[p + HALF] = T(high[j]);
+      if (p < HALF) to[FIRST(p)] = T(low[j]), to[SECOND(p)] = T(high[j]);
     }
     return;
   }
@@ -99,8 +104,8 @@ _BODY = r"""
     UNROLL
     for (int j = 0; j < EACH; j++) {
       const int p = LANE + 32 * j;
-      if (p < HALF && p / GROUP == g) least = min(least, low[j]), most = max(most, low[j]), all += low[j];
-      if (p < HALF && (p + HALF) / GROUP == g) least = min(least, high[j]), most = max(most, high[j]), all += high[j];
+      if (p < HALF && FIRST(p) / GROUP == g) least = min(least, low[j]), most = max(most, low[j]), all += low[j];
+      if (p < HALF && SECOND(p) / GROUP == g) least = min(least, high[j]), most = max(most, high[j]), all += high[j];
     }
     UNROLL
     for (int mask = 1; mask < 32; mask *= 2) {
@@ -115,7 +120,7 @@ _BODY = r"""
     const float distance = FLOAT_BITS(step_bits << 16);
     UNROLL
     for (int k = 0; k < 2 * EACH; k++) {
-      const int p = LANE + 32 * (k / 2), number = k % 2 ? p + HALF : p;
+      const int p = LANE + 32 * (k / 2), number = k % 2 ? SECOND(p) : FIRST(p);
       const bool mine = p < HALF && number / GROUP == g;
       const float v = k % 2 ? high[k / 2] : low[k / 2];
       const uint code = mine ? (uint)min(max((v - lowest) / distance + 0.5f, 0.0f), (float)TOP) : 0u;
@@ -136,7 +141,7 @@ _BODY = r"""
   UNROLL
   for (int j = 0; j < EACH; j++) {
     const int p = LANE + 32 * j;
-    if (p < HALF) to[p] = T(low[j]), to[p + HALF] = T(high[j]);
+    if (p < HALF) to[FIRST(p)] = T(low[j]), to[SECOND(p)] = T(high[j]);
   }
 #endif
   if (FETCHED) {
@@ -144,7 +149,7 @@ _BODY = r"""
     UNROLL
     for (int j = 0; j < EACH; j++) {
       const int p = LANE + 32 * j;
-      if (p < HALF) out[p] = T(low[j]), out[p + HALF] = T(high[j]);
+      if (p < HALF) out[FIRST(p)] = T(low[j]), out[SECOND(p)] = T(high[j]);
     }
   }
 """
@@ -178,30 +183,35 @@ class Rotary:
         *,
         norms: tuple[mx.array, mx.array, float] | None,
         fetched: bool,
+        gated: bool = False,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Return queries [rows, heads, length, dim], and if `fetched` the new keys and values as the pool holds
         them.
 
         Args:
             parts: The products of q, k and v [rows, length, heads or kv heads · dim], or one array that holds them all.
-            angles: Cosines and sines, float32 [rows, 1, length, dim / 2].
+            angles: Cosines and sines, float32 [rows, 1, length, rotated / 2]; the first `rotated` numbers of a head are
+                rotated, a multiple of four if these are not all.
             slots: int32 [rows, length], as in `StepView`.
             pool: The arrays of the layer's pool.
             norms: Weights of the queries' and keys' norms, and epsilon; None: no norms.
             fetched: Whether to return new keys and values, each [rows, kv heads, length, dim].
+            gated: Whether the product of q has a gate of `dim` numbers behind each head, which is left out.
         """
         form = self._form
         joined = len(parts) == 1
         q, k, v = (parts[0],) * 3 if joined else parts
         rows, length, width = q.shape
-        heads = width // form.dim - (2 * form.heads if joined else 0)
+        heads = (width // form.dim - (2 * form.heads if joined else 0)) // (2 if gated else 1)
         template: dict[str, Constant] = {
             "T": q.dtype,
             "D": form.dim,
             "HEADS": heads,
             "KV_HEADS": form.heads,
             "BLOCK": self._block_size,
+            "ROTATED": 2 * angles[0].shape[-1],
             "JOINED": joined,
+            "GATED": gated,
             "NORMED": norms is not None,
             "FETCHED": fetched,
         }

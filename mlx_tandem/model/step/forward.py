@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
-from mlx_tandem.model import cpu, depthwise, device, gated_delta
+from mlx_tandem.model import cpu, delta_net, depthwise, device, gated_delta
 from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
@@ -22,7 +22,7 @@ from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.mixin import mix_in
-from mlx_tandem.model.recurrent import ServedRecurrent, recurrent_modules
+from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.draw import Drawing, drawing
 from mlx_tandem.model.step.head import HeadPositions
@@ -112,6 +112,10 @@ class Forward:
 
     nobody: the seat in place of the seats of rows that do not draw. If the model has a head for multi-token prediction,
     its cache is the last of `caches`.
+
+    Attributes:
+        gathered_share: The share of its state that a row which decodes has in the step's memory; kernels read and write
+            the rest in the pool.
     """
 
     def __init__(
@@ -136,9 +140,12 @@ class Forward:
         if states:
             gated_delta.install(module)
             depthwise.speed_up(module)
+            delta_net.install(module)
         for recurrent in (recurrent_modules(module) or ()) if states else ():
             if not isinstance(recurrent, ServedRecurrent):
                 mix_in(recurrent, ServedRecurrent)
+        whole = sum(cache.shape.nbytes() for cache in states)
+        self.gathered_share = gathered_bytes(module, [cache.shape for cache in states]) / whole if states else 0.0
         self._lora = lora
         self._greedy = greedy
         self._nobody = nobody

@@ -22,6 +22,7 @@ class Rectangles:
         fused_length: Up to so many tokens per row, kernels read the pool in place: the forward needs no memory for
             gathered keys, and short contexts are not padded to the length of long ones. 0: no kernels do.
         limits: The most positions and pairs of query and key of one forward.
+        gathered_share: As in `Forward`, where rows have states.
         common_offsets: Whether rows that begin at one position are read without a mask. On a CPU there is no fused
             attention that a mask would prevent.
     """
@@ -44,6 +45,7 @@ class Rectangles:
         self._window = window  # of the first pool
         self._row_counts = row_counts
         self.unpadded = unpadded
+        self.gathered_share = 1.0
 
     def of(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the indices of the rows of each forward.
@@ -78,14 +80,19 @@ class Rectangles:
         return pieces
 
     def _within_states(self, group: list[int], rows: Sequence[Row], length: int) -> list[list[int]]:
-        """Return the rows in pieces whose states one forward may hold: one of each row, or of each draft."""
+        """Return the rows in pieces whose states one forward may hold: one of each row, or of each draft.
+
+        Of rows that go on and verify nothing, it holds only what it gathers.
+        """
+        apart = any(len(rows[i].tokens) > 1 or rows[i].slack or rows[i].start == 0 for i in group)
+        share = 1.0 if apart else self.gathered_share
         pieces: list[list[int]] = [[]]
-        held = 0
+        held = 0.0
         for i in group:
-            own = len(rows[i].tokens) if length == 1 else 1
+            own = share * (len(rows[i].tokens) if length == 1 else 1)
             if pieces[-1] and held + own > self.limits.rows:
                 pieces.append([])
-                held = 0
+                held = 0.0
             pieces[-1].append(i)
             held += own
         return pieces

@@ -52,7 +52,7 @@ float rint(float);
 float fma(float, float, float);
 float sqrt(float);
 namespace fast { float exp2(float); float tanh(float); float rsqrt(float); }
-namespace precise { float exp2(float); float tanh(float); float rsqrt(float); }
+namespace precise { float exp2(float); float log2(float); float tanh(float); float rsqrt(float); }
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
 void threadgroup_barrier(mem_flags);

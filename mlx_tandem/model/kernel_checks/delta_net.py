@@ -1,0 +1,74 @@
+"""Check of the fused path through gated delta nets: it must agree with the layer's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_tandem.model.cache.states import StateArray, StateCache, StateShape, StateView
+from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
+
+TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+"""Largest difference from the layer's own code, as a fraction of the largest number."""
+
+ROWS, TOKENS = 3, 2
+
+
+def problem(layer: nn.Module) -> str:
+    """Return why a layer must not take the fused path that it was given; empty if it may."""
+
+    def check() -> str:
+        error, dtype = largest_error(layer)
+        if not error <= TOLERANCE[dtype]:
+            raise Rejected(f"the fused path is wrong by {error:.1e} in {dtype}")
+        return ""
+
+    return checked("the fused path through gated delta nets", check, lambda reason: reason)
+
+
+def largest_error(layer: Any) -> tuple[float, mx.Dtype]:
+    """Return the largest difference of outputs and states over a few tokens, as a fraction of the largest number, and
+    the type of the layer.
+
+    The layer's own code gets its states from one of mlx-lm's caches, from which it does not take the fused path.
+    """
+    rng = np.random.default_rng(0)
+    dtype = layer.conv1d.weight.dtype
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+    own: Any = ArraysCache(2)
+    products = normal(ROWS, layer.conv_kernel_size - 1, layer.conv_dim).astype(dtype)
+    state = normal(ROWS, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim)
+    own[0], own[1] = products, state
+    x = normal(ROWS, TOKENS, layer.hidden_size).astype(dtype)
+    want = layer(x, None, own)
+    arrays = [products, state]
+    shape = StateShape(tuple(StateArray(a.shape[1:], a.dtype) for a in arrays))
+    pool = [_apart(a.reshape(ROWS, -1)) for a in arrays]
+    mx.eval(pool)
+    cache = StateCache(shape)
+    view = StateView(mx.arange(2, 2 + ROWS, dtype=mx.int32), mx.arange(2 + ROWS, 2 + 2 * ROWS, dtype=mx.int32))
+    cache.bind(pool, view)
+    got = layer(x, None, cache)
+    if cache.gathered_bytes():
+        raise Rejected("the fused path was not taken")
+    cache.release()
+    mx.eval(got, view.written)  # MLX does not order a read of the pool behind the kernels' writes
+    pairs = [(got, want)]
+    for i, array in enumerate(arrays):
+        pairs += [
+            (pool[i][2 + ROWS :].reshape(array.shape), own[i]),
+            (pool[i][2 : 2 + ROWS].reshape(array.shape), array),
+        ]
+    return max(relative_error(ours, theirs) for ours, theirs in pairs), dtype
+
+
+def _apart(lines: mx.array) -> mx.array:
+    """Return a pool whose first two lines and last ROWS lines are zeros, with these lines between them."""
+    return mx.concatenate([mx.zeros_like(lines[:2]), lines, mx.zeros_like(lines)])
