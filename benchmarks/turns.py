@@ -63,9 +63,9 @@ def main() -> None:
     results = Results(args.json_out, before_commit=commit(trees[BEFORE]), kind=args.kind)
     compare = compare_engines if args.kind == "engine" else compare_servers
     found: list[dict[str, Any]] = []
-    for row in compare(args, trees):
-        found.append(row)
+    for found in compare(args, trees):
         results.add(results=found)
+    for row in found:
         print(json.dumps({k: v for k, v in row.items() if k != "rounds"}), flush=True)
     results.finish()
 
@@ -112,19 +112,18 @@ class Child:
         for name in ("batch", "prompt_tokens", "max_tokens", "adapters", "repeats", "blocks"):
             if getattr(args, name) is not None:
                 words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        self.results: list[dict[str, Any]] = []
         self._process = subprocess.Popen(
             words, env=environment(tree), cwd=tempfile.gettempdir(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def wait(self) -> list[dict[str, Any]] | None:
-        """Wait until the child rests before a round; return all results instead when it has ended."""
+    def wait(self) -> bool:
+        """Wait until the child rests before a round, and take its `results` so far; return whether it has ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith(b'{"rests"'):
-                return None
-            if line.startswith(b'{"results"'):
-                found: list[dict[str, Any]] = json.loads(line)["results"]
-                return found
+            if line.startswith((b'{"rests"', b'{"results"')):
+                self.results = json.loads(line)["results"]
+                return line.startswith(b'{"results"')
         raise SystemExit("a tree's benchmark has ended without results")
 
     def go(self) -> None:
@@ -141,24 +140,27 @@ class Child:
         self._process.wait()
 
 
-def compare_engines(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
-    """Yield the ratios of each batch and side."""
+def compare_engines(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the ratios of each batch and side so far, whenever both trees have run a round."""
     with ExitStack() as stack:
-        children, done = {}, {}
+        children, ended = {}, {}
         for name, tree in trees.items():  # one after the other, since each chooses its kernels by timing them
             children[name] = stack.enter_context(Child(tree, args))
-            done[name] = children[name].wait()
+            ended[name] = children[name].wait()
         turn = 0
-        while not all(done.values()):
+        while not all(ended.values()):
             for name in (BEFORE, AFTER)[:: -1 if turn % 2 else 1]:
                 children[name].go()
-                done[name] = children[name].wait()
+                ended[name] = children[name].wait()
             turn += 1
-    for before, after in zip(done[BEFORE] or [], done[AFTER] or [], strict=True):
-        for side in before["rounds"]:
-            rounds = {BEFORE: before["rounds"][side], AFTER: after["rounds"][side]}
-            found = {"shape": args.shape, "batch": before["batch"], "side": side}
-            yield found | ratios_of(rounds, ENGINE_FIELDS) | {"rounds": rounds}
+            yield [
+                {"shape": args.shape, "batch": before["batch"], "side": side}
+                | ratios_of(rounds, ENGINE_FIELDS)
+                | {"rounds": rounds}
+                for before, after in zip(children[BEFORE].results, children[AFTER].results, strict=True)
+                for side in before["rounds"]
+                for rounds in [{BEFORE: before["rounds"][side], AFTER: after["rounds"][side]}]
+            ]
 
 
 def run_child(args: argparse.Namespace) -> None:
@@ -173,7 +175,7 @@ def run_child(args: argparse.Namespace) -> None:
     kept: dict[str, Any] = {}
 
     def rest(repeat: int) -> None:
-        print(json.dumps({"rests": repeat}), flush=True)
+        print(json.dumps({"rests": repeat, "results": kept.get("results", [])}), flush=True)
         sys.stdin.readline()
 
     with tempfile.TemporaryDirectory(prefix="tandem-turns-") as scratch:
@@ -188,13 +190,14 @@ def run_child(args: argparse.Namespace) -> None:
     print(json.dumps({"results": kept["results"]}), flush=True)
 
 
-def compare_servers(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
-    """Yield the ratios of each concurrency."""
+def compare_servers(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the ratios of each concurrency so far."""
     from servers import Server
     from streams import with_adapters
 
     from mlx_tandem import demo
 
+    found: list[dict[str, Any]] = []
     with ExitStack() as stack:
         urls = {}
         for name, tree in trees.items():
@@ -203,8 +206,12 @@ def compare_servers(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iter
             urls[name] = stack.enter_context(server.running(demo.MODEL_PATH))
         for concurrency in map(int, args.concurrency.split(",")):
             rounds = asyncio.run(take_turns(args, urls, concurrency))
-            found = {"endpoint": args.endpoint, "concurrency": concurrency}
-            yield found | ratios_of(rounds, HTTP_FIELDS) | {"rounds": rounds}
+            found.append(
+                {"endpoint": args.endpoint, "concurrency": concurrency}
+                | ratios_of(rounds, HTTP_FIELDS)
+                | {"rounds": rounds}
+            )
+            yield found
 
 
 async def take_turns(

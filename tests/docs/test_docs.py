@@ -77,6 +77,7 @@ SHORT = {
         *("--repeats", "1"),
     ],
     "benchmarks/decode_steps.py": ["--decode", "2x16", "--prompts", "1x32", "--steps", "2", "--repeats", "1"],
+    "benchmarks/step_kernels.py": ["--rows", "1", "--max-tokens", "4"],
     "benchmarks/registry.py": [
         *("--adapters", "6", "--slots", "2", "--concurrency", "2", "--num-requests", "4", "--max-tokens", "4"),
         *("--repeats", "1", "--registered", "8"),
