@@ -56,20 +56,23 @@ def attention(recorder: Recorder) -> None:
 
 
 def rotary(recorder: Recorder) -> None:
-    forms = list(product(FLOATS, (64, 80, 128), (0, 8, 4), (False, True), (False, True), (False, True)))
-    for dtype, dim, bits, joined, normed, fetched in forms[::SAMPLED]:
-        heads, form = 4, RowFormat(2, dim, dtype, bits, 32)
+    """Also where a part of a head is rotated, and the queries' product has gates."""
+    forms = list(product(FLOATS, (64, 80, 128), (0, 8, 4), (False, True), (False, True), (False, True), (False, True)))
+    for dtype, dim, bits, joined, normed, fetched, gated in forms[::SAMPLED]:
+        form, half = RowFormat(2, dim, dtype, bits, 32), 8 if gated else dim // 2
         if bits and unreadable_rows(form):
             continue
+        heads = 8 if gated else 4  # of the queries, with their gates
         parts = [mx.zeros((3, 2, n * dim), dtype) for n in ((heads + 4,) if joined else (heads, 2, 2))]
         weight = mx.zeros((dim,), dtype)
         Rotary(recorder.make, form, BLOCK)(
             parts,
-            (mx.zeros((3, 1, 2, dim // 2)), mx.zeros((3, 1, 2, dim // 2))),
+            (mx.zeros((3, 1, 2, half)), mx.zeros((3, 1, 2, half))),
             mx.zeros((3, 2), mx.int32),
             KVArrays([LayerShape(form, form)], 8, BLOCK).layers[0],
             norms=(weight, weight, 1e-5) if normed else None,
             fetched=fetched,
+            gated=gated,
         )
 
 
