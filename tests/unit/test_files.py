@@ -87,3 +87,28 @@ def test_a_lock_names_its_holder_and_goes_with_it(tmp_path: Path):
     lock.release()
     lock.release()
     FolderLock(tmp_path).release()
+
+
+def test_a_lock_names_its_holder_whatever_an_earlier_one_has_left(tmp_path: Path):
+    (tmp_path / files.LOCK).write_text("12345678901234567890\nsomething else\n")
+    lock = FolderLock(tmp_path)
+    assert (tmp_path / files.LOCK).read_text() == f"{os.getpid()}\n"
+    with pytest.raises(StorageError, match=f"{tmp_path} is in use by process {os.getpid()}: stop it"):
+        FolderLock(tmp_path)
+    lock.release()
+
+
+def test_a_lock_is_held_as_long_as_its_folder_is_the_same(tmp_path: Path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    lock = FolderLock(folder)
+    assert lock.held()
+    folder.rename(tmp_path / "b")
+    assert not lock.held(), "the name leads nowhere"
+    folder.mkdir()
+    other = FolderLock(folder)
+    assert other.held()
+    assert not lock.held(), "the name leads to another folder"
+    for each in (lock, other):
+        each.release()
+        assert not each.held()
