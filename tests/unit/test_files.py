@@ -43,6 +43,17 @@ def test_replace_survives_a_loss_of_power(tmp_path: Path):
     assert path.read_bytes() == b"new"
 
 
+def test_a_folder_survives_a_loss_of_power_with_its_parents(tmp_path: Path):
+    ops = ForgetfulFiles()
+    files.make_folder(tmp_path / "a" / "b" / "c", ops)
+    files.create(tmp_path / "a" / "b" / "kept", b"x", ops)
+    files.sync_folder(tmp_path / "a" / "b", ops)
+    files.create(tmp_path / "a" / "lost", b"x", ops)
+    ops.lose_power()
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    assert contents(tmp_path) == {"a/b/kept": b"x"}
+
+
 def test_modes_and_links(tmp_path: Path):
     folder = tmp_path / "a" / "b"
     files.make_folder(folder)
