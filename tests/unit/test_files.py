@@ -123,3 +123,14 @@ def test_a_lock_is_held_as_long_as_its_folder_is_the_same(tmp_path: Path):
     for each in (lock, other):
         each.release()
         assert not each.held()
+
+
+def test_the_cache_folder_is_the_user_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for said in ("", None):
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        if said is not None:
+            monkeypatch.setenv("XDG_CACHE_HOME", said)
+        assert files.cache_folder() == tmp_path / ".cache" / "mlx-tandem"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert files.cache_folder() == Path("/elsewhere/mlx-tandem")
