@@ -27,6 +27,7 @@ from mlx_tandem.generation.events import (
     Usage,
 )
 from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.types import AdapterRef, SamplingParams, TokenLogprob
 
@@ -132,8 +133,11 @@ def asked(draw: st.DrawFn, *, whole: bool) -> Asked:
     adapter = draw(st.sampled_from([None, AdapterRef("own", 3, "d")]))
     follow, running = draw(st.booleans()), shown.usage and draw(st.booleans())
     params = SamplingParams(max_tokens=9, logprobs=shown.logprobs)
-    prompted = Prompted(prompts, [adapter] * len(prompts), params, n, follow=follow, running_usage=running)
-    waiting = [draw(said(i, shown, is_chat)) for i in range(prompted.choices)]
+    text = TextOptions(silent=draw(st.booleans()))
+    prompted = Prompted(prompts, [adapter] * len(prompts), params, n, text, follow=follow, running_usage=running)
+    waiting: list[list[Event]] = [
+        [Finish(i, "length")] if text.silent else draw(said(i, shown, is_chat)) for i in range(prompted.choices)
+    ]
     events: list[Event] = []
     unread = set(range(len(prompts)))
     has_scores = shown.prompt_logprobs is not None or (echo and shown.logprobs is not None)
@@ -344,6 +348,9 @@ def test_a_stream_adds_up_to_the_whole_reply(a: Asked) -> None:
     made = [expected_choice(a, i) for i in range(a.prompted.choices)]
     own = prompt_details(a, 0) if a.is_chat else {}
     assert [found for found in of_prompt if found] == ([own] * a.prompted.choices if own else [])
+    if a.prompted.text.silent and a.shown.logprobs is not None:
+        ends = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"] is not None]
+        assert all(choice["logprobs"] is not None for choice in ends), "they are there, and empty"
     found = added_up(a, chunks)
     for choice in (*made, *found):
         if not any((choice["logprobs"] or {}).values()):
