@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any, NoReturn
@@ -314,3 +315,31 @@ def test_biases_within_their_bounds(front: Front) -> None:
         with pytest.raises(InvalidRequest) as refused:
             params(front, logit_bias=wrong)
         assert refusal(refused.value) == ("logit_bias", code)
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_has_tokens_of_the_model_and_fits(front: Front) -> None:
+    def prompt(text: str, **options: Any) -> list[int]:
+        return asyncio.run(front.text_prompt(text, "field", **options))
+
+    ids = prompt("one two three")
+    for vocab_size, is_fine in ((max(ids) + 1, True), (max(ids), False)):
+        front.client.info = structs.replace(INFO, vocab_size=vocab_size)
+        if is_fine:
+            assert prompt("one two three") == ids
+        else:
+            with pytest.raises(InvalidRequest, match="field holds text that this model has no token for"):
+                prompt("one two three")
+    front.client.info = structs.replace(INFO, max_model_len=len(ids) + 1)
+    assert prompt("one two three") == ids
+    front.client.info = structs.replace(INFO, max_model_len=len(ids))
+    with pytest.raises(InvalidRequest) as refused:
+        prompt("one two three")
+    assert refusal(refused.value) == ("field", "context_length_exceeded")
+    assert prompt("one two three", cut=True) == ids, "the caller cuts it"
+    for options in ({}, {"cut": True}):
+        with pytest.raises(InvalidRequest, match="field gives an empty prompt"):
+            prompt("", **options)
+    front.client.info = INFO
