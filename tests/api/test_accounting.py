@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,11 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_tandem.config import Arm
 from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.dialects.openai.renderer import TextRenderer
 from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.messages import Cancel, Failed, Output, Submit
 from mlx_tandem.server.replies import Reply
 from mlx_tandem.types import Delta, Request
-from tests.api.scripted import ADAPTER, Peer, scripted_server
+from tests.api.scripted import ADAPTER, SECONDS, Peer, scripted_server
 from tests.waiting import until
 
 REPLIES: list[Reply] = []
@@ -120,8 +124,14 @@ def expected(model: str, prompts: int, n: int, tokens: int, ending: str, stream:
 def run(client: httpx.Client, peer: Peer, body: dict[str, Any], tokens: int, ending: str) -> None:
     """Ask, have the engine draw `tokens` tokens for each choice, all choices in one step, and then end as it should."""
     asked, n = len(body["prompt"]), body["n"]
+    sock = socket.create_connection((client.base_url.host, client.base_url.port))
 
     def ask() -> None:
+        if ending == "left" and not body["stream"]:
+            data = json.dumps(body).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            return
         with client.stream("POST", "/v1/completions", json=body) as reply:
             for _ in reply.iter_raw():
                 if ending == "left":
@@ -140,6 +150,8 @@ def run(client: httpx.Client, peer: Peer, body: dict[str, Any], tokens: int, end
     if ending == "failed":
         peer.say(Failed(requests[0].id, "step_failed", "it failed"))
     thread.join()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset, seen at once
+    sock.close()
     if ending in ("failed", "left"):
         for _ in range(asked - (ending == "failed")):
             assert peer.hear(Cancel).request in [r.id for r in requests]
@@ -156,6 +168,7 @@ def run(client: httpx.Client, peer: Peer, body: dict[str, Any], tokens: int, end
         (False, 1, 2, 2, "failed"),
         (True, 1, 2, 2, "failed"),
         (True, 1, 2, 2, "left"),
+        (False, 1, 2, 2, "left"),
     ],
 )
 def test_everything_is_counted_once(
@@ -174,3 +187,45 @@ def test_everything_is_counted_once(
     if ending in ("stop", "length"):
         assert between_now - between == pytest.approx(prompts * n * (decoding_now - decoding))
     assert all(deadline.cancelled() for deadline in REPLIES[-1]._deadlines.values()), "no timer is left behind"
+
+
+def test_a_stream_that_breaks_ends_with_an_error_that_quotes_nothing(
+    served: tuple[httpx.Client, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, peer = served
+    pieces = iter([b"data: {}\n\n"])
+    monkeypatch.setattr(TextRenderer, "text", lambda renderer, event: next(pieces))
+    before, _, _ = account(client)
+    said: list[bytes] = []
+    begun = threading.Event()
+
+    def ask() -> None:
+        body = {"model": "base", "prompt": [300], "stream": True}
+        with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "my-id"}) as reply:
+            for piece in reply.iter_raw():
+                said.append(piece)
+                begun.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    request = peer.hear(Submit).request
+    peer.say(Output([Delta(request.id, 0, (300,))]))
+    assert begun.wait(SECONDS)
+    peer.say(Output([Delta(request.id, 0, (301,))]))
+    thread.join()
+    peer.hear(Cancel)
+    *_, last, end = b"".join(said).decode().split("\n\n")
+    assert end == ""
+    assert json.loads(last.removeprefix("data: ")) == {
+        "error": {
+            "message": "internal error in request my-id",
+            "type": "server_error",
+            "param": None,
+            "code": "internal_error",
+        }
+    }
+    until(lambda: not client.get("/v1/engine/metrics").json()["open_requests"])
+    after, _, _ = account(client)
+    assert after["errors", "internal_error"] - before["errors", "internal_error"] == 1
+    assert after["error replies", "internal_error", "500"] == before["error replies", "internal_error", "500"]
+    assert after["ended", "error", "base"] - before["ended", "error", "base"] == 1
