@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.files import Disk
+from mlx_tandem.files import Disk, remove_tree
 
 
 class FaultFiles(Disk):
@@ -84,16 +84,20 @@ class FaultFiles(Disk):
 
 
 class ForgetfulFiles(Disk):
-    """A disk that keeps in memory whatever was not synced, until `lose_power` forgets it: bytes that were written, and
-    new names."""
+    """A disk that keeps in memory whatever was not synced, until `lose_power` forgets it: bytes that were written, new
+    names, and new files and folders."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, list[tuple[int, bytes]]] = {}  # by inode
         self._names: list[tuple[Path, Path]] = []
         self._paths: dict[int, Path] = {}
+        self._made: list[Path] = []
 
     def open(self, path: Path, flags: int) -> int:
+        is_new = flags & os.O_CREAT and not path.exists()
         fd = super().open(path, flags)
+        if is_new:
+            self._made.append(path)
         self._paths[os.fstat(fd).st_ino] = path
         return fd
 
@@ -117,6 +121,8 @@ class ForgetfulFiles(Disk):
         status = os.fstat(fd)
         if stat.S_ISDIR(status.st_mode):
             self._names = [(old, new) for old, new in self._names if new.parent.stat().st_ino != status.st_ino]
+            there = [path for path in self._made if path.exists()]
+            self._made = [path for path in there if path.parent.stat().st_ino != status.st_ino]
         for at, data in self._bytes.pop(status.st_ino, []):
             try:
                 os.pwrite(fd, data, at)
@@ -128,11 +134,19 @@ class ForgetfulFiles(Disk):
     def rename(self, old: Path, new: Path) -> None:
         super().rename(old, new)
         self._names.append((old, new))
+        self._made = [new / path.relative_to(old) if path.is_relative_to(old) else path for path in self._made]
+
+    def mkdir(self, path: Path) -> None:
+        super().mkdir(path)
+        self._made.append(path)
 
     def lose_power(self) -> None:
+        for path in reversed(self._made):
+            remove_tree(path)
         for old, new in reversed(self._names):
-            os.rename(new, old)
-        self._bytes, self._names = {}, []
+            if new.exists():
+                os.rename(new, old)
+        self._bytes, self._names, self._made = {}, [], []
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -125,6 +125,10 @@ def literals(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant):
             found.add(str(node.value.value))
+        if isinstance(node, ast.ClassDef) and any("Error" in ast.unparse(base) for base in node.bases):
+            for line in node.body:
+                if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "code":
+                    found.add(ast.literal_eval(line.value))
     return found
 
 

@@ -238,3 +238,25 @@ def test_a_budget_of_thoughts_counts_below_the_longest_answer(served: tuple[http
 
     assert [budget(tokens) for tokens in (8, 9, 10)] == [8, None, None]
     assert asked(served, "/v1/messages", thinking={"type": "disabled"}) == asked(served, "/v1/messages")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "answer"),
+    [
+        ("/v1/chat/completions", {"max_completion_tokens": 40, "max_tokens": 90}, 40),
+        ("/v1/chat/completions", {"max_completion_tokens": 40, "max_tokens": None}, 40),
+        ("/v1/chat/completions", {"max_tokens": 40}, 40),
+        ("/v1/completions", {"max_tokens": 40}, 40),
+        ("/v1/completions", {"max_tokens": None}, INFO.max_model_len // 2),
+    ],
+)
+def test_a_prompt_is_cut_to_what_the_answer_leaves(
+    served: tuple[httpx.Client, Peer], path: str, fields: dict[str, Any], answer: int
+) -> None:
+    """Its last tokens are kept."""
+    text = " ".join(map(str, range(300)))
+    long = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    found = asked(served, path, **long | fields, truncate_prompt_tokens=-1)
+    assert (len(found.prompt), found.params.max_tokens) == (INFO.max_model_len - answer, answer)
+    fewer = asked(served, path, **long | fields | {"max_tokens": 9}, truncate_prompt_tokens=5)
+    assert fewer.prompt == found.prompt[-5:]

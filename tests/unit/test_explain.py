@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import RewardSpec, RLTrainingConfig
@@ -28,6 +28,11 @@ class Outer(Struct, forbid_unknown_fields=True):
     several: list[Inner] = []
     named: dict[str, Inner] = {}
     pairs: tuple[tuple[str, Inner], ...] = ()
+    share: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    count: Annotated[int, Meta(ge=1, le=9)] = 1
+    least: Annotated[int, Meta(ge=1)] = 1
+    reserved: None = None
+    either: int | str | None = None
 
 
 def explained(value: Any, where: str = "") -> InvalidRequest:
@@ -55,9 +60,39 @@ def test_the_field_and_what_it_may_be(value: Any, param: str | None, says: str) 
     assert (wrong.param, wrong.message) == (param, says)
 
 
+@pytest.mark.parametrize(
+    ("value", "param", "says", "code"),
+    [
+        ({"inner": {}}, "inner.size", "inner.size is required", "missing_required_parameter"),
+        ({"innr": {}}, "innr", "innr is not a parameter here", "unknown_parameter"),
+        ({"reserved": 1}, "reserved", "reserved is not supported", "unsupported_parameter"),
+        ({"several": None}, "several", "several must be of type array, not null", "invalid_type"),
+        ({"inner": {"size": None}}, "inner.size", "inner.size must be of type int, not null", "invalid_type"),
+        ({"either": 1.5}, "either", "either must be of type int or str, not float", "invalid_type"),
+        ({"share": "x"}, "share", "share must be a number", "invalid_type"),
+        ({"share": 1.5}, "share", "share must be a number between 0 and 1", "invalid_value"),
+        ({"share": -0.5}, "share", "share must be a number between 0 and 1", "invalid_value"),
+        ({"count": 1.5}, "count", "count must be an integer", "invalid_type"),
+        ({"count": None}, "count", "count must be an integer", "invalid_type"),
+        ({"count": 10}, "count", "count must be an integer between 1 and 9", "invalid_value"),
+        ({"least": 0}, "least", "least: Expected `int` >= 1", "invalid_value"),
+        ({"mode": "z"}, "mode", "mode must be one of 'x', 'y'", "invalid_value"),
+        (None, None, "the body must be of type object, not null", "invalid_type"),
+    ],
+)
+def test_each_kind_of_mistake_has_its_code(value: Any, param: str | None, says: str, code: str) -> None:
+    wrong = explained(value)
+    assert (wrong.param, wrong.message, wrong.code) == (param, says, code)
+
+
 def test_a_value_inside_a_field() -> None:
     assert explained({"inner": {}}, "outer").message == "outer.inner.size is required"
     assert explained(5, "outer").message == "outer must be of type object, not int"
+    assert explained({"count": 10}, "outer").param == "outer.count"
+    assert explained({"count": 10}, "outer[3]").param == "outer[3].count"
+    with pytest.raises(msgspec.ValidationError) as e:
+        msgspec.convert([{"size": 1}, {}], list[Inner])
+    assert explain(e.value, list[Inner], "outer").param == "outer[1].size"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,17 @@ def test_replace_survives_a_loss_of_power(tmp_path: Path):
     assert path.read_bytes() == b"new"
 
 
+def test_a_folder_survives_a_loss_of_power_with_its_parents(tmp_path: Path):
+    ops = ForgetfulFiles()
+    files.make_folder(tmp_path / "a" / "b" / "c", ops)
+    files.create(tmp_path / "a" / "b" / "kept", b"x", ops)
+    files.sync_folder(tmp_path / "a" / "b", ops)
+    files.create(tmp_path / "a" / "lost", b"x", ops)
+    ops.lose_power()
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    assert contents(tmp_path) == {"a/b/kept": b"x"}
+
+
 def test_modes_and_links(tmp_path: Path):
     folder = tmp_path / "a" / "b"
     files.make_folder(folder)
@@ -87,3 +98,39 @@ def test_a_lock_names_its_holder_and_goes_with_it(tmp_path: Path):
     lock.release()
     lock.release()
     FolderLock(tmp_path).release()
+
+
+def test_a_lock_names_its_holder_whatever_an_earlier_one_has_left(tmp_path: Path):
+    (tmp_path / files.LOCK).write_text("12345678901234567890\nsomething else\n")
+    lock = FolderLock(tmp_path)
+    assert (tmp_path / files.LOCK).read_text() == f"{os.getpid()}\n"
+    with pytest.raises(StorageError, match=f"{tmp_path} is in use by process {os.getpid()}: stop it"):
+        FolderLock(tmp_path)
+    lock.release()
+
+
+def test_a_lock_is_held_as_long_as_its_folder_is_the_same(tmp_path: Path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    lock = FolderLock(folder)
+    assert lock.held()
+    folder.rename(tmp_path / "b")
+    assert not lock.held(), "the name leads nowhere"
+    folder.mkdir()
+    other = FolderLock(folder)
+    assert other.held()
+    assert not lock.held(), "the name leads to another folder"
+    for each in (lock, other):
+        each.release()
+        assert not each.held()
+
+
+def test_the_cache_folder_is_the_user_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for said in ("", None):
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        if said is not None:
+            monkeypatch.setenv("XDG_CACHE_HOME", said)
+        assert files.cache_folder() == tmp_path / ".cache" / "mlx-tandem"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert files.cache_folder() == Path("/elsewhere/mlx-tandem")

@@ -11,7 +11,15 @@ import pytest
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.generation.vision.client import IMAGE_PROCESSOR, PROCESSOR, Images
-from mlx_tandem.model_folder import CONFIG, VISION_FAMILIES, check_processor, check_vision, text_settings
+from mlx_tandem.model_folder import (
+    CONFIG,
+    TEXT_PARTS,
+    VISION_FAMILIES,
+    check_processor,
+    check_text,
+    check_vision,
+    text_settings,
+)
 from tests.images import vision_folder
 
 HUGE = 10**12
@@ -55,6 +63,38 @@ def test_a_number_out_of_its_range_is_named(file: str, values: dict[str, Any], w
     with pytest.raises(ModelError) as refused:
         check(values, file)
     assert refused.value.message.startswith(f"{file}: {what}")
+
+
+TEXT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"vocab_size": 0}, "vocab_size", "must be an integer from 1 to 16,777,216"),
+    ({"num_hidden_layers": 1.5}, "num_hidden_layers", "must be an integer from 1 to 1,024"),
+    ({"rope_theta": True}, "rope_theta", "must be a number from 0.001"),
+    ({"num_key_value_heads": [4, None, 0]}, "num_key_value_heads", "must be an integer from 1"),
+    ({"text_config": {"hidden_size": HUGE}}, "text_config.hidden_size", "must be an integer from 1"),
+    ({"llm_config": {"head_dim": -1}}, "llm_config.head_dim", "must be an integer from 1"),
+    ({"text_config": {}, "llm_config": {"head_dim": -1}}, "llm_config.head_dim", "must be an integer from 1"),
+    ({"quantization": {"bits": 33}}, "quantization.bits", "must be an integer from 1 to 32"),
+    ({"quantization": {"group_size": 0}}, "quantization.group_size", "must be an integer from 1"),
+    *(
+        ({field: [1]}, field, "must be an object")
+        for field in (*TEXT_PARTS, "vision_config", "quantization", "quantization_config", "rope_scaling")
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "field", "what"), TEXT_FAULTS)
+def test_a_fault_of_the_language_model_is_named(values: dict[str, Any], field: str, what: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        check_text(values, CONFIG)
+    assert refused.value.param == field
+    assert refused.value.message.startswith(f"{CONFIG}: {field} {what}")
+
+
+def test_what_other_programs_write_into_a_folder_is_left_to_them() -> None:
+    """Only mlx-lm's own key of a quantization is read, and null is absent."""
+    check_text(
+        {"quantization_config": {"bits": 1000}, "quantization": None, "head_dim": None, "text_config": {}}, CONFIG
+    )
 
 
 @pytest.mark.parametrize(("file", "values", "what"), [FAULTS[0], FAULTS[15], FAULTS[20]])

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import unicodedata
 from typing import Any
 
 import pytest
@@ -34,6 +35,27 @@ def test_it_is_one_line_that_can_be_encoded(text: str, most: int) -> None:
     assert printable(shown, most) == shown, "twice is once"
     if is_safe(text) and len(text) <= most:
         assert shown == text
+
+
+BIDIRECTIONAL = {0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+"""Unicode's characters with the property Bidi_Control."""
+
+
+def test_exactly_the_characters_that_steer_or_cannot_be_encoded_are_escaped() -> None:
+    for start in range(0, 0x110000, 0x1000):
+        page = list(map(chr, range(start, start + 0x1000)))
+        unsafe = [unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or ord(c) in BIDIRECTIONAL for c in page]
+        escaped = [ascii(c)[1:-1] if bad else c for c, bad in zip(page, unsafe, strict=True)]
+        assert printable("".join(page), 1 << 20) == "".join(escaped), f"{start:#x}"
+
+
+@given(ANY_TEXT, st.integers(1, 50))
+@example("x" * 11, 10)
+@example("x" * 10, 10)
+@example("\x1b" * 3, 10)
+def test_a_text_is_cut_only_where_it_is_too_long_and_says_so(text: str, most: int) -> None:
+    whole = printable(text, 12 * len(text) + 1)
+    assert printable(text, most) == (whole if len(whole) <= most else whole[: most - 1] + "…")
 
 
 @pytest.mark.parametrize(

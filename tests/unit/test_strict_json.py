@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -78,6 +79,16 @@ def test_anything_else_is_refused_at_its_place(value: Any) -> None:
     if error is not None:
         assert error.param is not None and error.param.startswith("p") and len(error.param) <= 200
         assert error.param.isascii() and error.message.isascii()
+
+
+@pytest.mark.parametrize("inside", [lambda v: v, lambda v: [v], lambda v: {"k": v}, lambda v: [0, {"k": [v, 1]}]])
+def test_integers_of_64_bits_and_no_others(inside: Callable[[int], Any]) -> None:
+    for number in (-(2**63), 2**63 - 1):
+        assert refusal(inside(number)) is None
+    for number in (-(2**63) - 1, 2**63):
+        error = refusal(inside(number))
+        assert error is not None
+        assert error.message.endswith("must be a number of at most 64 bits")
 
 
 class Inner(Struct, forbid_unknown_fields=True):

@@ -9,6 +9,8 @@ import pytest
 
 from mlx_tandem.dialects.anthropic.messages import chat_form as anthropic
 from mlx_tandem.dialects.ollama.messages import chat_form as ollama
+from mlx_tandem.dialects.openai.bodies import ChatBody
+from mlx_tandem.dialects.openai.plans import _check_images
 from mlx_tandem.dialects.responses.items import chat_form as responses
 from mlx_tandem.dialects.responses.items import input_items
 from mlx_tandem.errors import InvalidRequest
@@ -100,3 +102,22 @@ def test_where_only_text_can_be_used_images_are_refused() -> None:
         chat_messages([message])
     assert found.value.param == "messages[0].content[1].image_url"
     assert DATA not in found.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "off", "on"),
+    [
+        ("truncate_prompt_tokens", [None], [5, -1]),
+        ("collect_trajectory", [None, False], [True]),
+        ("trajectory_id", [None], ["traj-1"]),
+        ("scoring_function", [None], ["gsm8k"]),
+        ("echo", [None, False], [True]),
+    ],
+)
+def test_fields_that_cannot_be_used_beside_images(field: str, off: list[Any], on: list[Any]) -> None:
+    for value in off:
+        _check_images(ChatBody(messages=[], **{field: value}))
+    for value in on:
+        with pytest.raises(InvalidRequest, match="cannot be used in a chat with images") as refused:
+            _check_images(ChatBody(messages=[], **{field: value}))
+        assert refused.value.param == field

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import settings as example_settings
+from hypothesis.strategies import booleans
 
-from mlx_tandem.generation.answers import Spoken, ToolCall
-from mlx_tandem.generation.events import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from mlx_tandem.generation.answers import Answers, Spoken, ToolCall
+from mlx_tandem.generation.events import (
+    PromptRead,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
 from tests.answers import Said, said
 
 
@@ -31,3 +39,23 @@ def test_the_parts_of_an_answer_are_its_events_in_their_order(answer: Said) -> N
     assert found.text == "".join(text for kind, text in expected if kind == "text")
     assert found.reasoning == "".join(text for kind, text in expected if kind == "reasoning")
     assert [part for part in found.parts if isinstance(part, ToolCall)] == found.calls
+
+
+@example_settings(max_examples=100)
+@given(said(tokens=2), booleans())
+def test_the_tokens_of_an_answer_and_of_its_parts(answer: Said, details: bool) -> None:
+    """Those that are not kept have no places either."""
+    answers = Answers(1, 1, details=details)
+    answers.add(answer.events)
+    (found,) = answers.choices
+    carrying = [event for event in answer.events if not isinstance(event, PromptRead | Usage)]
+    tokens = [token for event in carrying for token in event.tokens]
+    assert found.tokens == (tokens if details else [])
+    assert found.logprobs == ([lp for event in carrying for lp in event.logprobs] if details else [])
+    texts = [part for part in found.parts if isinstance(part, Spoken) and part.kind == "text"]
+    places = [place for part in texts for place in part.tokens]
+    assert places == sorted(set(places))
+    assert set(places) <= set(range(len(found.tokens)))
+    if not any(isinstance(event, ReasoningDelta | ToolCallStart) for event in answer.events) and found.text:
+        assert places == list(range(len(found.tokens))), "all of them, where there is nothing else"
+    assert [prompt.cached for prompt in answers.prompts] == [answer.usage.cached]

@@ -39,6 +39,13 @@ def test_the_last_token_of_a_choice_at_its_length_is_shown():
     assert c.push(delta(*ids, finish="length")) == "hello"
 
 
+def test_a_token_that_could_have_ended_a_choice_at_its_length_is_shown():
+    """The length has ended it, and not this token."""
+    ids = byte_level().encode("hello world")
+    c = ChoiceText(byte_level(), TextOptions(), {ids[-1]})
+    assert (c.push(delta(*ids, finish="length")), c.finish) == ("hello world", "length")
+
+
 def test_half_a_character_at_the_end_is_flushed():
     ids = byte_level().encode("a🦊")[:-1]
     c = choice()
@@ -100,3 +107,9 @@ def test_what_ended_the_choice_is_shown_when_asked_for():
     assert shown.push(delta(*ids, END, finish="stop")) == "hello world<|im_end|>"
     special = choice(show_special=True)
     assert special.push(delta(END, *ids, END, finish="stop")) == "<|im_end|>hello world"
+
+
+def test_half_a_character_at_the_end_may_complete_a_stop_string():
+    ids = byte_level().encode("a🦊")[:-1]
+    c = choice("\ufffd")
+    assert (c.push(delta(*ids, finish="length")), c.finish, c.stop) == ("a", "stop", "\ufffd")
