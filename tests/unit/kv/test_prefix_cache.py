@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from itertools import product
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.hashing import FORMAT, ROOT, Chain, Namespace, block_key
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
-from mlx_tandem.kv.prefix import Match, PrefixCache, find
+from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts, find
 
 BASE = Namespace("weights", "tokenizer", "float32", 4)
 OTHERS = {
@@ -122,6 +123,54 @@ def test_roots_that_are_remembered_are_few_and_right(monkeypatch: pytest.MonkeyP
             root = cache.chain(f"{i:064x}").namespace(0)
             assert root == msgspec.structs.replace(BASE, adapter=f"{i:064x}").digest(), turn
             assert len(cache._roots) <= 3
+
+
+def test_a_block_is_shared_exactly_where_the_same_adapters_compute_all_positions_up_to_its_end() -> None:
+    """Adapters that apply from a position on: the base computes what is before it, also inside of a block."""
+    cache = PrefixCache(AttentionGroup(BlockPool(2, 4)), BASE)
+    seen: dict[bytes, tuple[str, ...]] = {}
+    for adapter, start in [("", 0), *product(("a", "b"), range(14))]:
+        chain = cache.chain(adapter, start)
+        who = tuple("" if at < start else adapter for at in range(12))
+        for block in range(3):
+            key, computed = chain.key(block, [7] * 12, 4), who[: 4 * block + 4]
+            assert seen.setdefault(key, computed) == computed, f"{adapter} from {start} on, block {block}"
+    assert len(seen) == len(set(seen.values())), "what is computed alike has one key"
+
+
+def test_what_is_counted_and_told_of_blocks_that_come_and_go() -> None:
+    """Counters are of all blocks; only whole ones are told of, since only these go to a drive."""
+    pool = BlockPool(4, 4)
+    cache = PrefixCache(AttentionGroup(pool), BASE)
+    filled: list[tuple[int, ...]] = []
+    evicted: list[tuple[int, ...]] = []
+    cache.on_fill = lambda entry: filled.append(entry.tokens)
+    cache.on_evict = lambda entry: evicted.append(entry.tokens)
+    table = pool.allocate(3) or []
+    cache.publish(cache.chain(""), range(10), table)
+    cache.note(12, 8)
+    cache.note(5, 1)
+    assert filled == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert cache.counts() == PrefixCounts(blocks=3, queries=17, hits=9, evictions=0)
+    pool.release(reversed(table))
+    assert set(pool.allocate(2) or []) == {*table[1:]}
+    assert (evicted, cache.counts()) == ([(4, 5, 6, 7)], PrefixCounts(1, 17, 9, 2))
+    cache.drop([table[0]])
+    assert (evicted, cache.counts()) == ([(4, 5, 6, 7)], PrefixCounts(0, 17, 9, 2)), "it was not given out"
+
+
+def test_of_two_blocks_with_the_same_content_the_one_that_is_read_is_found() -> None:
+    pool = BlockPool(6, 4)
+    cache = PrefixCache(AttentionGroup(pool), BASE)
+    first, second, third = (pool.allocate(1) or [] for _ in range(3))
+    cache.publish(cache.chain(""), range(4), first)
+    cache.publish(cache.chain(""), range(4), second)
+    assert find([cache], cache.chain(""), range(5)).tables[0] == first, "somebody reads it"
+    pool.release(first)
+    cache.publish(cache.chain(""), range(4), third)
+    assert find([cache], cache.chain(""), range(5)).tables[0] == third, "it is found for longer"
+    assert pool.is_vacant(first[0]) and pool.kept() == {third[0]}
+    cache.check()
 
 
 def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
