@@ -10,14 +10,15 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine import core as core_module
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.core import EngineFailure
+from mlx_tandem.engine.core import EngineFailure, Gauges
 from mlx_tandem.engine.plan import StepResult
 from mlx_tandem.errors import ModelError
-from mlx_tandem.types import AdapterSource, Request, SamplingParams
+from mlx_tandem.types import AdapterSource, EngineStats, MemoryInUse, Request, SamplingParams
 from tests.engine.front import Front, adapter, request
 from tests.engine.workloads import VOCAB, expected
 
@@ -147,6 +148,55 @@ def test_steps_are_counted_by_their_tokens_and_rows(front: Front) -> None:
     front.send(*(m.Submit(request(i)) for i in range(1, 5)))
     front.finish()
     assert front.core.stats().batch_fill[9] > 0, "four rows fill the batch"
+
+
+def test_every_statistic_says_what_has_happened(front: Front) -> None:
+    """Three requests alone, then seven at once, of which four have seats and two steps have been read. What takes more
+    to happen, and what is measured, is put in at its source."""
+    front.load("a", "b")
+    for asked in (request(0, length=12), request(1, "a", n=2, length=9, max_tokens=3), request(2, length=12)):
+        front.send(m.Submit(asked))
+        front.finish()
+    front.send(*(m.Submit(request(10 + i, "b", max_tokens=30, length=3)) for i in range(7)))
+    front.turn(3)
+    front.duty.serving_ms, front.duty.training_ms = 101.0, 102.0
+    front.core._gauges = Gauges(front.pool, front.slots, lambda: MemoryInUse(103, 104, 105, 106), lambda: 107)
+    front.core._step_failures, front.scheduler.queue.preemptions = 108, 109
+    front.core._adapters.store.evictions = 110
+    stats = front.core.stats()
+    measured = ("step_ms", "prompt_tokens_per_s", "decode_tokens_per_s")
+    assert all(getattr(stats, name) > 0 for name in measured)
+    assert structs.replace(stats, **dict.fromkeys(measured, 0.0)) == EngineStats(
+        running=4,
+        waiting=3,
+        used_blocks=8,
+        free_blocks=23,
+        cached_blocks=12,
+        prefix_queries=12 + 9 + 12 + 4 * 3,
+        prefix_hits=11,
+        prefix_evictions=0,
+        steps=6 + 4 + 6 + 2,
+        prompt_tokens=12 + 9 + 12 + 7 * 3,
+        generated_tokens=6 + 2 * 3 + 6 + 4 * 2,
+        preemptions=109,
+        step_failures=108,
+        active_memory=103,
+        peak_memory=104,
+        kept_memory=105,
+        compiled_steps=106,
+        resident_adapters=("a", "b"),
+        loaded_adapters=2,
+        loaded_adapter_bytes=128,
+        adapter_evictions=110,
+        adapter_slot_bytes=107,
+        lora_rows=1 + 2 * 3 + 4 * 2,
+        rows=6 + (1 + 2 * 3) + 6 + 4 * 2,
+        serving_ms=101.0,
+        training_ms=102.0,
+        step_tokens=(11, 5, 2, *[0] * 11),
+        step_tokens_sum=(12 + 5) + (8 + 2 * 3) + (1 + 5) + 4 * (3 + 1),
+        batch_fill=(0, 0, 13, 0, 3, 0, 0, 0, 0, 2),
+    )
 
 
 def test_requests_whose_adapter_is_being_read_are_deferred(front: Front) -> None:

@@ -93,9 +93,14 @@ def test_to_peft_and_back(
         assert before[name].dtype == after[name].dtype
         np.testing.assert_array_equal(before[name], after[name])
     config = json.loads((folder / "back" / "adapter_config.json").read_text())
-    parameters = config["lora_parameters"]
-    assert (parameters["rank"], parameters["dropout"], config["model"]) == (rank, 0.05, "base")
-    assert parameters["scale"] == pytest.approx(scale, rel=3e-16)  # not every float is a quotient with this rank
+    parameters = {
+        "rank": rank,
+        "scale": pytest.approx(scale, rel=3e-16),  # not every float is a quotient with this rank
+        "dropout": 0.05,
+        "keys": sorted({path.split(".", 3)[3] for path in modules}),
+    }
+    # -1: all layers. With fewer, mlx-lm would leave out the tensors of the others.
+    assert config == {"fine_tune_type": "lora", "model": "base", "num_layers": -1, "lora_parameters": parameters}
 
 
 @pytest.mark.parametrize("rank", [1, 3, 7, 8, 12, 16, 48])
