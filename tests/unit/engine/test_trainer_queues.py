@@ -48,9 +48,8 @@ def test_the_time_of_a_pass_is_charged_to_its_trainers_in_equal_parts() -> None:
 
 def test_what_a_trainer_had_before_everything_was_done_is_not_held_against_it() -> None:
     queues = TrainerQueues()
-    for call in range(20):
-        queues.add(a_pass(call, "a"))
-        run(queues, 100.0)
-    for call in range(8):
-        queues.add(a_pass(20 + call, "ab"[call % 2]))
+    queues.add(a_pass(0, "a"))
+    assert run(queues, 1000.0) == "a"
+    for call in range(1, 9):
+        queues.add(a_pass(call, "ba"[call % 2]))
     assert sorted(run(queues, 100.0) for _ in range(4)) == ["a", "a", "b", "b"]

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from mlx_tandem.kv.groups import CacheGroup
 from mlx_tandem.kv.groups.attention import AttentionGroup
-from mlx_tandem.kv.hashing import FORMAT, ROOT, Chain, Namespace, block_key
-from mlx_tandem.kv.pool import SCRATCH, BlockPool
+from mlx_tandem.kv.groups.state import StateGroup
+from mlx_tandem.kv.groups.window import WindowGroup
+from mlx_tandem.kv.hashing import FORMAT, ROOT, Chain, Namespace, block_key, content_of
+from mlx_tandem.kv.pool import SCRATCH, BlockPool, Window
 from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts, find
 
 BASE = Namespace("weights", "tokenizer", "float32", 4)
@@ -87,6 +90,18 @@ def test_a_key_is_what_is_written_on_drives() -> None:
     written = namespace + parent + b"".join(token.to_bytes(4, "little") for token in tokens)
     assert block_key(namespace, parent, tokens) == sha256(written).digest()
     assert FORMAT == 1
+
+
+@given(
+    digest=st.binary(min_size=16, max_size=16), first=st.integers(0, 5000), counts=st.tuples(*[st.integers(0, 9)] * 2)
+)
+def test_every_part_of_an_image_has_a_number_of_its_own(digest: bytes, first: int, counts: tuple[int, int]) -> None:
+    """However its placeholders are cut into runs, and larger than those of all tokens."""
+    before, behind = counts
+    whole = content_of(digest, first, before + behind)
+    assert whole == content_of(digest, first, before) + content_of(digest, first + before, behind)
+    other = content_of(bytes([digest[0] ^ 1]) + digest[1:], first, before + behind)
+    assert len({*whole, *other}) == 2 * len(whole) and min([*whole, *other], default=1 << 32) > 2**32 - 1
 
 
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -171,6 +186,44 @@ def test_of_two_blocks_with_the_same_content_the_one_that_is_read_is_found() -> 
     assert find([cache], cache.chain(""), range(5)).tables[0] == third, "it is found for longer"
     assert pool.is_vacant(first[0]) and pool.kept() == {third[0]}
     cache.check()
+
+
+def group_of(kind: str, window: int, pool: BlockPool) -> CacheGroup:
+    if kind == "window":
+        return WindowGroup(pool, Window(window, 8))
+    return StateGroup(pool) if kind == "state" else AttentionGroup(pool)
+
+
+@given(
+    kinds=st.lists(st.sampled_from(["attention", "window", "state"]), min_size=1, max_size=3),
+    window=st.integers(1, 20),
+    gone=st.lists(st.sets(st.integers(0, 7)), min_size=3, max_size=3),
+    length=st.integers(1, 33),
+)
+def test_the_longest_prefix_is_found_of_which_every_group_has_what_it_needs(
+    kinds: list[str], window: int, gone: list[set[int]], length: int
+) -> None:
+    """Of eight blocks some are gone in each group. A group needs the blocks that the position behind a prefix sees."""
+    caches, tables = [], []
+    for kind, lost in zip(kinds, gone, strict=False):
+        pool = BlockPool(9, 4)
+        cache = PrefixCache(group_of(kind, window, pool), BASE)
+        table = pool.allocate(8) or []
+        cache.publish(cache.chain(""), range(32), table)
+        cache.drop([table[i] for i in lost])
+        caches.append(cache)
+        tables.append([SCRATCH if i in lost else b for i, b in enumerate(table)])
+
+    def has(whole: int) -> bool:
+        needed = [range(cache.group.first_needed(4 * whole) if whole else 0, whole) for cache in caches]
+        return all(SCRATCH not in [table[i] for i in own] for table, own in zip(tables, needed, strict=True))
+
+    longest = max(whole for whole in range(length // 4 + 1) if has(whole))
+    found = find(caches, caches[0].chain(""), range(length))
+    assert found.whole == longest
+    for cache, table, own in zip(caches, tables, found.tables, strict=True):
+        first = cache.group.first_needed(4 * longest)
+        assert own == [SCRATCH] * min(first, longest) + table[first:longest]
 
 
 def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
