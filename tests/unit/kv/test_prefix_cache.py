@@ -188,6 +188,25 @@ def test_of_two_blocks_with_the_same_content_the_one_that_is_read_is_found() -> 
     cache.check()
 
 
+TEXT = st.lists(st.integers(0, 3), min_size=8, max_size=16)
+
+
+@given(shared=st.integers(0, 4), known=st.integers(0, 4), texts=st.tuples(TEXT, TEXT), first=st.integers(0, 3))
+def test_the_keys_of_a_sequence_that_parts_from_another_are_those_of_its_own_tokens(
+    shared: int, known: int, texts: tuple[list[int], list[int]], first: int
+) -> None:
+    """Whichever of the two goes on first."""
+    own = [[*texts[0][: 4 * shared], *text] for text in texts]
+    root, base = BASE.digest(), bytes(32)
+    chain = Chain(root, base, first)
+    for block in range(min(shared, known)):
+        chain.key(block, own[0], 4)
+    chains = chain, chain.fork()
+    for block in range(min(map(len, own)) // 4):
+        for each, tokens in zip(chains, own, strict=True):
+            assert each.key(block, tokens, 4) == Chain(root, base, first).key(block, tokens, 4)
+
+
 def group_of(kind: str, window: int, pool: BlockPool) -> CacheGroup:
     if kind == "window":
         return WindowGroup(pool, Window(window, 8))
@@ -224,6 +243,25 @@ def test_the_longest_prefix_is_found_of_which_every_group_has_what_it_needs(
     for cache, table, own in zip(caches, tables, found.tables, strict=True):
         first = cache.group.first_needed(4 * longest)
         assert own == [SCRATCH] * min(first, longest) + table[first:longest]
+    rest = min(length - 4 * longest, 4)  # of which all is found where the block is there
+    there = all(
+        cache.group.divides and SCRATCH not in [*t[longest : longest + 1]]
+        for cache, t in zip(caches, tables, strict=True)
+    )
+    assert found.extra == (rest if there and rest >= 2 else 0)
+
+
+def test_a_state_after_more_tokens_than_agree_is_not_copied() -> None:
+    """Another group has the block only in part."""
+    caches = []
+    for kind, length in (("attention", 7), ("state", 8)):
+        pool = BlockPool(4, 4)
+        caches.append(PrefixCache(group_of(kind, 0, pool), BASE))
+        caches[-1].publish(caches[-1].chain(""), range(length), pool.allocate(2) or [])
+    for order in (caches, caches[::-1]):
+        found = find(order, order[0].chain(""), range(9))
+        assert (found.whole, found.extra) == (1, 0)
+    assert find(caches[:1], caches[0].chain(""), range(9)).extra == 3
 
 
 def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
