@@ -205,6 +205,38 @@ async def test_of_what_is_posted_every_trajectory_is_learned_from_or_told_why_no
         assert (await update([posted[4], twin])).outcome == "published", "with other rewards"
 
 
+@pytest.mark.parametrize(
+    ("differences", "outcome", "afresh"),
+    [(60, "rolled_back", True), (60, "published", False), (2, "rolled_back", False)],
+)
+def test_what_is_shown_to_be_worse_and_taken_back_is_compared_afresh(
+    tmp_path: Path, differences: int, outcome: str, *, afresh: bool
+) -> None:
+    """By the next process, too, which would take back again what is gone already."""
+
+    async def test() -> None:
+        settings = config(tmp_path)
+        ledger = Ledger(settings)
+        await ledger.open()
+        worse = settings.rl_training.guard_false_rollback
+        for _ in range(differences):
+            ledger.compared(-1.0, 0.0)
+        assert ledger.counters.trial.is_worse(worse) == (differences > 2)
+        ledger.begin(Pending(Began(1, (), (), AdamParams(0.0), 0), ()))
+        ledger.end(Ended(1, outcome))
+        for _ in range(2):
+            trial = ledger.counters.trial
+            assert trial.comparison.count == (0 if afresh else differences)
+            assert trial.is_worse(worse) == (differences > 2 and not afresh)
+            await ledger.flush()
+            await ledger.close()
+            ledger = Ledger(settings)
+            await ledger.open()
+        await ledger.close()
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("rotates", [False, True], ids=["the process ends before the journal begins again", "later"])
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_comparison_counts_once_whenever_the_process_ends(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import asdict
 
@@ -162,8 +162,14 @@ class Life:
             await self.ledger.save(Manifest(name=f"c{self._saved}", step=1, version=self._version, digest="d"), write)
 
 
+LEARNED = [("add", i, ACROSS + "x", i % 2, 0) for i in range(3)] + [("take", 3), ("end", "published")]
+"""An update from a group across prompts, whose rewards later baselines have."""
+
+
 @settings(max_examples=60)
 @given(st.lists(STEP, min_size=30, max_size=60))
+@example([*LEARNED, ("new process",), ("save", False), ("new process",), ("compare", 0.5), ("new engine",)])
+@example([*LEARNED, ("compare", -1.0), ("save", False), ("new engine",), ("save", True), ("new process",)])
 def test_nothing_is_lost_or_doubled_by_a_restart(steps: list[Any]) -> None:
     async def test(folder: Path) -> None:
         life = Life(folder)
