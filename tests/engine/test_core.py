@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine import core as core_module
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineFailure, Gauges
-from mlx_tandem.engine.plan import StepResult
+from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.errors import ModelError
 from mlx_tandem.types import AdapterSource, EngineStats, MemoryInUse, Request, SamplingParams
 from tests.engine.front import Front, adapter, request
@@ -197,6 +198,21 @@ def test_every_statistic_says_what_has_happened(front: Front) -> None:
         step_tokens_sum=(12 + 5) + (8 + 2 * 3) + (1 + 5) + 4 * (3 + 1),
         batch_fill=(0, 0, 13, 0, 3, 0, 0, 0, 0, 2),
     )
+
+
+@pytest.mark.parametrize("odd", [{}, {"first_use": True}, {"scores": {0: []}}], ids=["usual", "traced", "scored"])
+def test_steps_that_say_nothing_about_others_do_not_teach_what_steps_cost(
+    front: Front, monkeypatch: pytest.MonkeyPatch, odd: dict[str, Any]
+) -> None:
+    """The first step of its kind takes seconds on some devices, after which prompts would be read in small pieces."""
+    noted: list[StepPlan] = []
+    monkeypatch.setattr(front.scheduler.prefill.cost, "observe_step", lambda plan, ms: noted.append(plan))
+    wait = front.runner.wait
+    monkeypatch.setattr(front.runner, "wait", lambda handle: replace(wait(handle), **odd))
+    front.send(m.Submit(request(0, max_tokens=4)))
+    front.finish()
+    assert len(noted) == (0 if odd else 4)
+    assert front.core.stats().steps == 4, "they count all the same"
 
 
 def test_requests_whose_adapter_is_being_read_are_deferred(front: Front) -> None:
