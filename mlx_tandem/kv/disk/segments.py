@@ -17,7 +17,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from mlx_tandem.files import DISK, FileOps, read_all, write_all
+from mlx_tandem.files import DISK, FileOps, read_all, sync_folder, write_all
 from mlx_tandem.kv.disk import records
 from mlx_tandem.kv.disk.folder import CacheFolder
 from mlx_tandem.kv.disk.records import SEGMENT_HEAD, BlockId, Payload, SegmentHead
@@ -64,7 +64,7 @@ class Segments:
         limit: int,
         segment_bytes: int,
         ttl: float,  # seconds; 0: blocks never expire
-        durable: bool,  # whether `sync` does anything
+        durable: bool,  # whether `sync` does anything, and names of new segments are brought to the drive
         now: Callable[[], float],
         ops: FileOps = DISK,
     ) -> None:
@@ -310,6 +310,8 @@ class Segments:
         fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             write_all(fd, records.encode_segment(head, self.folder.secret), self._ops)
+            if self._durable:
+                sync_folder(self.folder.path, self._ops)  # `sync` brings the contents to the drive, not the name
         except BaseException:
             with contextlib.suppress(OSError):
                 self._ops.close(fd)
