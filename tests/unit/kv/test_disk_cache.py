@@ -372,6 +372,7 @@ def test_a_drive_that_fails_again_and_again_is_tried_less_and_less_often(
     now[0] += MAX_PAUSE + 0.5
     assert works()
     pauses(4)
+    assert works(), "after four seconds, and no later"
     disk.close()
 
 

@@ -329,6 +329,15 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path: Path, contents:
     assert sorted(tmp_path.rglob("*")) == before and stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write there may put records of their own there, under the key that they can read."""
+    CacheFolder(tmp_path).close()
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(StorageError, match="another user") as e:
+        CacheFolder(tmp_path)
+    assert e.value.code == "foreign_folder"
+
+
 def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
     filled(tmp_path, 1)
     manifest = tmp_path / "manifest.json"

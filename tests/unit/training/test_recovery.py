@@ -83,3 +83,13 @@ def test_the_way_to_a_version_is_as_many_updates_as_lead_to_where_it_came_last(
     held: int, digest: str, count: int
 ) -> None:
     assert recovery.updates_to(UPDATES, held, digest) == count
+
+
+def test_what_is_counted_of_updates_that_have_ended() -> None:
+    """The highest number stays that of the last version, also when later updates were not published."""
+    counters = recovery.Counters()
+    for end in (Ended(1, "published", "a", 3), Ended(2, "kept"), Ended(2, "rolled_back"), Ended(2, "skipped")):
+        counters.note(end)
+    assert (counters.updates, counters.since_checkpoint, counters.trial.updates) == (4, 4, 4)
+    assert (counters.last_version, counters.course.rollbacks, counters.course.in_a_row) == (3, 1, 1)
+    assert recovery.counters(None) == recovery.Counters()
