@@ -633,6 +633,22 @@ def test_an_unload_beside_its_own_reading_harms_nobody(make_front: Callable[...,
     front.assert_nothing_is_held()
 
 
+def test_who_waits_for_a_slot_is_overtaken_by_requests_whatever_choices_they_have(
+    make_front: Callable[..., Front],
+) -> None:
+    front = make_front(max_loras=1)
+    front.load("a", "b")
+    front.send(m.Submit(request(0, "a", max_tokens=30)))
+    front.turn(2)
+    front.send(m.Submit(request(1, "b")), m.Submit(request(2, n=3, max_tokens=2)))
+    while 2 not in front.finished():
+        front.turn()
+    (waiting,) = front.scheduler.queue.waiting
+    assert (waiting.request.id, waiting.overtaken) == (1, 1)
+    front.finish()
+    assert front.finished() == {0, 1, 2}
+
+
 def test_pins_do_not_stop_the_others(make_front: Callable[..., Front]) -> None:
     front = make_front(most_loaded=1)
     front.send(m.LoadAdapter(1, AdapterSource("/adapters/p"), pin=True), m.LoadAdapter(2, AdapterSource("/adapters/q")))
