@@ -534,6 +534,29 @@ def test_an_adapter_that_was_dropped_is_read_again(make_front: Callable[..., Fro
     front.assert_nothing_is_held()
 
 
+def test_what_leaves_memory_keeps_its_slot_until_another_takes_it(make_front: Callable[..., Front]) -> None:
+    """It need not be written again when it comes back."""
+    front = make_front(most_loaded=1)
+    front.load("a")
+    front.send(m.Submit(request(0, "a", max_tokens=20)))
+    front.turn(2)
+    front.send(m.LoadAdapter(1, AdapterSource("/adapters/b")))
+    while "b" not in front.weights:
+        front.turn()
+    front.send(m.Submit(request(1, "b", max_tokens=40)))
+    front.finish()
+    assert list(front.weights) == ["b"] and front.slots.residents() == ("a", "b")
+    uploads: list[tuple[int, str]] = []
+    launch = front.runner.launch
+    front.runner.launch = lambda plan: (uploads.extend(plan.uploads), launch(plan))[1]  # type: ignore[method-assign]
+    front.send(m.Submit(request(2, "a")))
+    front.finish()
+    assert front.tokens(2) == expected(request(2, "a"), 0) and not uploads
+    front.send(m.UnloadAdapter(7, "b"))
+    front.finish()
+    assert front.slots.residents() == ("a",), "what is unloaded does not"
+
+
 def test_memory_never_holds_more_than_it_may(make_front: Callable[..., Front]) -> None:
     """64 bytes an adapter: two of them, whatever is asked for at once."""
     front = make_front(most_bytes=128)
