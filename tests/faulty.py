@@ -84,22 +84,33 @@ class FaultFiles(Disk):
 
 
 class ForgetfulFiles(Disk):
-    """A disk that keeps in memory whatever was not synced, until `lose_power` forgets it: bytes that were written, new
-    names, and new files and folders."""
+    """A disk that keeps in memory whatever was not synced, until `lose_power` forgets it: bytes that were written, and
+    new names."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, list[tuple[int, bytes]]] = {}  # by inode
         self._names: list[tuple[Path, Path]] = []
+        self._made: dict[Path, int] = {}  # new files and folders: inode of the folder that they are in
         self._paths: dict[int, Path] = {}
-        self._made: list[Path] = []
 
     def open(self, path: Path, flags: int) -> int:
-        is_new = flags & os.O_CREAT and not path.exists()
+        is_new = bool(flags & os.O_CREAT) and not path.exists()
         fd = super().open(path, flags)
-        if is_new:
-            self._made.append(path)
         self._paths[os.fstat(fd).st_ino] = path
+        if is_new:
+            self._note(path)
         return fd
+
+    def mkdir(self, path: Path) -> None:
+        super().mkdir(path)
+        self._note(path)
+
+    def link(self, old: Path, new: Path) -> None:
+        super().link(old, new)
+        self._note(new)
+
+    def _note(self, made: Path) -> None:
+        self._made[made] = made.parent.stat().st_ino
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         at = os.lseek(fd, 0, os.SEEK_CUR)
@@ -121,8 +132,7 @@ class ForgetfulFiles(Disk):
         status = os.fstat(fd)
         if stat.S_ISDIR(status.st_mode):
             self._names = [(old, new) for old, new in self._names if new.parent.stat().st_ino != status.st_ino]
-            there = [path for path in self._made if path.exists()]
-            self._made = [path for path in there if path.parent.stat().st_ino != status.st_ino]
+            self._made = {path: folder for path, folder in self._made.items() if folder != status.st_ino}
         for at, data in self._bytes.pop(status.st_ino, []):
             try:
                 os.pwrite(fd, data, at)
@@ -134,19 +144,19 @@ class ForgetfulFiles(Disk):
     def rename(self, old: Path, new: Path) -> None:
         super().rename(old, new)
         self._names.append((old, new))
-        self._made = [new / path.relative_to(old) if path.is_relative_to(old) else path for path in self._made]
-
-    def mkdir(self, path: Path) -> None:
-        super().mkdir(path)
-        self._made.append(path)
+        self._made = {
+            new / path.relative_to(old) if path.is_relative_to(old) else path: folder
+            for path, folder in self._made.items()
+            if path != old  # it has a name that can be lost, whatever became of this one
+        }
 
     def lose_power(self) -> None:
-        for path in reversed(self._made):
+        for path in self._made:
             remove_tree(path)
         for old, new in reversed(self._names):
             if new.exists():
                 os.rename(new, old)
-        self._bytes, self._names, self._made = {}, [], []
+        self._bytes, self._names, self._made = {}, [], {}
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -117,11 +117,11 @@ class Backend:
 class Driver:
     """A host that is turned as the pipeline turns it: one slice is launched before the one before it is waited for."""
 
-    def __init__(self, backend: TrainerBackend, budget: int = BUDGET) -> None:
+    def __init__(self, backend: TrainerBackend, budget: int = BUDGET, *, learns: bool = True) -> None:
         self.adapters = Adapters(
             AdapterStore({}, most_bytes=1 << 30, most=0), Loader(lambda source: adapter("x")), SlotTable(1)
         )
-        self.host = TrainerHost(lambda: backend, self.adapters, learns=True, most_rank=8, budget_bytes=budget)
+        self.host = TrainerHost(lambda: backend, self.adapters, learns=learns, most_rank=8, budget_bytes=budget)
         self.answers: list[m.Outbound] = []
         self.slices: list[Slice] = []
         self.failures: list[str] = []

@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine import core as core_module
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.core import EngineFailure
-from mlx_tandem.engine.plan import StepResult
+from mlx_tandem.engine.core import EngineFailure, Gauges
+from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.errors import ModelError
-from mlx_tandem.types import AdapterSource, Request, SamplingParams
+from mlx_tandem.types import AdapterSource, EngineStats, MemoryInUse, Request, SamplingParams
 from tests.engine.front import Front, adapter, request
 from tests.engine.workloads import VOCAB, expected
 
@@ -147,6 +149,70 @@ def test_steps_are_counted_by_their_tokens_and_rows(front: Front) -> None:
     front.send(*(m.Submit(request(i)) for i in range(1, 5)))
     front.finish()
     assert front.core.stats().batch_fill[9] > 0, "four rows fill the batch"
+
+
+def test_every_statistic_says_what_has_happened(front: Front) -> None:
+    """Three requests alone, then seven at once, of which four have seats and two steps have been read. What takes more
+    to happen, and what is measured, is put in at its source."""
+    front.load("a", "b")
+    for asked in (request(0, length=12), request(1, "a", n=2, length=9, max_tokens=3), request(2, length=12)):
+        front.send(m.Submit(asked))
+        front.finish()
+    front.send(*(m.Submit(request(10 + i, "b", max_tokens=30, length=3)) for i in range(7)))
+    front.turn(3)
+    front.duty.serving_ms, front.duty.training_ms = 101.0, 102.0
+    front.core._gauges = Gauges(front.pool, front.slots, lambda: MemoryInUse(103, 104, 105, 106), lambda: 107)
+    front.core._step_failures, front.scheduler.queue.preemptions = 108, 109
+    front.core._adapters.store.evictions = 110
+    stats = front.core.stats()
+    measured = ("step_ms", "prompt_tokens_per_s", "decode_tokens_per_s")
+    assert all(getattr(stats, name) > 0 for name in measured)
+    assert structs.replace(stats, **dict.fromkeys(measured, 0.0)) == EngineStats(
+        running=4,
+        waiting=3,
+        used_blocks=8,
+        free_blocks=23,
+        cached_blocks=12,
+        prefix_queries=12 + 9 + 12 + 4 * 3,
+        prefix_hits=11,
+        prefix_evictions=0,
+        steps=6 + 4 + 6 + 2,
+        prompt_tokens=12 + 9 + 12 + 7 * 3,
+        generated_tokens=6 + 2 * 3 + 6 + 4 * 2,
+        preemptions=109,
+        step_failures=108,
+        active_memory=103,
+        peak_memory=104,
+        kept_memory=105,
+        compiled_steps=106,
+        resident_adapters=("a", "b"),
+        loaded_adapters=2,
+        loaded_adapter_bytes=128,
+        adapter_evictions=110,
+        adapter_slot_bytes=107,
+        lora_rows=1 + 2 * 3 + 4 * 2,
+        rows=6 + (1 + 2 * 3) + 6 + 4 * 2,
+        serving_ms=101.0,
+        training_ms=102.0,
+        step_tokens=(11, 5, 2, *[0] * 11),
+        step_tokens_sum=(12 + 5) + (8 + 2 * 3) + (1 + 5) + 4 * (3 + 1),
+        batch_fill=(0, 0, 13, 0, 3, 0, 0, 0, 0, 2),
+    )
+
+
+@pytest.mark.parametrize("odd", [{}, {"first_use": True}, {"scores": {0: []}}], ids=["usual", "traced", "scored"])
+def test_steps_that_say_nothing_about_others_do_not_teach_what_steps_cost(
+    front: Front, monkeypatch: pytest.MonkeyPatch, odd: dict[str, Any]
+) -> None:
+    """The first step of its kind takes seconds on some devices, after which prompts would be read in small pieces."""
+    noted: list[StepPlan] = []
+    monkeypatch.setattr(front.scheduler.prefill.cost, "observe_step", lambda plan, ms: noted.append(plan))
+    wait = front.runner.wait
+    monkeypatch.setattr(front.runner, "wait", lambda handle: replace(wait(handle), **odd))
+    front.send(m.Submit(request(0, max_tokens=4)))
+    front.finish()
+    assert len(noted) == (0 if odd else 4)
+    assert front.core.stats().steps == 4, "they count all the same"
 
 
 def test_requests_whose_adapter_is_being_read_are_deferred(front: Front) -> None:
@@ -468,6 +534,29 @@ def test_an_adapter_that_was_dropped_is_read_again(make_front: Callable[..., Fro
     front.assert_nothing_is_held()
 
 
+def test_what_leaves_memory_keeps_its_slot_until_another_takes_it(make_front: Callable[..., Front]) -> None:
+    """It need not be written again when it comes back."""
+    front = make_front(most_loaded=1)
+    front.load("a")
+    front.send(m.Submit(request(0, "a", max_tokens=20)))
+    front.turn(2)
+    front.send(m.LoadAdapter(1, AdapterSource("/adapters/b")))
+    while "b" not in front.weights:
+        front.turn()
+    front.send(m.Submit(request(1, "b", max_tokens=40)))
+    front.finish()
+    assert list(front.weights) == ["b"] and front.slots.residents() == ("a", "b")
+    uploads: list[tuple[int, str]] = []
+    launch = front.runner.launch
+    front.runner.launch = lambda plan: (uploads.extend(plan.uploads), launch(plan))[1]  # type: ignore[method-assign]
+    front.send(m.Submit(request(2, "a")))
+    front.finish()
+    assert front.tokens(2) == expected(request(2, "a"), 0) and not uploads
+    front.send(m.UnloadAdapter(7, "b"))
+    front.finish()
+    assert front.slots.residents() == ("a",), "what is unloaded does not"
+
+
 def test_memory_never_holds_more_than_it_may(make_front: Callable[..., Front]) -> None:
     """64 bytes an adapter: two of them, whatever is asked for at once."""
     front = make_front(most_bytes=128)
@@ -565,6 +654,22 @@ def test_an_unload_beside_its_own_reading_harms_nobody(make_front: Callable[...,
     assert [(f.request, f.code) for f in front.got(m.Failed)] == [(0, "adapter_changed")]
     assert front.tokens(1) == expected(request(1, "b"), 0)
     front.assert_nothing_is_held()
+
+
+def test_who_waits_for_a_slot_is_overtaken_by_requests_whatever_choices_they_have(
+    make_front: Callable[..., Front],
+) -> None:
+    front = make_front(max_loras=1)
+    front.load("a", "b")
+    front.send(m.Submit(request(0, "a", max_tokens=30)))
+    front.turn(2)
+    front.send(m.Submit(request(1, "b")), m.Submit(request(2, n=3, max_tokens=2)))
+    while 2 not in front.finished():
+        front.turn()
+    (waiting,) = front.scheduler.queue.waiting
+    assert (waiting.request.id, waiting.overtaken) == (1, 1)
+    front.finish()
+    assert front.finished() == {0, 1, 2}
 
 
 def test_pins_do_not_stop_the_others(make_front: Callable[..., Front]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -17,7 +18,7 @@ from mlx_tandem.engine.grammars.masks import Grammars
 from mlx_tandem.engine.masks import Place
 from mlx_tandem.engine.plan import Mask
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.types import Grammar, Request, SamplingParams
+from mlx_tandem.types import AdapterRef, AdapterSource, Grammar, Request, SamplingParams
 from tests.engine.front import Front
 from tests.engine.guessing import RowByRow
 from tests.engine.reference import alone
@@ -392,3 +393,55 @@ def test_a_grammar_that_fails_while_the_text_grows_ends_its_request_alone(
     assert (failed.request, failed.code, failed.retryable) == (1, "grammar_too_complex", False)
     assert failed.param == "guided_regex" and front.finished() == {2}
     front.assert_nothing_is_held()
+
+
+def test_an_adapter_stays_in_memory_while_its_request_waits_for_a_grammar(
+    make_front: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others end and are cancelled meanwhile, and another adapter needs its room."""
+    front = make_front(eos=(EOS,), most_loaded=1)
+    go_on = threading.Event()
+
+    def opened() -> LLTokenizer:
+        assert go_on.wait(20)
+        return OPENED
+
+    monkeypatch.setattr(front.core._grammars, "_open_tokenizer", opened)
+    front.load("a")
+    constrained = structs.replace(request("[ab]{2,4}", 1), adapter=AdapterRef("a", 1, "a"))
+    front.send(m.Submit(constrained), m.Submit(Request(2, (1, 2), SamplingParams(4))))
+    front.send(m.Submit(Request(3, (1, 2), SamplingParams(30))))
+    while 2 not in front.finished():
+        front.turn()
+    front.send(m.Cancel(3), m.LoadAdapter(9, AdapterSource("/adapters/b")))
+    while not front.got(m.AdapterLoaded)[1:]:
+        front.turn()
+    assert "a" in front.weights and front.core._adapters.store.users("a") == 1
+    front.send(m.Cancel(1))
+    front.turn()
+    assert front.core._adapters.store.users("a") == 0, "who is cancelled while it waits holds nothing"
+    go_on.set()
+    front.finish()
+    front.assert_nothing_is_held()
+
+
+def test_every_choice_that_waits_for_a_grammar_is_counted_as_waiting(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def opened() -> LLTokenizer:
+        assert go_on.wait(20)
+        return OPENED
+
+    monkeypatch.setattr(front.core._grammars, "_open_tokenizer", opened)
+    front.send(m.Submit(request("[ab]{2,4}", 1, n=3)), m.Submit(request("[ab]{2,4}", 2)))
+    front.turn()
+    load = front.got(m.Occupancy)[-1]
+    assert (load.running, load.waiting, load.deferred) == (0, 4, 4)
+    assert front.core.stats().waiting == 4
+    go_on.set()
+    front.finish()
+    assert front.finished() == {1, 2}
+    load = front.got(m.Occupancy)[-1]
+    assert (load.running, load.waiting, load.deferred) == (0, 0, 0)

@@ -256,6 +256,24 @@ def test_no_trainer_begins_with_an_adapter_that_is_invoked() -> None:
     assert [x.name for x in driver.host.open_trainers()] == ["a"]
 
 
+def test_where_nothing_is_trained_trainers_are_opened_published_and_saved_all_the_same() -> None:
+    driver = Driver(Backend(), learns=False).open("a")
+    asked: list[m.Learning] = [
+        a_pass(0, "a", [1]),
+        m.OptimStep(1, "a", AdamParams(0.1)),
+        m.PublishTrainer(2, "a"),
+        m.SaveTrainer(3, "a", "/folder"),
+        m.SettleTrainer(4, "a", True),
+        m.CloseTrainer(5, "a"),
+    ]
+    for message in asked:
+        driver.host.submit(message)
+    driver.run()
+    failed = [(x.call, x.code, x.param) for x in driver.answers if isinstance(x, m.CallFailed)]
+    assert failed == [(0, "conflict", "mode"), (1, "conflict", "mode")]
+    assert sorted(x.call for x in driver.answers) == list(range(6))  # type: ignore[union-attr]
+
+
 def test_a_stopped_host_answers_everybody_and_takes_nothing_more() -> None:
     _, driver = opened("a", "b")
     for call, names in enumerate(["a", "ab", "b"]):

@@ -64,7 +64,7 @@ class Segments:
         limit: int,
         segment_bytes: int,
         ttl: float,  # seconds; 0: blocks never expire
-        durable: bool,  # whether `sync` does anything
+        durable: bool,  # whether `sync` does anything, and names of new segments are brought to the drive
         now: Callable[[], float],
         ops: FileOps = DISK,
     ) -> None:
@@ -311,7 +311,7 @@ class Segments:
         try:
             write_all(fd, records.encode_segment(head, self.folder.secret), self._ops)
             if self._durable:
-                sync_folder(self.folder.path, self._ops)
+                sync_folder(self.folder.path, self._ops)  # `sync` brings the contents to the drive, not the name
         except BaseException:
             with contextlib.suppress(OSError):
                 self._ops.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,14 @@ def test_to_peft_and_back(
         assert before[name].dtype == after[name].dtype
         np.testing.assert_array_equal(before[name], after[name])
     config = json.loads((folder / "back" / "adapter_config.json").read_text())
-    parameters = config["lora_parameters"]
-    assert (parameters["rank"], parameters["dropout"], config["model"]) == (rank, 0.05, "base")
-    assert parameters["scale"] == pytest.approx(scale, rel=3e-16)  # not every float is a quotient with this rank
+    parameters = {
+        "rank": rank,
+        "scale": pytest.approx(scale, rel=3e-16),  # not every float is a quotient with this rank
+        "dropout": 0.05,
+        "keys": sorted({path.split(".", 3)[3] for path in modules}),
+    }
+    # -1: all layers. With fewer, mlx-lm would leave out the tensors of the others.
+    assert config == {"fine_tune_type": "lora", "model": "base", "num_layers": -1, "lora_parameters": parameters}
 
 
 @pytest.mark.parametrize("rank", [1, 3, 7, 8, 12, 16, 48])
@@ -155,6 +161,20 @@ def test_what_mlx_lm_cannot_express_is_refused(
     with pytest.raises(ModelError, match=name):
         convert(peft(tmp_path / "a", ranks, **config), tmp_path / "b", "mlx-lm")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_is_written_is_on_the_drive_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+
+    def fsync(fd: int) -> None:
+        assert not (tmp_path / "b").exists(), "a loss of power would leave a part of it under its name"
+        synced.add(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    convert(mlx_lm(tmp_path / "a", [f"model.layers.1.{Q}"]), tmp_path / "b", "peft")
+    assert {path.stat().st_ino for path in (tmp_path / "b").iterdir()} == synced
 
 
 def test_targets(tmp_path: Path) -> None:

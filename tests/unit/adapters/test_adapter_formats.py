@@ -154,6 +154,8 @@ def test_half_precision(tmp_path: Path, dtype: str) -> None:
     got = read(folder)
     np.testing.assert_array_equal(got.tensors[Q][0], want[f"{Q}.lora_a"])
     np.testing.assert_allclose(got.tensors[Q][1], 20 * want[f"{Q}.lora_b"])
+    in_memory = sum(x.nbytes for x in got.tensors[Q])
+    assert (got.info.nbytes, got.info.memory_bytes) == (in_memory // 2, in_memory), "it is widened to be served"
 
 
 def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
@@ -386,6 +388,29 @@ def test_missing_things(tmp_path: Path) -> None:
     (tmp_path / "c" / "adapter_model.bin").write_bytes(b"\x80\x04.")
     refused(tmp_path / "c", "adapter_model.bin", "safetensors")
     assert refused(Path("a\0b"), "path").param == "path"
+
+
+def test_a_folder_of_both_formats_is_what_its_configuration_is_of(tmp_path: Path) -> None:
+    """Converters leave the file that they read beside the one that they write."""
+    for name, config, kind in (("a", mlx_config(), "mlx-lm"), ("b", peft_config(), "peft")):
+        folder = write(tmp_path / name, config, mlx_tensors(), "adapters.safetensors")
+        save_file(peft_tensors(), folder / "adapter_model.safetensors")
+        got = read(folder)
+        assert got.info.format == kind
+        assert got.info.digest == read((mlx if kind == "mlx-lm" else peft)(tmp_path / f"{name}-alone")).info.digest
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"), [("MAX_ADAPTER_BYTES", "adapters.safetensors"), ("MAX_CONFIG_BYTES", "adapter_config.json")]
+)
+def test_files_may_be_as_large_as_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, name: str
+) -> None:
+    folder = mlx(tmp_path / "a")
+    monkeypatch.setattr(limits, limit, (folder / name).stat().st_size)
+    read(folder)
+    monkeypatch.setattr(limits, limit, (folder / name).stat().st_size - 1)
+    assert isinstance(refused(folder, name), TooLarge)
 
 
 def test_links_devices_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

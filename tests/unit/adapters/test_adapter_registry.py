@@ -253,3 +253,31 @@ def test_names_that_come_and_go_are_forgotten_and_no_number_is_given_twice(
     assert registry.publish(name, None, info("again")).version == given[name] + 1, "still remembered"
     with pytest.raises(InvalidRequest):
         registry.publish(name.upper(), None, info("upper"))
+
+
+def test_no_number_is_given_twice_however_many_versions_forgotten_names_had(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REMEMBERED", 1)
+    given = dict.fromkeys("abcd", 0)
+    for turn in range(3):
+        for name, most in given.items():
+            for k in range(1 + 4 * (name == "a")):
+                version = registry.publish(name, None, info(f"{turn} {name} {k}")).version
+                assert version > most, name
+            given[name] = version
+        for name in given:
+            registry.remove(name)
+
+
+def test_a_name_that_came_back_as_a_folder_is_not_forgotten_with_its_number(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REMEMBERED", 1)
+    registry.publish("Math", None, info("d1"))
+    registry.remove("Math")
+    registry.announce("Math", AdapterSource("/root/Math", "/root"))
+    registry.publish("other", None, info("d2"))
+    registry.remove("other")
+    with pytest.raises(InvalidRequest, match="case"):
+        registry.announce("math", AdapterSource("/root/math", "/root"))

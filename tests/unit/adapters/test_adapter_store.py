@@ -81,6 +81,21 @@ def test_what_is_being_read_takes_room() -> None:
     assert not store.has_room("d", ["a", "b"])
 
 
+def test_what_is_used_or_being_read_takes_room_of_the_number_too() -> None:
+    store = AdapterStore({}, most_bytes=1000, most=3)
+    for d in "abcd":
+        store.know(d, AdapterSource(f"/{d}"), SIZES[d])
+    store.put(weights("a"))
+    store.put(weights("b"))
+    for d in "ab":
+        store.acquire(d)
+        assert store.has_room("d") and store.has_room("d", ["c"]) == (d == "a")
+    store.put(weights("c"))
+    assert store.has_room("d"), "an idle one goes for it"
+    store.acquire("c")
+    assert not store.has_room("d")
+
+
 def test_nobody_waits_for_room_that_only_pins_take() -> None:
     store = AdapterStore({}, most_bytes=LIMIT, most=1)
     loaded(store, "a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,16 @@ def test_only_those_move_whose_share_moved() -> None:
     aliases.put("x", of(a=5, b=5, c=1))
     after = chosen(aliases)
     assert {after[u] for u in before if before[u] != after[u]} == {"c"}
+
+
+def test_the_arms_of_one_alias_say_nothing_about_those_of_another() -> None:
+    """Two experiments with the same adapters at the same time: each has every kind of user of the other."""
+    aliases = Aliases()
+    for name in ("x", "y"):
+        aliases.put(name, of(a=1, b=1))
+    users = [f"user-{i}" for i in range(2000)]
+    both = Counter(tuple(arm.adapter for n in ("x", "y") if (arm := aliases.choose(n, u)) is not None) for u in users)
+    assert all(abs(both[pair] / 2000 - 0.25) < 0.04 for pair in product("ab", repeat=2))
 
 
 def test_counters_outlive_a_change_of_weights() -> None:

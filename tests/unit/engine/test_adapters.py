@@ -289,3 +289,35 @@ class Engine(RuleBasedStateMachine):
 def test_whoever_waits_runs_or_fails_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OVERTAKEN_FOR_MEMORY", OVERTAKEN)
     run_state_machine_as_test(Engine, settings=settings(max_examples=100, stateful_step_count=50))
+
+
+def test_who_waits_for_room_is_overtaken_by_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by those that came after it and wait themselves; whoever is first then is overtaken by as many again."""
+    monkeypatch.setattr(module, "OVERTAKEN_FOR_MEMORY", OVERTAKEN)
+    reader = Reader()
+    store = AdapterStore({}, most_bytes=100, most=1)
+    adapters = Adapters(store, cast(Any, reader), SlotTable(1))
+    for content in "abc":
+        adapters.know(m.KnowAdapter(weights(content).info, AdapterSource(f"/{content}")))
+    store.put(weights("a"))
+
+    def hold(number: int, content: str) -> bool:
+        return adapters.hold(Request(number, (1,), SamplingParams(1), ref(content)))
+
+    def poll() -> list[int]:
+        while reader.under_way:
+            reader.read(0)
+        return [request.id for request in adapters.poll().requests]
+
+    assert hold(1, "a")
+    assert not hold(2, "b")
+    assert [hold(number, "a") for number in (3, 4, 5)] == [True, True, False]
+    assert poll() == [] and not reader.under_way, "5 overtakes 2 no more, though its adapter is there"
+    for number in (1, 3, 4):
+        adapters.holds.release(number)
+    assert poll() == [5] and [source.path for _, source in reader.under_way] == ["/b"], "2 has its room"
+    assert poll() == [2]
+    assert not hold(6, "c")
+    assert [hold(number, "a") for number in (7, 8, 9)] == [True, True, False]
+    adapters.cancel(6)
+    assert [hold(number, "b") for number in (10, 11, 12)] == [True, True, False], "9 is the first that waits now"

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from mlx_tandem.files import Disk, StorageError
 from mlx_tandem.kv.disk import cache as module
 from mlx_tandem.kv.disk.cache import MAX_PAUSE, DiskCache
-from tests.faulty import FaultFiles
-from tests.unit.disk_tools import block, cache, payload, read
+from tests.faulty import FaultFiles, ForgetfulFiles
+from tests.unit.disk_tools import BASE, Clock, block, cache, others, payload, read
 
 
 class Gate(Disk):
@@ -131,9 +131,12 @@ def test_what_waits_to_be_written_can_be_read(tmp_path: Path) -> None:
     gate.shut()
     put(disk, 0, 1)
     assert gate.waiting.wait(60) and disk.longest([block(0).key, block(1).key]) == 2
+    foreign = {disk.read([other]) for other in others(block(1))}
     ticket = disk.read([block(0), block(1)])
     gate.passes.set()
-    until(lambda: [bytes(p) for r in disk.poll() if r.ticket == ticket for p in r.payloads] == [payload(0), payload(1)])
+    found: dict[int, list[bytes]] = {}
+    until(lambda: found.update({r.ticket: [bytes(p) for p in r.payloads] for r in disk.poll()}) or len(found) == 6)
+    assert found == {ticket: [payload(0), payload(1)], **{other: [] for other in foreign}}, "only under its whole id"
     disk.close()
 
 
@@ -156,9 +159,53 @@ def test_the_queue_is_limited_in_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     disk = cache(tmp_path, gate)
     assert disk.settle()
     gate.shut()
+    assert disk.room(200) == 2 and disk.room(50) == 10
     assert [disk.put(block(i), payload(i)) for i in range(4)] == [True, True, False, False]
+    assert disk.room(200) == 0 and disk.room(50) == 1, "the first one is being written"
     gate.passes.set()
-    assert disk.settle() and disk.put(block(3), payload(3))
+    assert disk.settle() and disk.room(200) == 2 and disk.put(block(3), payload(3))
+    disk.close()
+
+
+def test_what_waits_is_lost_and_counted_when_the_cache_goes_off(tmp_path: Path) -> None:
+    gate = Gate()
+    disk = cache(tmp_path / "c", gate)
+    assert disk.settle()
+    gate.shut()
+    put(disk, 0, 1, 2)
+    assert gate.waiting.wait(60)
+    shutil.rmtree(tmp_path / "c")
+    disk._check_folder()
+    stats = disk.stats()
+    assert stats.off and (stats.queued, stats.dropped) == (0, 3)
+    gate.passes.set()
+    disk.close()
+
+
+@pytest.mark.parametrize("durability", ["persistent", "best_effort"])
+def test_what_was_written_before_the_close_survives_a_loss_of_power_where_that_is_asked_for(
+    tmp_path: Path, durability: str
+) -> None:
+    ops = ForgetfulFiles()
+    disk = cache(tmp_path, ops, durability=durability, flush_interval_s=3600.0)
+    put(disk, *range(4))
+    disk.close()
+    ops.lose_power()
+    again = cache(tmp_path)
+    assert again.settle() and again.stats().records == (4 if durability == "persistent" else 0)
+    again.close()
+
+
+def test_the_time_to_live_is_in_days(tmp_path: Path) -> None:
+    clock = Clock()
+    config = module.DiskCacheConfig(dir=str(tmp_path), ttl_days=2, flush_interval_s=0.001)
+    disk = DiskCache(config, BASE, now=clock)
+    put(disk, 0)
+    assert disk.settle()
+    clock.now += 2 * 86_400 - 1
+    assert read(disk, [block(0)]) == [payload(0)]
+    clock.now += 1
+    assert read(disk, [block(0)]) == []
     disk.close()
 
 
@@ -325,6 +372,7 @@ def test_a_drive_that_fails_again_and_again_is_tried_less_and_less_often(
     now[0] += MAX_PAUSE + 0.5
     assert works()
     pauses(4)
+    assert works(), "after four seconds, and no later"
     disk.close()
 
 
@@ -410,10 +458,13 @@ def test_close_writes_what_waits(tmp_path: Path) -> None:
 
 
 def test_a_limit_given_in_gigabytes(tmp_path: Path) -> None:
-    disk = cache(tmp_path, max_size_gb=8e-6)
-    for i in range(60):
+    """A gigabyte is a thousand megabytes, and one segment more than the limit is there at most."""
+    disk = cache(tmp_path, max_size_gb=8e-5)
+    most = 0
+    for i in range(300):
         assert disk.put(block(i), payload(i)) and disk.settle()
-        assert disk.stats().bytes <= 9000
+        most = max(most, disk.stats().bytes)
+    assert 72_000 < most <= 80_400
     assert disk.stats().evicted > 30
     disk.close()
 

@@ -155,9 +155,53 @@ def test_a_torn_end_is_written_over(tmp_path: Path) -> None:
     with file.open("r+b") as f:
         f.truncate(file.stat().st_size - 1)
     cache = segments(tmp_path, segment_bytes=1 << 20)
+    assert cache.counts.quarantined == 0, "after a kill it is normal"
     assert cache.append(block(2), payload(2)) and cache.count == 1
+    assert cache.bytes == file.stat().st_size
     close(cache)
     assert found_in(tmp_path) == [0, 2]
+
+
+def test_a_torn_end_of_an_older_segment_is_damage(tmp_path: Path) -> None:
+    file = filled(tmp_path, 2)
+    cache = segments(tmp_path, segment_bytes=500)
+    cache.append(block(2), payload(2))
+    close(cache)
+    os.truncate(file, file.stat().st_size - 1)
+    again = segments(tmp_path)
+    assert again.counts.quarantined == 1
+    assert again.bytes == sum(p.stat().st_size for p in tmp_path.glob("segment-*"))
+    close(again)
+    assert found_in(tmp_path) == [0, 2]
+
+
+def test_a_block_that_was_written_again_outlives_the_segment_of_the_first_time(tmp_path: Path) -> None:
+    cache = segments(tmp_path, segment_bytes=900)
+    for i in (0, 1, 2):
+        cache.append(block(i), payload(i))
+    assert cache.count == 2
+    cache.quarantine(block(0))
+    cache.append(block(0), payload(0))
+    assert cache.free() and cache.count == 1
+    assert cache.counts.evicted == 1, "the other one is found still"
+    assert [i for i in range(3) if cache.read(block(i)) == payload(i)] == [0, 2]
+    close(cache)
+
+
+def test_nothing_is_appended_behind_what_could_not_be_synced(tmp_path: Path) -> None:
+    """A second sync would succeed although the first did not write everything."""
+    ops = FaultFiles()
+    cache = segments(tmp_path, ops=ops)
+    cache.append(block(0), payload(0))
+    ops.fail_at = ops.calls + 1
+    with pytest.raises(OSError):
+        cache.sync()
+    calls = ops.calls
+    cache.sync()
+    assert ops.calls == calls, "there is nothing to sync any more"
+    cache.append(block(1), payload(1))
+    assert cache.count == 2
+    close(cache)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
@@ -283,6 +327,15 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path: Path, contents:
         CacheFolder(tmp_path)
     assert e.value.code == "foreign_folder" and str(tmp_path) in e.value.message
     assert sorted(tmp_path.rglob("*")) == before and stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write there may put records of their own there, under the key that they can read."""
+    CacheFolder(tmp_path).close()
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(StorageError, match="another user") as e:
+        CacheFolder(tmp_path)
+    assert e.value.code == "foreign_folder"
 
 
 def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:

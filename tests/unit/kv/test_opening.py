@@ -129,3 +129,26 @@ def test_a_model_that_cannot_be_read_is_served_without(tmp_path: Path, caplog: p
     opening.close(5)
     again, _ = opened(settings)
     again.close(5)
+
+
+def test_a_cache_is_not_made_after_the_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the model's files takes longer than the engine lives."""
+    settings = config(tmp_path, DiskCacheConfig(dir=str(tmp_path / "kv")))
+    reading, go_on = threading.Event(), threading.Event()
+
+    def digest(*_: object) -> str:
+        reading.set()
+        assert go_on.wait(30)
+        return "0" * 64
+
+    monkeypatch.setattr("mlx_tandem.kv.disk.opening.folder_digest", digest)
+    woken = threading.Event()
+    opening = Opening(settings.disk, Path(settings.model.path), NAMESPACE, woken.set)
+    assert reading.wait(30)
+    (thread,) = (t for t in threading.enumerate() if t.name == "kv-disk-opening")
+    opening.close(5)
+    other = Opening(settings.disk, Path(settings.model.path), NAMESPACE, lambda: None)
+    go_on.set()
+    thread.join(30)
+    assert opening.poll() is None and not woken.is_set()
+    other.close(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from itertools import product
 
 import msgspec
 import pytest
@@ -10,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from mlx_tandem.kv.groups import CacheGroup
 from mlx_tandem.kv.groups.attention import AttentionGroup
-from mlx_tandem.kv.hashing import FORMAT, ROOT, Chain, Namespace, block_key
-from mlx_tandem.kv.pool import SCRATCH, BlockPool
-from mlx_tandem.kv.prefix import Match, PrefixCache, find
+from mlx_tandem.kv.groups.state import StateGroup
+from mlx_tandem.kv.groups.window import WindowGroup
+from mlx_tandem.kv.hashing import FORMAT, ROOT, Chain, Namespace, block_key, content_of
+from mlx_tandem.kv.pool import SCRATCH, BlockPool, Window
+from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts, find
 
 BASE = Namespace("weights", "tokenizer", "float32", 4)
 OTHERS = {
@@ -88,6 +92,18 @@ def test_a_key_is_what_is_written_on_drives() -> None:
     assert FORMAT == 1
 
 
+@given(
+    digest=st.binary(min_size=16, max_size=16), first=st.integers(0, 5000), counts=st.tuples(*[st.integers(0, 9)] * 2)
+)
+def test_every_part_of_an_image_has_a_number_of_its_own(digest: bytes, first: int, counts: tuple[int, int]) -> None:
+    """However its placeholders are cut into runs, and larger than those of all tokens."""
+    before, behind = counts
+    whole = content_of(digest, first, before + behind)
+    assert whole == content_of(digest, first, before) + content_of(digest, first + before, behind)
+    other = content_of(bytes([digest[0] ^ 1]) + digest[1:], first, before + behind)
+    assert len({*whole, *other}) == 2 * len(whole) and min([*whole, *other], default=1 << 32) > 2**32 - 1
+
+
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 
@@ -122,6 +138,130 @@ def test_roots_that_are_remembered_are_few_and_right(monkeypatch: pytest.MonkeyP
             root = cache.chain(f"{i:064x}").namespace(0)
             assert root == msgspec.structs.replace(BASE, adapter=f"{i:064x}").digest(), turn
             assert len(cache._roots) <= 3
+
+
+def test_a_block_is_shared_exactly_where_the_same_adapters_compute_all_positions_up_to_its_end() -> None:
+    """Adapters that apply from a position on: the base computes what is before it, also inside of a block."""
+    cache = PrefixCache(AttentionGroup(BlockPool(2, 4)), BASE)
+    seen: dict[bytes, tuple[str, ...]] = {}
+    for adapter, start in [("", 0), *product(("a", "b"), range(14))]:
+        chain = cache.chain(adapter, start)
+        who = tuple("" if at < start else adapter for at in range(12))
+        for block in range(3):
+            key, computed = chain.key(block, [7] * 12, 4), who[: 4 * block + 4]
+            assert seen.setdefault(key, computed) == computed, f"{adapter} from {start} on, block {block}"
+    assert len(seen) == len(set(seen.values())), "what is computed alike has one key"
+
+
+def test_what_is_counted_and_told_of_blocks_that_come_and_go() -> None:
+    """Counters are of all blocks; only whole ones are told of, since only these go to a drive."""
+    pool = BlockPool(4, 4)
+    cache = PrefixCache(AttentionGroup(pool), BASE)
+    filled: list[tuple[int, ...]] = []
+    evicted: list[tuple[int, ...]] = []
+    cache.on_fill = lambda entry: filled.append(entry.tokens)
+    cache.on_evict = lambda entry: evicted.append(entry.tokens)
+    table = pool.allocate(3) or []
+    cache.publish(cache.chain(""), range(10), table)
+    cache.note(12, 8)
+    cache.note(5, 1)
+    assert filled == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert cache.counts() == PrefixCounts(blocks=3, queries=17, hits=9, evictions=0)
+    pool.release(reversed(table))
+    assert set(pool.allocate(2) or []) == {*table[1:]}
+    assert (evicted, cache.counts()) == ([(4, 5, 6, 7)], PrefixCounts(1, 17, 9, 2))
+    cache.drop([table[0]])
+    assert (evicted, cache.counts()) == ([(4, 5, 6, 7)], PrefixCounts(0, 17, 9, 2)), "it was not given out"
+
+
+def test_of_two_blocks_with_the_same_content_the_one_that_is_read_is_found() -> None:
+    pool = BlockPool(6, 4)
+    cache = PrefixCache(AttentionGroup(pool), BASE)
+    first, second, third = (pool.allocate(1) or [] for _ in range(3))
+    cache.publish(cache.chain(""), range(4), first)
+    cache.publish(cache.chain(""), range(4), second)
+    assert find([cache], cache.chain(""), range(5)).tables[0] == first, "somebody reads it"
+    pool.release(first)
+    cache.publish(cache.chain(""), range(4), third)
+    assert find([cache], cache.chain(""), range(5)).tables[0] == third, "it is found for longer"
+    assert pool.is_vacant(first[0]) and pool.kept() == {third[0]}
+    cache.check()
+
+
+TEXT = st.lists(st.integers(0, 3), min_size=8, max_size=16)
+
+
+@given(shared=st.integers(0, 4), known=st.integers(0, 4), texts=st.tuples(TEXT, TEXT), first=st.integers(0, 3))
+def test_the_keys_of_a_sequence_that_parts_from_another_are_those_of_its_own_tokens(
+    shared: int, known: int, texts: tuple[list[int], list[int]], first: int
+) -> None:
+    """Whichever of the two goes on first."""
+    own = [[*texts[0][: 4 * shared], *text] for text in texts]
+    root, base = BASE.digest(), bytes(32)
+    chain = Chain(root, base, first)
+    for block in range(min(shared, known)):
+        chain.key(block, own[0], 4)
+    chains = chain, chain.fork()
+    for block in range(min(map(len, own)) // 4):
+        for each, tokens in zip(chains, own, strict=True):
+            assert each.key(block, tokens, 4) == Chain(root, base, first).key(block, tokens, 4)
+
+
+def group_of(kind: str, window: int, pool: BlockPool) -> CacheGroup:
+    if kind == "window":
+        return WindowGroup(pool, Window(window, 8))
+    return StateGroup(pool) if kind == "state" else AttentionGroup(pool)
+
+
+@given(
+    kinds=st.lists(st.sampled_from(["attention", "window", "state"]), min_size=1, max_size=3),
+    window=st.integers(1, 20),
+    gone=st.lists(st.sets(st.integers(0, 7)), min_size=3, max_size=3),
+    length=st.integers(1, 33),
+)
+def test_the_longest_prefix_is_found_of_which_every_group_has_what_it_needs(
+    kinds: list[str], window: int, gone: list[set[int]], length: int
+) -> None:
+    """Of eight blocks some are gone in each group. A group needs the blocks that the position behind a prefix sees."""
+    caches, tables = [], []
+    for kind, lost in zip(kinds, gone, strict=False):
+        pool = BlockPool(9, 4)
+        cache = PrefixCache(group_of(kind, window, pool), BASE)
+        table = pool.allocate(8) or []
+        cache.publish(cache.chain(""), range(32), table)
+        cache.drop([table[i] for i in lost])
+        caches.append(cache)
+        tables.append([SCRATCH if i in lost else b for i, b in enumerate(table)])
+
+    def has(whole: int) -> bool:
+        needed = [range(cache.group.first_needed(4 * whole) if whole else 0, whole) for cache in caches]
+        return all(SCRATCH not in [table[i] for i in own] for table, own in zip(tables, needed, strict=True))
+
+    longest = max(whole for whole in range(length // 4 + 1) if has(whole))
+    found = find(caches, caches[0].chain(""), range(length))
+    assert found.whole == longest
+    for cache, table, own in zip(caches, tables, found.tables, strict=True):
+        first = cache.group.first_needed(4 * longest)
+        assert own == [SCRATCH] * min(first, longest) + table[first:longest]
+    rest = min(length - 4 * longest, 4)  # of which all is found where the block is there
+    there = all(
+        cache.group.divides and SCRATCH not in [*t[longest : longest + 1]]
+        for cache, t in zip(caches, tables, strict=True)
+    )
+    assert found.extra == (rest if there and rest >= 2 else 0)
+
+
+def test_a_state_after_more_tokens_than_agree_is_not_copied() -> None:
+    """Another group has the block only in part."""
+    caches = []
+    for kind, length in (("attention", 7), ("state", 8)):
+        pool = BlockPool(4, 4)
+        caches.append(PrefixCache(group_of(kind, 0, pool), BASE))
+        caches[-1].publish(caches[-1].chain(""), range(length), pool.allocate(2) or [])
+    for order in (caches, caches[::-1]):
+        found = find(order, order[0].chain(""), range(9))
+        assert (found.whole, found.extra) == (1, 0)
+    assert find(caches[:1], caches[0].chain(""), range(9)).extra == 3
 
 
 def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,25 @@ def test_a_full_drive_costs_the_memory_only(model: Path, tmp_path: Path) -> None
     assert folder_digest(model, tmp_path / "digests.json", ops) == folder_digest(model)
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest would be that of neither content."""
+    real = weights.hashlib.file_digest
+
+    def file_digest(f: Any, name: str) -> Any:
+        found = real(f, name)
+        if f.name.endswith(".safetensors"):
+            change_unseen(model / "model.safetensors", b"\1" * 1000)
+        return found
+
+    monkeypatch.setattr(weights.hashlib, "file_digest", file_digest)
+    memory = tmp_path / "digests.json"
+    with pytest.raises(OSError, match=r"model\.safetensors was changed"):
+        folder_digest(model, memory)
+    assert "model.safetensors" not in memory.read_text()
+
+
 def test_a_file_that_has_just_changed_is_not_remembered(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

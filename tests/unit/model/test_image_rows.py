@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_tandem.engine.budget import UNLIMITED
+from mlx_tandem.engine.images import Images, shift_at, shown
 from mlx_tandem.engine.plan import Row, RowKind, Shown
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.model.vision.positions import alternating, consecutive, positions_of
+from mlx_tandem.types import Image, Request, SamplingParams
 
 
 def row(kind: RowKind, tokens: int, *shown: Shown, start: int = 0, shift: int = 0) -> Row:
@@ -30,6 +37,42 @@ def test_tokens_of_an_image_have_a_line_and_a_column() -> None:
     found = positions_of([row(RowKind.PROMPT, 6, image, start=6, shift=1)], 2, 7)
     assert found[:, 0, :6].tolist() == [[5, 5, 5, 5, 8, 9], [5, 6, 6, 6, 8, 9], [7, 5, 6, 7, 8, 9]]
     assert not np.any(found[:, 1])
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4),
+    cuts=st.sets(st.integers(1, 120), max_size=6),
+)
+def test_however_a_prompt_is_cut_its_tokens_are_where_its_images_put_them(
+    parts: list[tuple[int, int, int]], cuts: set[int]
+) -> None:
+    """Text, then an image of some lines and columns, and so on. An image takes as many positions as its longer side."""
+    prompt, made, expected = list[int](), list[Image](), list[tuple[int, int, int]]()
+    sizes, now = dict[bytes, int](), 0
+    for number, (text, lines, columns) in enumerate(parts):
+        prompt += [1] * text
+        expected += [(now + n,) * 3 for n in range(text)]
+        now += text
+        image = Image(bytes([number]) * 16, len(prompt), lines * columns, b"")
+        sizes[image.digest] = columns
+        made.append(image)
+        prompt += [9] * image.tokens
+        expected += [(now, now + n // columns, now + n % columns) for n in range(image.tokens)]
+        now += max(lines, columns)
+    prompt.append(1)
+    expected.append((now,) * 3)
+    images = Images(9, 1000, lambda image: sizes[image.digest])
+    runs = images.runs(Request(0, tuple(prompt), SamplingParams(4), images=tuple(made)))
+    s: Any = SimpleNamespace(runs=runs)
+    borders = {at for run in runs for at in (run.start, run.end)}
+    for chosen in (cuts, borders):
+        ends = [*sorted(cut for cut in chosen if cut < len(prompt)), len(prompt)]
+        found = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            own = row(RowKind.PROMPT, end - start, *shown(s, start, end), start=start, shift=shift_at(s, start))
+            found += positions_of([own], 1, end - start)[:, 0].T.tolist()
+        assert [tuple(place) for place in found] == expected
+    assert shift_at(s, len(prompt) + 7) == now - len(prompt) + 1, "tokens of the answer follow"
 
 
 def test_frequencies_belong_to_axes() -> None:

@@ -171,8 +171,10 @@ def test_means_over_several_batches_count_only_what_is_learned() -> None:
 
 
 def test_truncation_goes_with_the_draw() -> None:
-    (group,) = made([[(0, 1), (1, 1)]])
+    (group,) = made([[(0, 1), (1, 1), (1, 1)]])
     cut = Truncation(0.5, 10, 0.1)
-    own = [replace(group[0], truncation=cut), replace(group[1], truncation=cut, temperature=0.0)]
+    drawn, greedy, external = (replace(t, truncation=cut) for t in group)
+    own = [drawn, replace(greedy, temperature=0.0), replace(external, external=True)]
     (batch,) = batches([own], RLTrainingConfig())
-    assert [d.truncation for d in batch.data] == [cut, WHOLE], "a greedy choice counts as drawn from the whole"
+    found = [d.truncation for d in batch.data]
+    assert found == [cut, WHOLE, WHOLE], "a greedy choice counts as drawn from the whole, and so does what others drew"

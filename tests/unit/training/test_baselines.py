@@ -44,6 +44,15 @@ def test_an_answer_s_own_reward_does_not_move_its_baseline() -> None:
     assert low[0] != high[1]
 
 
+@pytest.mark.parametrize("count", [1, MEMORY - 1, MEMORY, MEMORY + 1, 1000])
+def test_earlier_answers_count_as_so_many_at_most(count: int) -> None:
+    """They are of earlier versions, and the answers to compare with are those of now."""
+    weight = min(count, MEMORY)
+    assert Baseline(count, 0.5).against([1.0, 0.0]) == pytest.approx(
+        [1.0 - (0.5 * weight + 0.0) / (weight + 1), 0.0 - (0.5 * weight + 1.0) / (weight + 1)]
+    )
+
+
 def test_old_rewards_are_forgotten_and_the_number_of_baselines_is_bounded() -> None:
     baseline = Baseline()
     baseline.add([0.0] * 1000 + [1.0] * 20 * MEMORY)

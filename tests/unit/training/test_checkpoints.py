@@ -151,6 +151,24 @@ def test_exactly_so_many_are_kept_that_nobody_named(infos: list[CheckpointInfo],
     assert [i.digest for i in left] == digests[:keep], "infos come newest first"
 
 
+@pytest.mark.parametrize(
+    ("newest_first", "needed", "going"),
+    [
+        (["guard-9", "guard-7", "checkpoint-5", "guard-3", "checkpoint-1"], [], ["guard-7", "guard-3"]),
+        ([BEST, "guard-9", "guard-7"], [], ["guard-7"]),
+        (["checkpoint-9", "guard-7", "guard-5", "checkpoint-3"], ["guard-5"], ["guard-7"]),
+        (["checkpoint-9", "checkpoint-8", "checkpoint-7", "checkpoint-6"], ["checkpoint-6"], ["checkpoint-7"]),
+    ],
+)
+def test_what_the_guard_does_not_need_goes_unless_it_is_the_newest_of_all(
+    newest_first: list[str], needed: list[str], going: list[str]
+):
+    """Where the process goes on from after a restart is in the newest, whoever it was made for."""
+    infos = [CheckpointInfo(name, 1, 1, name, 0.0, None, False, False, 0) for name in newest_first]
+    found = Checkpoints(Path("nowhere"), 2).surplus(infos, frozenset(needed))
+    assert [info.name for info in found] == going
+
+
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf])
 def test_only_a_number_can_be_the_best(tmp_path: Path, reward: float | None):
     c = opened(tmp_path)

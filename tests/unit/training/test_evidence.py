@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_tandem.training.online.evidence import BETS, PATIENCE, Comparison, Evidence
+from mlx_tandem.training.online.evidence import BETS, PATIENCE, SPREAD, Comparison, Evidence
 
 
 def wealth(evidence: Evidence) -> float:
@@ -51,6 +51,25 @@ def test_a_fair_bet_keeps_the_wealth_on_average() -> None:
             evidence.add(1.0 if course >> bit & 1 else -1.0)
         total += wealth(evidence)
     assert total / 256 == pytest.approx(1.0)
+
+
+def test_a_difference_is_scaled_by_those_before_it_and_harm_begins_behind_what_is_tolerated() -> None:
+    comparison = Comparison()
+    harm, gain = Evidence(), Evidence()
+    squares = 0.0
+    for n, (difference, tolerated) in enumerate([(2.0, 0.0), (-1.0, 0.5), (0.1, 0.0), (-9.0, 1.0), (-0.2, 0.3)]):
+        usual = SPREAD * math.sqrt(squares / n) if n else 0.0
+        behind = difference + tolerated
+        harm.add(-behind / max(usual, abs(behind)))
+        gain.add(difference / max(usual, abs(difference)))
+        squares += difference**2
+        comparison.add(difference, tolerated)
+        assert (comparison.harm, comparison.gain) == (harm, gain), n
+    assert (comparison.count, comparison.seen) == (5, 5)
+    assert (comparison.squares, comparison.mean) == pytest.approx((squares, -8.1 / 5))
+    comparison = Comparison()
+    comparison.add(0.0)
+    assert (comparison.harm.count, comparison.harm.suspicion) == (1, 1.0), "no difference says nothing"
 
 
 def differences(rng: np.random.Generator, worse: float, n: int) -> Iterator[float]:

@@ -50,6 +50,10 @@ def test_only_tokens_of_the_present_version_are_compared() -> None:
     assert mismatch([t], own, 4) == pytest.approx((math.exp(-0.2) - 1 + 0.2) / 2)
     assert mismatch([t], own, 5) is None
     assert mismatch([replace(t, external=True)], own, 4) is None
+    tool = replace(t, mask=(1, 1, 0))
+    assert mismatch([tool], [(-8.0, -1.3, -7.0)], 4) == pytest.approx(math.exp(-0.3) - 1 + 0.3), "nobody drew the last"
+    further = mismatch([completion((4,))], [(-0.5,)], 4)
+    assert further == pytest.approx(math.exp(0.5) - 1 - 0.5), "of the trainer to the sampler, not the other way round"
     assert mismatch([completion((4,), math.nan)], [(-1.0,)], 4) == math.inf
 
 
@@ -81,7 +85,8 @@ def test_the_course_follows_from_what_became_of_updates(outcomes: list[str]) -> 
         assert course.rate_scale == scale
     assert course.rollbacks == outcomes.count("rolled_back")
     good = max((i for i, o in enumerate(outcomes) if o in ("published", "kept")), default=-1)
-    assert course.lost == (outcomes[good + 1 :].count("rolled_back") >= GIVE_UP)
+    assert course.in_a_row == outcomes[good + 1 :].count("rolled_back")
+    assert course.lost == (course.in_a_row >= GIVE_UP)
 
 
 def test_a_rate_that_somebody_sets_begins_unscaled() -> None:

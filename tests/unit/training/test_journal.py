@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig
 from mlx_tandem.files import StorageError
+from mlx_tandem.training.store import journal as module
 from mlx_tandem.training.store import records
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.records import Added, Began, Dropped, Ended, Opened, Record, Seen
@@ -261,6 +262,70 @@ async def test_what_comes_while_a_rotation_waits_for_a_write_is_in_the_new_file(
     await asyncio.gather(writing, rotation, journal.flush())
     await journal.close()
     assert (await read_again(tmp_path))[-1] == Dropped(("late",))
+
+
+@on_a_loop
+async def test_what_a_killed_process_has_written_is_on_the_drive_once_it_has_been_read(tmp_path: Path):
+    """It may have been in memory only, and what follows from it is about to be done."""
+    ops = ForgetfulFiles()
+    journal, _ = Journal.open(tmp_path, ops)
+    journal.append(Dropped(("a",)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "sync", lambda fd: None)
+        await journal.flush()
+    again, _ = Journal.open(tmp_path, ops)
+    ops.lose_power()
+    assert await read_again(tmp_path) == [*HEAD, Dropped(("a",))]
+    await journal.close()
+    await again.close()
+
+
+@on_a_loop
+async def test_what_waits_and_what_is_there_is_counted_also_while_a_file_begins_again(tmp_path: Path):
+    """Checkpoints say how many records they came after, and nothing is collected while too much waits."""
+    journal, _ = Journal.open(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BEHIND", 100)
+        for number in range(9):
+            journal.append(Dropped((f"before {number:090}",)))
+        assert journal.is_behind and journal.count == len(HEAD) + 9
+        held = [(trajectory(str(number)), 0) for number in range(3)]
+        rotation = asyncio.create_task(journal.rotate("c", 1, held, ("x",)))
+        await asyncio.sleep(0)
+        journal.append(Dropped(("late",)))
+        await rotation
+        assert not journal.is_behind and journal.count == 1 + 3 + 1 + 1
+        await journal.flush()
+        assert (journal._waiting, journal.count, len(await journal.replay())) == (0, 6, 6)
+        for number in range(2):
+            journal.append(Dropped((f"after {number:090}",)))
+        assert journal.is_behind
+        await journal.flush()
+        assert not journal.is_behind and journal.count == 8
+    await journal.close()
+
+
+@on_a_loop
+async def test_a_file_begins_again_once_it_has_grown_by_much_of_what_it_began_with(tmp_path: Path):
+    """A buffer that is large is not written again for every few trajectories."""
+    journal, _ = Journal.open(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LARGE", 1000)
+        while journal.size <= 1000:
+            assert not journal.is_large
+            journal.append(Added(trajectory("a")))
+            await journal.flush()
+        assert journal.is_large
+        await journal.rotate("c", 1, [(trajectory(str(number)), 0) for number in range(20)], ())
+        begun = journal.size
+        assert begun > 1000 and not journal.is_large
+        while journal.size <= 4 * begun:
+            assert not journal.is_large
+            for _ in range(10):
+                journal.append(Added(trajectory("a")))
+            await journal.flush()
+        assert journal.is_large
+    await journal.close()
 
 
 @pytest.mark.parametrize("rotate", [False, True])

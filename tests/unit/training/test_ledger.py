@@ -19,6 +19,7 @@ from mlx_tandem.training import trajectories
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.update import Pending
 from mlx_tandem.training.open_trajectories import Beginning, Exchange
+from mlx_tandem.training.store.checkpoints import CheckpointInfo
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.records import Began, Ended, Kept
@@ -203,6 +204,56 @@ async def test_of_what_is_posted_every_trajectory_is_learned_from_or_told_why_no
         assert (again.outcome, again.dropped_at) == ("skipped", {"equal_rewards": (0, 1)}), "it may be brought again"
         twin = Trajectory("t5-1", "g5", (1,), (9,), (), (), (4,), 1.0, 0.0, external=True)
         assert (await update([posted[4], twin])).outcome == "published", "with other rewards"
+
+
+@on_a_loop
+async def test_whoever_asks_for_a_checkpoint_or_the_base_is_learned_from_however_old_they_are(tmp_path: Path) -> None:
+    """Wherever age decides: when answers come, when they are taken, and when somebody brings them."""
+    ledger = Ledger(config(tmp_path, trajectory_buffer_size=99, max_staleness=2))
+    await ledger.open()
+    ledger.listed = [CheckpointInfo("c", 9, 3, "d", 0.0, None, False, False, 1)]
+    made = [
+        trajectory(10 * version + i, f"g{version}", float(i), version) for version in (0, 3, 4, 7, 8) for i in (0, 1)
+    ]
+    assert [ledger.is_stale(t.versions, 10) for t in made[::2]] == [False, False, True, True, False]
+    accepted = ledger.accept(made, 10)
+    assert [g[0].group for g in accepted.groups] == ["g0", "g3", "g8"] and accepted.dropped == {"stale": [4, 5, 6, 7]}
+    await ledger.add([(t, 2) for t in made])
+    assert [g[0].group for g in ledger.take(99, 10)] == ["g0", "g3", "g8"]
+    assert ledger.buffer.counts.dropped_stale == 4 + 4
+    await ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("differences", "outcome", "afresh"),
+    [(60, "rolled_back", True), (60, "published", False), (2, "rolled_back", False)],
+)
+def test_what_is_shown_to_be_worse_and_taken_back_is_compared_afresh(
+    tmp_path: Path, differences: int, outcome: str, *, afresh: bool
+) -> None:
+    """By the next process, too, which would take back again what is gone already."""
+
+    async def test() -> None:
+        settings = config(tmp_path)
+        ledger = Ledger(settings)
+        await ledger.open()
+        worse = settings.rl_training.guard_false_rollback
+        for _ in range(differences):
+            ledger.compared(-1.0, 0.0)
+        assert ledger.counters.trial.is_worse(worse) == (differences > 2)
+        ledger.begin(Pending(Began(1, (), (), AdamParams(0.0), 0), ()))
+        ledger.end(Ended(1, outcome))
+        for _ in range(2):
+            trial = ledger.counters.trial
+            assert trial.comparison.count == (0 if afresh else differences)
+            assert trial.is_worse(worse) == (differences > 2 and not afresh)
+            await ledger.flush()
+            await ledger.close()
+            ledger = Ledger(settings)
+            await ledger.open()
+        await ledger.close()
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("rotates", [False, True], ids=["the process ends before the journal begins again", "later"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import asdict
 
@@ -46,7 +46,7 @@ STEP = st.one_of(
     st.tuples(st.just("take"), st.integers(1, 3)),
     st.tuples(st.just("end"), st.sampled_from(["published", "refused", "rolled_back"])),
     st.tuples(st.just("compare"), st.sampled_from([-1.0, 0.5])),
-    st.tuples(st.just("save"), st.sampled_from([True, True, False])),
+    st.tuples(st.just("save"), st.sampled_from([True, True, False]), st.booleans()),
     st.tuples(st.just("new engine")),
     st.tuples(st.just("new process")),
 )
@@ -143,8 +143,8 @@ class Life:
         assert state(after) == before
         self.ledger = after
 
-    async def _save(self, rotates: bool) -> None:
-        """Make a checkpoint. Unless the journal then `rotates`, it goes on as it is."""
+    async def _save(self, rotates: bool, guards: bool) -> None:
+        """Make a checkpoint, for the guard alone or not. Unless the journal then `rotates`, it goes on as it is."""
 
         async def write(folder: str) -> None:
             (Path(folder) / "adapter").write_bytes(b"x")
@@ -159,11 +159,20 @@ class Life:
         ):
             if not rotates:
                 patch.setattr(Journal, "rotate", fails)
-            await self.ledger.save(Manifest(name=f"c{self._saved}", step=1, version=self._version, digest="d"), write)
+            manifest = Manifest(name=f"c{self._saved}", step=1, version=self._version, digest="d")
+            before = self.ledger.counters.since_checkpoint
+            await self.ledger.save(manifest, write, guards=guards)
+            assert self.ledger.counters.since_checkpoint == (before if guards else 0)
+
+
+LEARNED = [("add", i, ACROSS + "x", i % 2, 0) for i in range(3)] + [("take", 3), ("end", "published")]
+"""An update from a group across prompts, whose rewards later baselines have."""
 
 
 @settings(max_examples=60)
 @given(st.lists(STEP, min_size=30, max_size=60))
+@example([*LEARNED, ("new process",), ("save", False, True), ("new process",), ("compare", 0.5), ("new engine",)])
+@example([*LEARNED, ("compare", -1.0), ("save", False, False), ("new engine",), ("save", True, True), ("new process",)])
 def test_nothing_is_lost_or_doubled_by_a_restart(steps: list[Any]) -> None:
     async def test(folder: Path) -> None:
         life = Life(folder)

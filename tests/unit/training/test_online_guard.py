@@ -287,6 +287,20 @@ async def test_a_version_that_somebody_goes_back_to_is_not_compared_with_others(
 
 
 @on_a_loop
+async def test_from_where_somebody_goes_back_to_everything_is_compared_afresh(tmp_path: Path) -> None:
+    async with running(config(tmp_path, guard_prompts=4)) as side:
+        for i in range(2):
+            await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
+        side.learner.stop()
+        for _ in range(3):
+            side.learner._learner.ledger.compared(-1.0, 0.0)
+        assert (side.learner.status().compared, side.learner.status().accepted) == (3, 1)
+        assert (await side.learner.rollback("2")).version == 2
+        status = side.learner.status()
+        assert (status.compared, status.difference, status.accepted) == (0, 0.0, 2)
+
+
+@on_a_loop
 async def test_rollback_and_switch(tmp_path: Path) -> None:
     async with running(config(tmp_path)) as side:
         for i in range(3):

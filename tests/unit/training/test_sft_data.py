@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,7 @@ def test_what_is_held_out_is_not_learned(lengths, share, seed, doubled):
     learned, held = split(whole, share, seed)
     assert Counter(learned) + Counter(held) == Counter(whole)
     assert learned and held and not {*learned} & {*held}
+    assert len({*held}) == max(round(share * len(lengths)), 1), "a share of the different ones"
     assert (learned, held) == split(whole, share, seed)
 
 
@@ -302,6 +304,9 @@ def test_batches_have_everything_once_within_their_limits(lengths, size, tokens,
     for batch in made:
         assert 1 <= len(batch) <= size
         assert not tokens or len(batch) == 1 or sum(len(d.tokens) for d in batch) <= tokens
+    for batch, (after, *_) in pairwise(made):
+        whole_tokens = sum(len(d.tokens) for d in (*batch, after))
+        assert len(batch) == size or 0 < tokens < whole_tokens, "the next one would have fitted"
     assert made == batches(whole, config, epoch)
 
 
