@@ -6,7 +6,7 @@ Tiny random models in float32, against mlx-vlm's own forward over its own cache,
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -35,7 +35,7 @@ from tests.engine.test_mtp import make_engine as make_engine_with_head
 from tests.engine.test_mtp import serve as serve_with_head
 from tests.engine.test_verify import Oracle as Foreseen
 from tests.kernels import shim
-from tests.tiny_vision import IMAGE, Oracle
+from tests.tiny_vision import IMAGE, Oracle, Parts
 
 pytestmark = pytest.mark.skipif(not library.is_installed(), reason="mlx-vlm is not installed")
 
@@ -67,10 +67,8 @@ def llava(folders: dict[str, Path]) -> tuple[Engine, Oracle]:
     return make_engine(folders["llava"]), Oracle(folders["llava"])
 
 
-def ask(
-    number: int, family: str, parts: Sequence[tuple[int, ...] | int], *, n: int = 1, max_tokens: int = TOKENS
-) -> Request:
-    """`parts`: texts, and images by their seeds."""
+def ask(number: int, family: str, parts: Parts, *, n: int = 1, max_tokens: int = TOKENS) -> Request:
+    """A request for the prompt of these parts."""
     tokens, images = tiny_vision.prompt(family, parts)
     return Request(number, tokens, SamplingParams(max_tokens, temperature=0.0, logprobs=0), n=n, images=images)
 

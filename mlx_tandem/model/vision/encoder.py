@@ -51,17 +51,19 @@ class Encoder:
 
     Attributes:
         module: The modules, with their weights.
-        image_token: The id of placeholders in prompts.
+        image_token: The id of placeholders of images in prompts.
+        video_token: The id of placeholders of videos; -1 if the family has no videos.
         axes: The axis of each frequency, as in `AxisPositions`; empty if positions have one axis.
         depth: Number of first layers of the language model after which further embeddings are added at placeholders.
         width: The length of an embedding.
     """
 
-    def __init__(self, module: Any, config: Any, dtype: mx.Dtype, axes: Sequence[int]):
-        """Create it. `config`: mlx-vlm's configuration of the folder."""
+    def __init__(self, module: Any, config: Any, dtype: mx.Dtype, axes: Sequence[int], *, videos: bool = False):
+        """Create it. `config`: mlx-vlm's configuration of the folder. `videos`: whether the family has videos."""
         self.module: nn.Module = module
         self.axes = axes
-        self.image_token = _image_token(config)
+        self.image_token = _token(config, "image")
+        self.video_token = _token(config, "video") if videos else -1
         self.width: int = config.text_config.hidden_size
         self.depth = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._dtype = dtype
@@ -82,7 +84,9 @@ class Encoder:
         if not self.axes:
             return 0
         try:
-            ((time, height, width),) = load(image.arrays)["image_grid_thw"].tolist()
+            arrays = load(image.arrays)
+            name = "video_grid_thw" if "video_grid_thw" in arrays else "image_grid_thw"
+            ((time, height, width),) = arrays[name].tolist()
         except Exception as e:
             raise InvalidRequest("the image has no image_grid_thw of its own", param="images") from e
         lines, columns = height // self._merged, width // self._merged
@@ -99,9 +103,12 @@ class Encoder:
         model: Any = self.module
         try:
             given = {name: mx.array(array) for name, array in load(arrays).items()}
-            pixels = given.pop("pixel_values")
-            if self.axes:
-                pixels = _every_frame(pixels, self._channels, self._frames)
+            if "pixel_values_videos" in given:  # A group of frames is computed like an image whose frames differ.
+                pixels, given["image_grid_thw"] = given.pop("pixel_values_videos"), given.pop("video_grid_thw")
+            else:
+                pixels = given.pop("pixel_values")
+                if self.axes:
+                    pixels = _every_frame(pixels, self._channels, self._frames)
             ids = mx.full((1, tokens), self.image_token, mx.int32)
             found = model.get_input_embeddings(ids, pixels, mask=mx.ones((1, tokens), mx.int32), **given)
             deeper = found.deepstack_visual_embeds
@@ -130,8 +137,7 @@ def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype
 
     Raises whatever mlx-vlm raises about a folder that does not fit.
     """
-    family = library.family(settings["model_type"])
-    axes = VISION_FAMILIES[settings["model_type"]].axes
+    family, own_way = library.family(settings["model_type"]), VISION_FAMILIES[settings["model_type"]]
     config = _config(family, settings)
     module = family.Model(config)
     own = _own_weights(family, module, config, stored)
@@ -144,7 +150,8 @@ def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype
         )
     )
     module.eval()
-    return Encoder(module, config, dtype, ORDERS[axes](_sections(config.text_config)) if axes else ())
+    axes = ORDERS[own_way.axes](_sections(config.text_config)) if own_way.axes else ()
+    return Encoder(module, config, dtype, axes, videos=bool(own_way.videos))
 
 
 def _sections(text: Any) -> list[int]:
@@ -172,11 +179,12 @@ def _config(family: Any, settings: Mapping[str, Any]) -> Any:
     return config
 
 
-def _image_token(config: Any) -> int:
-    token = getattr(config, "image_token_index", None)
-    token = getattr(config, "image_token_id", None) if token is None else token
+def _token(config: Any, kind: str) -> int:
+    """Return the id of placeholders of images or videos. Raises ValueError if it is missing."""
+    token = getattr(config, f"{kind}_token_index", None)
+    token = getattr(config, f"{kind}_token_id", None) if token is None else token
     if type(token) is not int or token < 0:
-        raise ValueError("image_token_index is missing")
+        raise ValueError(f"{kind}_token_index is missing")
     return token
 
 
