@@ -77,7 +77,10 @@ def test_groups_of_frames_lie_where_their_seconds_are(timed: tuple[Engine, Oracl
 def test_frames_and_times_are_a_hit_up_to_the_first_that_differs(
     other: Clip, found: int, timed: tuple[Engine, Oracle, Path]
 ) -> None:
-    """A group has 15 tokens, 10 tokens come before the first, and a block has 8; a video that goes on is found whole."""
+    """A video that goes on is found whole.
+
+    A group has 15 tokens, 10 tokens come before the first, and a block has 8.
+    """
     engine, oracle, _ = timed
     engine.built.runner.reset()
     loop = engine.loop()
