@@ -37,6 +37,9 @@ class VisionFamily(NamedTuple):
     `tokens_per_second`; or a text before the group has its time.
     """
 
+    unscaled: bool = False
+    """Whether the language model scales the embeddings of tokens only. mlx-lm's scales all that it is given."""
+
     own_text_part: bool = False
     """Whether mlx-lm loads the language model by the `model_type` of its text part, not of the folder."""
 
@@ -44,6 +47,7 @@ class VisionFamily(NamedTuple):
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "llava": VisionFamily("CLIPImageProcessor", "llava"),
     "gemma3": VisionFamily("Gemma3ImageProcessor", "gemma3"),
+    "gemma4": VisionFamily("Gemma4ImageProcessor", "gemma4", unscaled=True),
     "pixtral": VisionFamily("PixtralImageProcessor", "pixtral"),
     "mistral3": VisionFamily("PixtralImageProcessor", "pixtral"),
     "internvl_chat": VisionFamily("GotOcr2ImageProcessor", "internvl", own_text_part=True),

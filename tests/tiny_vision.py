@@ -74,6 +74,10 @@ class Family:
     grid: tuple[int, int] = (0, 0)
     """Lines and columns of an image's patches, in families whose positions have several axes."""
     vision_more: dict[str, Any] = field(default_factory=dict)
+    squares: int = 0
+    """Patches on each side of the square that a placeholder stands for, in families whose images are lists of patches;
+    0: they are not.
+    """
     flat: bool = False
     """Whether its folders describe the language model beside its settings, not within."""
 
@@ -136,6 +140,37 @@ FAMILIES = {
         },
         more={"hidden_size": 64, "vocab_size": VOCAB},
     ),
+    "gemma4": Family(
+        "gemma4_text",
+        "gemma4_vision",
+        4,
+        squares=2,
+        text_more={
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+            },
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "sliding_window": 16,
+            "tie_word_embeddings": True,
+            "enable_moe_block": False,
+        },
+        more={"vocab_size": VOCAB, "image_token_id": IMAGE},
+        vision_more={
+            "global_head_dim": 16,
+            "num_key_value_heads": 2,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
+            "default_output_length": 6,
+            "use_clipped_linears": True,
+            "standardize": True,
+        },
+    ),
     "idefics3": Family("llama", "idefics3_vision", 8, tiles=True),
     "smolvlm": Family("llama", "siglip_vision_model", 8, tiles=True),
     "internvl_chat": Family("qwen2", "intern_vit_6b", 4),
@@ -161,6 +196,7 @@ def make(folder: Path, family: str, *, seed: int = 0, bits: int = 0) -> Path:
     }
     if own.vision == "pixtral":
         config["vision_config"]["rope_theta"] = 10_000.0
+    config["vision_config"] |= own.vision_more
     if own.grid[0]:
         if own.flat:
             config |= config.pop("text_config")
@@ -171,6 +207,8 @@ def make(folder: Path, family: str, *, seed: int = 0, bits: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     parameters: Any = tree_flatten(model.parameters())
     weights = {name: _draw(rng, name, p) for name, p in parameters}
+    # Gemma 4's encoder cuts its numbers off between two bounds.
+    weights |= {name: -w for name, w in weights.items() if name.endswith(("input_min", "output_min"))}
     if family == "gemma3":  # its head is the embedding; mlx-vlm has a copy of it
         weights["language_model.lm_head.weight"] = weights["language_model.model.embed_tokens.weight"]
     if bits:
@@ -202,7 +240,14 @@ def image(family: str, seed: int, start: int = 0) -> Image:
     lines, columns = own.grid
     shape: tuple[int, ...] = (1, 2, 3, 16, 16) if own.tiles else (1, 3, 16, 16)
     shape = (lines * columns, 3 * 16) if lines else shape
+    if own.squares:  # The last patches are padding.
+        side = 2 * own.squares
+        places = np.full((1, (own.tokens + 2) * own.squares**2, 2), -1, np.int32)
+        places[0, : side**2] = [(n % side, n // side) for n in range(side**2)]
+        shape = (1, places.shape[1], 3 * 16)
     arrays: dict[str, Any] = {"pixel_values": rng.standard_normal(shape).astype(np.float32)}
+    if own.squares:
+        arrays["image_position_ids"] = places
     if lines:
         arrays["image_grid_thw"] = np.array([[1, lines, columns]], np.int32)
     if own.sizes:
@@ -366,7 +411,10 @@ class Oracle:
 
     def _given(self, found: Any) -> dict[str, Any]:
         """What the language model takes of these features."""
-        names = ("inputs_embeds", "position_ids", "rope_deltas", "visual_pos_masks", "deepstack_visual_embeds")
+        names = (
+            *("inputs_embeds", "per_layer_inputs"),
+            *("position_ids", "rope_deltas", "visual_pos_masks", "deepstack_visual_embeds"),
+        )
         return {name: getattr(found, name) for name in names if getattr(found, name) is not None}
 
 

@@ -243,10 +243,10 @@ def _fault(setup: Setup) -> str:
     try:
         check_vision(setup.config, CONFIG)
         check_processor(setup.processor, PROCESSOR)
-        for name, values, file in (
-            ("image_processor", setup.image_processor, IMAGE_PROCESSOR),
-            ("video_processor", setup.video_processor, VIDEO_PROCESSOR),
-        ):
+        parts = [("image_processor", setup.image_processor, IMAGE_PROCESSOR)]
+        if VISION_FAMILIES[setup.family].videos:
+            parts.append(("video_processor", setup.video_processor, VIDEO_PROCESSOR))
+        for name, values, file in parts:
             inner = values is setup.processor.get(name)
             check_processor(values, PROCESSOR if inner else file, name if inner else "")
     except ModelError as e:

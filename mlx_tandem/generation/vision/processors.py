@@ -23,6 +23,7 @@ PROCESSORS: Mapping[str, str] = {
     "SiglipImageProcessor": "siglip",
     "LlavaImageProcessor": "llava",
     "Gemma3ImageProcessor": "gemma3",
+    "Gemma4ImageProcessor": "gemma4",
     "PixtralImageProcessor": "pixtral",
     "GotOcr2ImageProcessor": "got_ocr2",
     "Idefics3ImageProcessor": "idefics3",
