@@ -222,7 +222,7 @@ def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: 
         limits=built.step_limits,
     )
     if vision is not None and built.image_room:
-        scheduler.images = Images(vision.image_token, built.image_room, built.image_columns)
+        scheduler.images = Images(vision.tokens, built.image_room, built.image_columns)
     return scheduler
 
 

@@ -69,6 +69,7 @@ PARAMETERS: dict[str, Range] = {
     "reward": Range(-1e6, 1e6),  # reward of a trajectory
     "reward_weight": Range(-1e3, 1e3),  # weight of one part of a composite reward
     "reward_tokens": Range(1, 1_048_576, integer=True),
+    "fps": Range(0.01, 1000.0),  # frames of a video in a second
     "version": Range(0, 2**53, integer=True),  # version of an adapter; 0: the base
 }
 
@@ -255,6 +256,10 @@ VISION: dict[str, Range] = {  # settings of the encoder of images in a folder's 
     **dict.fromkeys(("image_size", "window_size"), _SIDE),
     **dict.fromkeys(("patch_size", "spatial_patch_size"), _PATCH),
     **dict.fromkeys(("spatial_merge_size", "temporal_patch_size"), _MERGE),
+    **dict.fromkeys(("position_embedding_size", "default_output_length"), Range(1, 1 << 20, integer=True)),
+    "global_head_dim": _HEADS,
+    "pooling_kernel_size": _MERGE,
+    "tokens_per_second": Range(0.001, 1000.0),
     **dict.fromkeys(("num_channels", "in_channels", "in_chans"), _MERGE),
     **dict.fromkeys(("deepstack_visual_indexes", "fullatt_block_indexes"), Range(0, 1023, integer=True)),
     "num_position_embeddings": Range(1, 1 << 24, integer=True),
@@ -265,7 +270,10 @@ VISION: dict[str, Range] = {  # settings of the encoder of images in a folder's 
 }
 
 IMAGES: dict[str, Range] = {  # settings of images beside those of the encoder, which some families have in config.json
-    **dict.fromkeys(("image_token_index", "image_token_id"), Range(0, 1 << 24, integer=True)),
+    **dict.fromkeys(
+        [f"{kind}_token_{name}" for kind in ("image", "video") for name in ("index", "id")],
+        Range(0, 1 << 24, integer=True),
+    ),
     **dict.fromkeys(("mm_tokens_per_image", "image_seq_length"), _IMAGE_TOKENS),
     **dict.fromkeys(("min_dynamic_patch", "max_dynamic_patch"), _TILES),
     **dict.fromkeys(("scale_factor", "spatial_merge_size"), _MERGE),
@@ -276,7 +284,7 @@ IMAGES: dict[str, Range] = {  # settings of images beside those of the encoder, 
 
 ROPE: dict[str, Range] = {"mrope_section": Range(0, 1 << 16, integer=True)}
 
-PROCESSOR: dict[str, Range] = {  # settings of image processors; keys of a nested object are written name.key
+PROCESSOR: dict[str, Range] = {  # settings of image and video processors; keys of a nested object are written name.key
     "size": _SIDE,
     "crop_size": _SIDE,
     "patch_size": _PATCH,
@@ -288,11 +296,14 @@ PROCESSOR: dict[str, Range] = {  # settings of image processors; keys of a neste
     **dict.fromkeys(("merge_size", "temporal_patch_size", "spatial_merge_size"), _MERGE),
     **dict.fromkeys(("min_patches", "max_patches"), _TILES),
     **dict.fromkeys(("image_seq_length", "image_seq_len"), _IMAGE_TOKENS),
+    "max_soft_tokens": _IMAGE_TOKENS,
+    "pooling_kernel_size": _MERGE,
     "num_additional_image_tokens": Range(0, 1 << 16, integer=True),
     "image_mean": Range(-1e6, 1e6),
     "image_std": Range(1e-6, 1e6),
     "rescale_factor": Range(1e-9, 1e6),
     "resample": Range(0, 5, integer=True),
+    "fps": PARAMETERS["fps"],
 }
 
 MAX_ALIASES = 10_000
@@ -325,10 +336,12 @@ MAX_TEMPLATE_BYTES = 1 << 20  # bytes of a chat template
 MAX_TEMPLATE_OUTPUT = 16 << 20  # bytes that a chat template may print
 MAX_TEMPLATE_MEMORY = 512 << 20  # bytes of memory that a chat template may use
 MAX_IMAGES = 16  # images of one request
+MAX_FRAMES = 128  # frames of all videos of one request
 MAX_IMAGE_BYTES = 16 << 20  # bytes of one image as it is sent or fetched
 MAX_IMAGE_PIXELS = 50_000_000  # pixels of one image, which are counted before it is decoded
 MAX_IMAGE_RATIO = 200  # length of an image's longer side over that of the shorter one
 MAX_IMAGE_TOKENS = 4096  # tokens of one image, where the model's processor lets the image's size decide
+MAX_VIDEO_TOKENS = 6144  # tokens of one video, which has at least one for each group of its frames
 MAX_IMAGE_PLACEHOLDERS = 1 << 16  # tokens of one image in any family; a folder may say how many they are
 MAX_IMAGE_ARRAYS = 128 << 20  # bytes of the arrays that the model's processor makes of one image
 MAX_REQUEST_ARRAYS = 192 << 20  # bytes of those arrays of all images of one request

@@ -31,6 +31,15 @@ class VisionFamily(NamedTuple):
     axes: Literal["", "consecutive", "alternating"] = ""
     """The order in which the frequencies of ropes belong to the axes of positions; empty if positions have one axis."""
 
+    videos: Literal["", "groups", "seconds", "texts"] = ""
+    """How the model is told the times of a video's frames; empty if no videos are served. A group of frames becomes one
+    patch in time. Its position on the axis of time is its number, or its time in units of the folder's
+    `tokens_per_second`; or a text before the group has its time.
+    """
+
+    unscaled: bool = False
+    """Whether the language model scales the embeddings of tokens only. mlx-lm's scales all that it is given."""
+
     own_text_part: bool = False
     """Whether mlx-lm loads the language model by the `model_type` of its text part, not of the folder."""
 
@@ -38,17 +47,18 @@ class VisionFamily(NamedTuple):
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "llava": VisionFamily("CLIPImageProcessor", "llava"),
     "gemma3": VisionFamily("Gemma3ImageProcessor", "gemma3"),
+    "gemma4": VisionFamily("Gemma4ImageProcessor", "gemma4", unscaled=True),
     "pixtral": VisionFamily("PixtralImageProcessor", "pixtral"),
     "mistral3": VisionFamily("PixtralImageProcessor", "pixtral"),
     "internvl_chat": VisionFamily("GotOcr2ImageProcessor", "internvl", own_text_part=True),
     "idefics3": VisionFamily("Idefics3ImageProcessor", "idefics3", own_text_part=True),
     "smolvlm": VisionFamily("SmolVLMImageProcessor", "idefics3", own_text_part=True),
-    "qwen2_vl": VisionFamily("Qwen2VLImageProcessor", "qwen", "consecutive"),
-    "qwen2_5_vl": VisionFamily("Qwen2VLImageProcessor", "qwen", "consecutive"),
-    "qwen3_vl": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating"),
-    "qwen3_5": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating"),
-    "qwen3_5_moe": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating"),
-    "qwen3_vl_moe": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating"),
+    "qwen2_vl": VisionFamily("Qwen2VLImageProcessor", "qwen", "consecutive", "groups"),
+    "qwen2_5_vl": VisionFamily("Qwen2VLImageProcessor", "qwen", "consecutive", "seconds"),
+    "qwen3_vl": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating", "texts"),
+    "qwen3_5": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating", "texts"),
+    "qwen3_5_moe": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating", "texts"),
+    "qwen3_vl_moe": VisionFamily("Qwen2VLImageProcessor", "qwen", "alternating", "texts"),
 }
 """Families by the `model_type` of their folders, which is also mlx-vlm's name for them. The tests compare each with
 mlx-vlm.

@@ -96,19 +96,26 @@ class Grammar(Struct, frozen=True, array_like=True):
 
 
 class Image(Struct, frozen=True, array_like=True):
-    """One image of a prompt, as the model's processor made it for this image alone.
+    """One image of a prompt, or one group of a video's frames, as the model's processor made it by itself.
 
-    Its placeholders are the next `tokens` tokens from `start` on whose id is the one that VisionInfo names; other
+    Its placeholders are the next `tokens` tokens from `start` on whose id is one that VisionInfo names; other
     tokens may lie between them, such as line breaks. `start` is the index of the first in the prompt. `arrays` is the
     content of a safetensors file with the processor's arrays under their own names: `pixel_values`, `image_grid_thw`
-    and so on. Of patches with several frames, which are equal in an image, they have one frame. `digest` is BLAKE2b, 16
-    bytes long, of the name of the model's family and `arrays`.
+    and so on, of frames `pixel_values_videos` and `video_grid_thw`. A patch has several frames, which are equal in an
+    image; so the arrays of an image have one of them.
+
+    Where positions have several axes, `time` is added to the positions of its tokens on the axis of time. An image that
+    `follows` begins where the image before it begins: both are groups of one video.
+
+    `digest` is 16 bytes of BLAKE2b of the name of the model's family, `arrays`, and the two fields above.
     """
 
     digest: bytes
     start: int
     tokens: int
     arrays: bytes
+    time: int = 0
+    follows: bool = False
 
 
 class Request(Struct, frozen=True, array_like=True):
@@ -206,8 +213,14 @@ class CacheGroupInfo(Struct, frozen=True):
 class VisionInfo(Struct, frozen=True):
     """The part of a model folder that encodes images, and whether the engine uses it."""
 
-    image_token: int = -1  # the id of placeholders in prompts
+    image_token: int = -1  # the id of placeholders of images in prompts
     refusal: str = ""  # why images are not served; empty: they are
+    video_token: int = -1  # the id of placeholders of videos; -1: the family has no videos
+
+    @property
+    def tokens(self) -> frozenset[int]:
+        """The ids of placeholders."""
+        return frozenset((self.image_token, self.video_token)) - {-1}
 
     @property
     def outcome(self) -> str:

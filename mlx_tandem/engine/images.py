@@ -1,14 +1,14 @@
 """The images of prompts: where their placeholders are, and which of them the device has encoded.
 
-While a prompt is being read, its images are encoded in their order, at most one in each step. Its embeddings
-stay on the device, within a budget, for the chunks that follow, for other requests with the same image and for
-sequences that are computed again.
+Each group of a video's frames is an image here. While a prompt is being read, its images are encoded in their order,
+at most one in each step. Its embeddings stay on the device, within a budget, for the chunks that follow, for other
+requests with the same image and for sequences that are computed again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -34,12 +34,13 @@ DIGEST_BYTES = 16
 class Images:
     """The images of all requests: which of them the device has encoded, and which come next.
 
-    `token` is the id of placeholders, and `room` the number of embeddings that the device keeps. `columns` returns the
-    columns of an image in models whose positions have several axes, and 0 in others; it may raise InvalidRequest.
+    `tokens` are the ids of placeholders, and `room` is the number of embeddings that the device keeps. `columns`
+    returns the columns of an image in models whose positions have several axes, and 0 in others; it may raise
+    InvalidRequest.
     """
 
-    def __init__(self, token: int, room: int, columns: Callable[[Image], int] = lambda image: 0):
-        self._token = token
+    def __init__(self, tokens: Collection[int], room: int, columns: Callable[[Image], int] = lambda image: 0):
+        self._tokens = tokens
         self._columns = columns
         self._room = room
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # embeddings by digest; the last used image is the last
@@ -49,7 +50,7 @@ class Images:
         """Return the placeholders of a request's images. Raises InvalidRequest unless they match the images."""
         if not request.images:
             return ()
-        places = [i for i, token in enumerate(request.prompt) if token == self._token]
+        places = [i for i, token in enumerate(request.prompt) if token in self._tokens]
         if places and places[-1] == len(request.prompt) - 1:
             raise InvalidRequest("the prompt ends with an image: text must follow it", param="images")
         rest, runs = iter(places), list[Run]()
@@ -59,9 +60,7 @@ class Images:
             own = list(islice(rest, max(image.tokens, 0)))
             if len(image.digest) != DIGEST_BYTES or not own or len(own) < image.tokens or own[0] != image.start:
                 raise InvalidRequest(f"image {n} does not have the placeholders that it names", param="images")
-            columns, shift = self._columns(image), runs[-1].after if runs else 0
-            after = shift + max(columns, image.tokens // columns) - image.tokens if columns else 0
-            runs += _runs(image, own, shift, after, columns)
+            runs += _runs(image, own, self._columns(image), runs[-1] if runs else None)
         if next(rest, None) is not None:
             raise InvalidRequest("a placeholder in the prompt belongs to no image", param="images")
         return tuple(runs)
@@ -127,12 +126,18 @@ class Images:
         self._under_way.clear()
 
 
-def _runs(image: Image, places: list[int], shift: int, after: int, columns: int) -> list[Run]:
-    """Return the runs of an image whose placeholders are at these positions."""
+def _runs(image: Image, places: list[int], columns: int, before: Run | None) -> list[Run]:
+    """Return the runs of an image whose placeholders are at these positions. `before`: the run before them."""
+    shift = after = 0
+    if columns:
+        shift = 0 if before is None else before.after
+        if image.follows and before is not None:
+            shift = before.image.start + before.shift - image.start
+        after = shift + max(columns, image.tokens // columns, image.time + 1) - image.tokens
     begins = [n for n, place in enumerate(places) if not n or place != places[n - 1] + 1]
     ends = [*begins[1:], len(places)]
     return [
-        Run(image, places[first], first, end - first, shift, after, columns)
+        Run(image, places[first], first, end - first, shift, after, columns, image.time)
         for first, end in zip(begins, ends, strict=True)
     ]
 
@@ -154,6 +159,7 @@ def shown(s: Sequence, start: int, end: int) -> tuple[Shown, ...]:
                 run.shift,
                 run.after,
                 run.columns,
+                run.time,
             )
             for run in s.runs
             if run.start < end and run.end > start

@@ -74,6 +74,7 @@ class Shown(Struct, frozen=True, gc=False):
 
     In models whose positions have several axes the image's tokens form a grid with `columns` columns. `shift` is added
     to the index of the image's first placeholder to get its position, and `after` to those of tokens behind the image.
+    `time` is added to the positions of all of its tokens on the axis of time.
     """
 
     image: bytes
@@ -83,6 +84,7 @@ class Shown(Struct, frozen=True, gc=False):
     shift: int = 0
     after: int = 0
     columns: int = 0
+    time: int = 0
 
 
 class Row(Struct, frozen=True, gc=False):

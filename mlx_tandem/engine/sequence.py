@@ -61,6 +61,7 @@ class Run(NamedTuple):
     shift: int = 0
     after: int = 0
     columns: int = 0
+    time: int = 0
 
     @property
     def end(self) -> int:

@@ -14,7 +14,7 @@ from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.grammar.constraint import Thought
-from mlx_tandem.generation.messages import ImageSource, chat_messages, image_sources
+from mlx_tandem.generation.messages import Source, chat_messages, image_sources
 from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.generation.tokenizer import TEXT_SPECIALS
@@ -103,8 +103,8 @@ class ChatRequest:
         return await front.chat_listing(messages, options, self.images, pieces=pieces)
 
     @property
-    def images(self) -> list[ImageSource]:
-        """The images of the messages, which `prepared` has checked."""
+    def images(self) -> list[Source]:
+        """The images and videos of the messages, which `prepared` has checked."""
         return image_sources(self.messages, self.fields)
 
     def prepared(self, front: Front) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -24,7 +24,7 @@ from mlx_tandem.generation.defaults import generation_folder, sampling_defaults
 from mlx_tandem.generation.embeddings import default_pooling
 from mlx_tandem.generation.fingerprint import Fingerprints
 from mlx_tandem.generation.grammar.client import Constraints
-from mlx_tandem.generation.messages import ImageSource
+from mlx_tandem.generation.messages import Source
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.generation.prompted import Prompted
@@ -123,7 +123,7 @@ class Front:
         self,
         messages: Sequence[Message],
         options: Mapping[str, Any],
-        images: Sequence[ImageSource] = (),
+        images: Sequence[Source] = (),
         *,
         cut: bool = False,
     ) -> tuple[list[int], tuple[Image, ...]]:
@@ -135,7 +135,7 @@ class Front:
         return self._fitting(ids, "messages", cut), placed
 
     async def chat_listing(
-        self, messages: Sequence[Message], options: Mapping[str, Any], images: Sequence[ImageSource], *, pieces: bool
+        self, messages: Sequence[Message], options: Mapping[str, Any], images: Sequence[Source], *, pieces: bool
     ) -> Listing:
         """Return the token ids of a conversation as JSON, with their pieces of the vocabulary if `pieces` is set."""
         if images:
@@ -145,16 +145,17 @@ class Front:
         return await self.prompts.listing(parts, "messages", begins=False, pieces=pieces)
 
     async def _chat_ids(
-        self, messages: Sequence[Message], options: Mapping[str, Any], images: Sequence[ImageSource]
+        self, messages: Sequence[Message], options: Mapping[str, Any], images: Sequence[Source]
     ) -> tuple[Sequence[int], tuple[Image, ...]]:
         """Return the token ids of a conversation, and its images with their places among these."""
         if not images:
             return await self.prompts.chat(messages, options), ()
-        vision, family = self.client.check_ready().vision, self.images.family
-        assert vision is not None and family is not None
+        vision = self.client.check_ready().vision
+        assert vision is not None
         made = await self.images.made(images)
-        parts = with_texts(await self.prompts.rendered(messages, options), family.placeholder, made)
-        return with_runs(await self.prompts.tokens(parts, "messages"), vision.image_token, made)
+        texts = ["".join(piece.text for piece in own) for own in made]
+        parts = with_texts(await self.prompts.rendered(messages, options), self.images.places, texts)
+        return with_runs(await self.prompts.tokens(parts, "messages"), vision.tokens, [p for own in made for p in own])
 
     async def text_prompt(self, text: str, param: str, *, total: int | None = None, cut: bool = False) -> list[int]:
         """Return the token ids of a raw prompt, in which the text of a special token means that token.

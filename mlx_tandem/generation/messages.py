@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.video_parts import FramesPart, VideoSource, VideoUrlPart, video_source
 from mlx_tandem.strict_json import check_nested, convert
 
 NO_EFFECT = frozenset({"annotations", "audio", "refusal"})
@@ -41,11 +42,22 @@ class ImagePart(Struct, tag="image_url", tag_field="type"):
     image_url: ImageUrl
 
 
+ContentPart = TextPart | RefusalPart | ImagePart | VideoUrlPart | FramesPart
+"""One part of a message whose content is a list."""
+
+SHOWN: Mapping[type, tuple[str, str]] = {
+    ImagePart: ("image_url", "image"),
+    VideoUrlPart: ("video_url", "video"),
+    FramesPart: ("video", "video"),
+}
+"""The types of parts that are no texts, and the types by which chat templates know them."""
+
+
 class ChatMessage(Struct):
     """The keys of a message that this module reads. All other keys reach the template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart | RefusalPart | ImagePart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -59,6 +71,10 @@ class ImageSource(NamedTuple):
     field: str
 
 
+Source = ImageSource | VideoSource
+"""Where an image or a video comes from."""
+
+
 def image_url(url: str) -> dict[str, Any]:
     """Return the part of a message that stands for the image at `url`."""
     return {"type": "image_url", "image_url": {"url": url}}
@@ -69,25 +85,28 @@ def image_field(message: int, part: int) -> str:
     return f"messages[{message}].content[{part}].image_url"
 
 
-def image_sources(messages: Sequence[Any], fields: Mapping[str, str]) -> list[ImageSource]:
-    """Return the images of a conversation that `chat_messages` has checked, in their order.
+def image_sources(messages: Sequence[Any], fields: Mapping[str, str]) -> list[Source]:
+    """Return the images and videos of a conversation that `chat_messages` has checked, in their order.
 
-    `fields` has the names of their fields where these differ from those of OpenAI's form.
+    `fields` has the names of images' fields where these differ from those of OpenAI's form.
     """
-    return [
-        ImageSource(part["image_url"]["url"], fields.get(field := image_field(i, j), field))
-        for i, message in enumerate(messages)
-        if isinstance(message.get("content"), list)
-        for j, part in enumerate(message["content"])
-        if part["type"] == "image_url"
-    ]
+    sources: list[Source] = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            if part["type"] == "image_url":
+                field = image_field(i, j)
+                sources.append(ImageSource(part["image_url"]["url"], fields.get(field, field)))
+            elif part["type"] in ("video_url", "video"):
+                sources.append(video_source(part, f"messages[{i}].content[{j}]"))
+    return sources
 
 
 def chat_messages(messages: Sequence[Any], *, images: bool = False) -> list[dict[str, Any]]:
     """Return the conversation in the form that templates expect. Raises InvalidRequest naming the message and key.
 
-    With `images`, messages of the user may hold images. The result has their places; `image_sources` returns their
-    addresses.
+    With `images`, messages of the user may hold images and videos. The result has their places; `image_sources` returns
+    their addresses.
     """
     if not messages:
         raise InvalidRequest("messages is empty", param="messages")
@@ -132,23 +151,22 @@ def _message(given: Any, where: str, images: bool) -> dict[str, Any]:
     return entry
 
 
-def _content(
-    parts: Sequence[TextPart | RefusalPart | ImagePart], role: str, where: str, images: bool
-) -> str | list[dict[str, str]]:
-    """Return the content of a message: its text, or the list of its texts and images if it has images.
+def _content(parts: Sequence[ContentPart], role: str, where: str, images: bool) -> str | list[dict[str, str]]:
+    """Return the content of a message: its text, or the list of its texts, images and videos if it has any of these.
 
-    Raises InvalidRequest for an image that the message may not hold.
+    Raises InvalidRequest for an image or a video that the message may not hold.
     """
     texts: list[dict[str, str]] = []
     for i, part in enumerate(parts):
-        if isinstance(part, ImagePart):
-            if not images or role != "user":
-                field = f"{where}.content[{i}].image_url"
-                why = "messages of the user only may hold images" if images else "only text can be used here"
-                raise InvalidRequest(f"{field}: {why}", param=field, code="unsupported_parameter")
-            texts.append({"type": "image"})
-        else:
+        if isinstance(part, TextPart | RefusalPart):
             texts.append({"type": "text", "text": part.text if isinstance(part, TextPart) else part.refusal})
+            continue
+        given, kind = SHOWN[type(part)]
+        if not images or role != "user":
+            field = f"{where}.content[{i}].{given}"
+            why = f"messages of the user only may hold {kind}s" if images else "only text can be used here"
+            raise InvalidRequest(f"{field}: {why}", param=field, code="unsupported_parameter")
+        texts.append({"type": kind})
     has_images = any("text" not in part for part in texts)
     return texts if has_images else "".join(part["text"] for part in texts)
 

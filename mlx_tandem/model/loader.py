@@ -147,7 +147,7 @@ def _load_vision(
     except Exception as e:  # mlx-vlm trusts a folder and fails in many ways
         log.warning("%s: its part for images cannot be loaded: %s", config.path, first_line(e))
         return None, VisionInfo(refusal=printable(f"the part for images cannot be loaded ({first_line(e)})"))
-    return encoder, VisionInfo(encoder.image_token)
+    return encoder, VisionInfo(encoder.image_token, video_token=encoder.video_token)
 
 
 def _stored(path: Path) -> dict[str, mx.array]:

@@ -18,15 +18,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from mlx_tandem.config import Config
 from mlx_tandem.generation.vision.client import _setup
 from mlx_tandem.generation.vision.layouts import LAYOUTS
-from mlx_tandem.generation.vision.messages import Job, Made
+from mlx_tandem.generation.vision.messages import GroupJob, Job, Made
+from mlx_tandem.generation.vision.videos import BLOCK, TOKEN
 from mlx_tandem.generation.vision.worker import Worker
 from mlx_tandem.model.vision import library
 from mlx_tandem.model_folder import VISION_FAMILIES
 from mlx_tandem.types import Image
-from tests.images import data_url, picture
+from tests.images import data_url, frames_url, picture
 from tests.serving import RunningServer, demo_config, serving
 from tests.tiny_models import VOCAB
-from tests.tiny_vision import BEGIN, FAMILIES, IMAGE, Oracle, make
+from tests.tiny_vision import BEGIN, FAMILIES, IMAGE, VIDEO, Oracle, make
 
 pytestmark = [
     pytest.mark.restarts,
@@ -57,7 +58,8 @@ START = "<|vision_start|>"
 """Stands before each image in the qwen families, which find their images by it."""
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}\
-{% for p in m.content %}{{ p.text if p.type == 'text' else 'PLACEHOLDER' }}{% endfor %}{% endif %}{% endfor %}[a]"""
+{% for p in m.content %}{{ p.text if p.type == 'text' else 'BLOCK' if p.type == 'video' else 'PLACEHOLDER' }}\
+{% endfor %}{% endif %}{% endfor %}[a]"""
 
 
 def write_texts(folder: Path, family: str) -> None:
@@ -66,16 +68,16 @@ def write_texts(folder: Path, family: str) -> None:
     words = {"<|pad|>": 0, "<|bos|>": 1, "<|eos|>": 2}
     for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
         words[byte] = len(words)
-    words |= {f"unused-{i}": i for i in range(len(words), VOCAB) if i not in (IMAGE, BEGIN)}
-    words |= {layout.token: IMAGE, START: BEGIN}
+    words |= {f"unused-{i}": i for i in range(len(words), VOCAB) if i not in (IMAGE, BEGIN, VIDEO)}
+    words |= {layout.token: IMAGE, START: BEGIN, TOKEN: VIDEO}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|pad|>", "<|bos|>", "<|eos|>", START, layout.token]
+    special = ["<|pad|>", "<|bos|>", "<|eos|>", START, layout.token, TOKEN]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     placeholder = START * bool(FAMILIES[family].grid[0]) + layout.placeholder
-    template = TEMPLATE.replace("PLACEHOLDER", placeholder)
+    template = TEMPLATE.replace("PLACEHOLDER", placeholder).replace("BLOCK", BLOCK)
     image_processor, processor = PROCESSORS[family]
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
     (folder / "chat_template.jinja").write_text(template)
@@ -87,9 +89,11 @@ def write_texts(folder: Path, family: str) -> None:
 class Seeing:
     """A server whose model reads images, and mlx-vlm's own model of its folder."""
 
+    family: str
     server: RunningServer
     oracle: Oracle
     worker: Worker
+    tokenizer: Tokenizer
 
     def ask(self, *parts: str | bytes, path: str = "/v1/chat/completions") -> dict[str, Any]:
         """Return the reply to a message of texts and images."""
@@ -128,7 +132,8 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert setup is not None
     with serving(config) as server:
         server.client.timeout = httpx.Timeout(120.0)  # the first image waits for its process
-        yield Seeing(server, Oracle(folder), Worker(setup, 60.0))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        yield Seeing(request.param, server, Oracle(folder), Worker(setup, 60.0), tokenizer)
 
 
 ONE, OTHER = picture(40, 20), picture(41, 20)
@@ -144,6 +149,33 @@ def test_answers_are_those_of_mlx_vlm(seeing: Seeing) -> None:
         pictures = [part for part in parts if isinstance(part, bytes)]
         assert said(reply) == seeing.expected(reply["prompt_token_ids"], pictures), parts
         assert reply["usage"]["prompt_tokens"] == len(reply["prompt_token_ids"])
+
+
+def test_a_video_is_told_by_its_frames_and_their_times(seeing: Seeing) -> None:
+    """By what mlx-vlm says of the groups that the prompt has, each behind the text with its time."""
+    if not VISION_FAMILIES[seeing.family].videos:
+        pytest.skip("the family has no videos")
+    frames = [picture(32, 24), picture(32, 24, "JPEG"), picture(32, 24, "JPEG", quality=5)]
+    content = [
+        {"type": "text", "text": "Hi"},
+        {"type": "video_url", "video_url": {"url": frames_url(frames)}, "fps": 4},
+        {"type": "text", "text": "?"},
+    ]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 5, "temperature": 0}
+    reply = seeing.server.client.post(
+        "/v1/chat/completions", json=body | {"return_token_ids": True, "ignore_eos": True}
+    ).json()
+    prompt = reply["prompt_token_ids"]
+    images, start = [], 0
+    for own in (frames[:2], frames[2:]):
+        made = seeing.worker._group(GroupJob([Job(frame, False) for frame in own], 3))
+        start = prompt.index(VIDEO, start)
+        images.append(Image(made.digest, start, made.runs[0], made.arrays))
+        start += made.runs[0]
+    assert said(reply) == seeing.oracle.greedy(tuple(prompt), images, 5)[0]
+    written = seeing.tokenizer.decode(prompt, skip_special_tokens=False).replace(TOKEN * made.runs[0], TOKEN)
+    # The first group lies in the middle between 0 and 0.25 seconds, and the frame of the second one is repeated.
+    assert f"Hi<0.1 seconds>{BLOCK}<0.5 seconds>{BLOCK}?" in written
 
 
 def test_an_image_is_found_again_and_another_under_the_same_text_is_not(seeing: Seeing) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 from msgspec import structs
+from safetensors.numpy import load
 
 from mlx_tandem.engine.messages import Output, Submit
 from mlx_tandem.types import Delta, Request, VisionInfo
 from tests.api.scripted import INFO, Peer, scripted_server
-from tests.images import data_url, picture, png_header, vision_folder
+from tests.images import data_url, frames_url, picture, png_header, vision_folder
 
 CHAT = "/v1/chat/completions"
 FIELD = "messages[0].content[1].image_url"
@@ -32,7 +33,8 @@ class Reading(NamedTuple):
 @pytest.fixture(scope="module")
 def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
     folder, token = vision_folder(tmp_path_factory.mktemp("vision"))
-    info = structs.replace(INFO, vocab_size=token + 1, max_model_len=1024, vision=VisionInfo(token))
+    vision = VisionInfo(token, video_token=token + 1)
+    info = structs.replace(INFO, vocab_size=token + 2, max_model_len=1024, vision=vision)
     limits = {"max_image_request_bytes": 24 << 20, "allow_image_hosts": ("localhost",)}
     with scripted_server(info, folder, **limits) as (client, peer, _):
         client.timeout = httpx.Timeout(120.0)  # The first image waits for its process.
@@ -144,6 +146,46 @@ def test_the_tokens_of_images_are_counted(reading: Reading, path: str, count: st
     assert reply.json()[count] == len(request.prompt), reply.text
 
 
+FRAMES = [picture(56, 28), picture(56, 28, "JPEG"), picture(56, 28, "JPEG", quality=5)]
+"""Three frames of 2 tokens each."""
+
+
+def video(kind: str, frames: Sequence[bytes], fps: float | None = None) -> dict[str, Any]:
+    """A chat with a text and a video in one of its forms."""
+    given: Any = {"url": frames_url(frames)} if kind == "video_url" else [data_url(frame) for frame in frames]
+    body = chat()
+    body["messages"][0]["content"].append({"type": kind, kind: given} | ({"fps": fps} if fps else {}))
+    return body
+
+
+@pytest.mark.parametrize("kind", ["video_url", "video"])
+def test_the_groups_of_a_video_go_to_the_engine_one_behind_the_other(reading: Reading, kind: str) -> None:
+    """Each is found processed when it comes again, also in a longer video."""
+    hits = reading_hits(reading)
+    body = video(kind, FRAMES)
+    body["messages"][0]["content"].append(part(data_url(picture(28, 28))))
+    request, reply = answered(reading, CHAT, body)
+    assert reply.json()["usage"]["prompt_tokens"] == len(request.prompt)
+    first, second, image = request.images
+    assert (first.tokens, second.start, second.tokens, image.tokens) == (2, first.start + 2, 2, 1)
+    assert request.prompt[first.start : first.start + 5] == (reading.token + 1,) * 4 + (reading.token,)
+    assert [(i.time, i.follows) for i in request.images] == [(0, False), (1, True), (0, False)]
+    arrays = load(first.arrays)
+    assert arrays["video_grid_thw"].tolist() == [[1, 2, 4]]
+    assert arrays["pixel_values_videos"].shape == (8, 3 * 2 * 14 * 14)
+    again, _ = answered(reading, CHAT, body)
+    assert again.images == request.images and reading_hits(reading) >= hits + 3
+    other, _ = answered(reading, CHAT, video(kind, [FRAMES[0], FRAMES[1], FRAMES[0]]))
+    assert other.images[0].digest == first.digest and other.images[1].digest != second.digest
+
+
+def reading_hits(reading: Reading) -> float:
+    """How many images and groups were found processed."""
+    text = reading.client.get("/metrics").text
+    line = next(line for line in text.splitlines() if line.startswith("tandem_kept_image_hits_total "))
+    return float(line.split()[1])
+
+
 BOMB = data_url(png_header(50_000, 50_000))
 WRONG = {
     "a bomb": (BOMB, "pixels"),
@@ -196,6 +238,28 @@ def test_too_many_images_are_refused(reading: Reading) -> None:
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[0].content[17].image_url")
 
 
+VIDEO_FIELD = "messages[0].content[1].video"
+
+
+def test_what_a_video_cannot_hold_is_refused_by_its_field(reading: Reading) -> None:
+    """By the number of its frame, where all have one field."""
+    lost = [FRAMES[0], FRAMES[1], FRAMES[2][:60]]
+    large = bytes((16 << 20) + 3)
+    for body, field, why in (
+        (video("video_url", lost), f"{VIDEO_FIELD}_url", "frame 2 is"),
+        (video("video", lost), f"{VIDEO_FIELD}[2]", "frame 2 is"),
+        (video("video", [FRAMES[0], picture(28, 28)]), f"{VIDEO_FIELD}[1]", "another size"),
+        (video("video", [*FRAMES[:2], picture(28, 28)]), f"{VIDEO_FIELD}[2]", "another size"),
+        (video("video", [FRAMES[0], png_header(50_000, 50_000)]), f"{VIDEO_FIELD}[1]", "pixels"),
+        (video("video_url", [FRAMES[0], large]), f"{VIDEO_FIELD}_url", "bytes"),
+        (video("video", [b""] * 129), VIDEO_FIELD, "at most 128 frames"),
+        (video("video", FRAMES, 0.001), "messages[0].content[1].fps", "between"),
+    ):
+        error = reading.client.post(CHAT, json=body).json()["error"]
+        assert error["param"] == field, error
+        assert why in error["message"] and len(error["message"]) < 400
+
+
 def test_a_prompt_that_images_make_too_long_is_refused(reading: Reading) -> None:
     reply = reading.client.post(CHAT, json=chat(*[data_url(picture(224, 224))] * 16))
     assert reply.json()["error"]["code"] == "context_length_exceeded"
@@ -221,8 +285,21 @@ def test_images_are_not_logged(reading: Reading, caplog: pytest.LogCaptureFixtur
     assert base64.b64encode(picture(64, 64)).decode()[:40] not in caplog.text
 
 
+def test_a_family_without_videos_refuses_them_by_name(tmp_path: Path) -> None:
+    folder, token = vision_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llava"}))
+    info = structs.replace(INFO, vision=VisionInfo(token))
+    with scripted_server(info, folder) as (client, _, _):
+        error = client.post(CHAT, json=video("video", FRAMES)).json()["error"]
+        why = "videos are not served for models of the type 'llava', only images"
+        assert (error["param"], error["message"]) == (VIDEO_FIELD, f"{VIDEO_FIELD}: {why}")
+
+
 def test_a_model_that_reads_text_refuses_images_by_name(tmp_path: Path) -> None:
     with scripted_server() as (client, _, _):
+        for kind in ("video", "video_url"):
+            assert "this model reads text only" in client.post(CHAT, json=video(kind, FRAMES)).text
         for path, body in BODIES.items():
             reply = client.post(path, json=body)
             assert reply.status_code == 400, (path, reply.text)

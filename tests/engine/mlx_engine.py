@@ -81,9 +81,7 @@ class Engine:
             limits=UNLIMITED._replace(piggybacked=piggybacked),
         )
         if info.vision is not None and self.built.image_room:
-            scheduler.images = Images(
-                info.vision.image_token, image_room or self.built.image_room, self.built.image_columns
-            )
+            scheduler.images = Images(info.vision.tokens, image_room or self.built.image_room, self.built.image_columns)
         if chunks:
             scheduler.prefill.cost = OddChunks(Random(chunks), chunks)
         return Loop(scheduler, self.built.runner, groups[0].pool, slots, depth=depth)

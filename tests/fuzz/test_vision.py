@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not library.is_installed(), reason="mlx-vlm is n
 CASES = 25
 
 
-@pytest.mark.parametrize("family", ["pixtral", "gemma3", "qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["pixtral", "gemma3", "gemma4", "qwen2_5_vl", "qwen3_5"])
 def test_any_number_of_a_part_for_images_is_read_or_refused(family: str, tmp_path: Path) -> None:
     folder = tiny_vision.make(tmp_path / "model", family)
     config, image = json.loads((folder / CONFIG).read_text()), tiny_vision.image(family, 1)

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from mlx_tandem import limits, small_files
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.generation.messages import ImageSource
+from mlx_tandem.generation.messages import ImageSource, Source
+from mlx_tandem.generation.video_parts import VideoSource
 from mlx_tandem.generation.vision.image_cache import ImageCache, key_of
 from mlx_tandem.generation.vision.layouts import Family, family_of
-from mlx_tandem.generation.vision.messages import Failed, Job, Made, Setup, decode_answer
+from mlx_tandem.generation.vision.messages import Failed, GroupJob, Job, Made, Setup, decode_answer
+from mlx_tandem.generation.vision.videos import Unit, Videos, check_video, count_of, units_of, videos_of
 from mlx_tandem.isolation.frames import encode
 from mlx_tandem.isolation.pool import Bounds, WorkerPool
 from mlx_tandem.isolation.process import Lost, LostKind, Program
@@ -39,6 +41,11 @@ BOUNDS = Bounds(items=256, bytes=limits.MAX_WAITING_IMAGES, seconds=60.0)
 IMAGE_PROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """The files of a folder that describe its image processor. The second one may contain the first."""
 
+VIDEO_PROCESSOR = "video_preprocessor_config.json"
+"""The file that describes its video processor, which PROCESSOR may contain, and which IMAGE_PROCESSOR replaces if it is
+missing.
+"""
+
 ROOM = 1 << 20
 """Bytes that an answer may have besides the arrays."""
 
@@ -57,15 +64,16 @@ _DATA = re.compile(r"data:image/[a-z0-9.+*-]{1,32}(?:;[a-z0-9.+=-]{1,64})*;base6
 class Images:
     """The images of requests for the model in a folder. It belongs to one event loop.
 
-    No process is started before the first image. A folder whose images cannot be served has no `family`. `cache` holds
-    the images that were processed last.
+    No process is started before the first image. A folder whose images cannot be served has no `family`, and one whose
+    family has no videos no `videos`. `cache` holds the images that were processed last.
     """
 
     def __init__(self, folder: Path, hosts: Sequence[str] = ()):
         """Read the folder's small files. Images are fetched from `hosts` only. Raises ModelError for damaged files."""
         self.family: Family | None = None
+        self.videos: Videos | None = None
         self.cache = ImageCache(limits.MAX_KEPT_ARRAYS)
-        self._why = TEXT_ONLY
+        self._why = self._no_videos = TEXT_ONLY
         self._pool: WorkerPool[Made | Failed] | None = None
         self._fetcher: Fetcher | None = None
         self._places = asyncio.Semaphore(PLACES)
@@ -84,6 +92,8 @@ class Images:
     def _serve(self, setup: Setup, hosts: Sequence[str]) -> None:
         """Prepare the processes and the client that fetches."""
         self.family = family_of(setup)
+        self.videos = videos_of(setup)
+        self._no_videos = f"videos are not served for models of the type {setup.family!a}, only images"
         program = Program(
             "mlx_tandem.generation.vision.worker",
             (str(SECONDS), str(limits.MAX_IMAGE_MEMORY)),
@@ -105,18 +115,38 @@ class Images:
             return self._why
         return TEXT_ONLY if info is None else info.refusal
 
-    def check(self, sources: Sequence[ImageSource], info: VisionInfo | None) -> None:
-        """Raise InvalidRequest naming the field of the first image that the model cannot be given."""
-        if not sources:
-            return
-        if why := self.refusal(info):
-            raise InvalidRequest(f"{sources[0].field}: {why}", param=sources[0].field, code="unsupported_parameter")
-        if len(sources) > limits.MAX_IMAGES:
-            field = sources[limits.MAX_IMAGES].field
-            raise InvalidRequest(f"{field}: a request has at most {limits.MAX_IMAGES} images", param=field)
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What chat templates print for images and videos."""
+        assert self.family is not None
+        return (*(() if self.videos is None else self.videos.places), self.family.placeholder)
 
-    async def made(self, sources: Sequence[ImageSource]) -> list[Made]:
-        """Return what the model's processor makes of the images, for which `check` has raised no error.
+    def check(self, sources: Sequence[Source], info: VisionInfo | None) -> None:
+        """Raise InvalidRequest naming the field of the first image or video that the model cannot be given."""
+        images = frames = 0
+        refusal = self.refusal(info)
+        for source in sources:
+            why, field = refusal, source.field
+            if isinstance(source, ImageSource):
+                images += 1
+            elif not why and self.videos is None:
+                why = self._no_videos
+            if why:
+                raise InvalidRequest(f"{field}: {why}", param=field, code="unsupported_parameter")
+            if isinstance(source, VideoSource):
+                check_video(source)
+                frames += count_of(source)
+            if images > limits.MAX_IMAGES:
+                raise InvalidRequest(f"{field}: a request has at most {limits.MAX_IMAGES} images", param=field)
+            if frames > limits.MAX_FRAMES:
+                raise InvalidRequest(
+                    f"{field}: the videos of a request have at most {limits.MAX_FRAMES} frames", param=field
+                )
+
+    async def made(self, sources: Sequence[Source]) -> list[list[Made]]:
+        """Return what the model's processor makes of each image and video, for which `check` has raised no error.
+
+        An image becomes one piece, and a video one for each group of frames.
 
         Raises:
             InvalidRequest: An image cannot be used; the error names its field.
@@ -126,20 +156,29 @@ class Images:
         async with self._places:
             return await self._all_made(sources)
 
-    async def _all_made(self, sources: Sequence[ImageSource]) -> list[Made]:
+    async def _all_made(self, sources: Sequence[Source]) -> list[list[Made]]:
         """Return what the processor makes of the images, one after the other. Raises the errors of `made`."""
-        made: list[Made] = []
+        made: list[list[Made]] = []
         size = 0
         for source in sources:  # A request uses one process at a time.
-            image = await self._made(source)
-            size += len(image.arrays)
-            if size > limits.MAX_REQUEST_ARRAYS:
-                raise InvalidRequest(
-                    f"{source.field}: the images of a request may become at most {limits.MAX_REQUEST_ARRAYS} bytes "
-                    "of arrays: send fewer or smaller images",
-                    param=source.field,
-                )
-            made.append(image)
+            own: list[Made] = []
+            for unit in units_of(source, 1 if self.videos is None else self.videos.frames):
+                piece = await self._made(unit)
+                size += len(piece.arrays)
+                if size > limits.MAX_REQUEST_ARRAYS:
+                    raise InvalidRequest(
+                        f"{source.field}: the images of a request may become at most {limits.MAX_REQUEST_ARRAYS} bytes "
+                        "of arrays: send fewer or smaller images",
+                        param=source.field,
+                    )
+                if own and piece.size != own[0].size:
+                    raise InvalidRequest(
+                        f"{unit.place(0)} has another size than those before it", param=unit.files[0].field
+                    )
+                own.append(piece)
+            if isinstance(source, VideoSource) and self.videos is not None:
+                own = self.videos.timed(own, source, count_of(source))
+            made.append(own)
         return made
 
     async def close(self) -> None:
@@ -147,11 +186,11 @@ class Images:
         if self._pool is not None:
             await self._pool.close()
 
-    async def _made(self, source: ImageSource) -> Made:
-        """Return what the processor makes of one image. Raises the errors of `made`."""
+    async def _made(self, unit: Unit) -> Made:
+        """Return what the processor makes of one image or group of frames. Raises the errors of `made`."""
         assert self._pool is not None
-        field = source.field
-        job = await self._job(source)
+        files = [await self._job(file) for file in unit.files]
+        job = GroupJob(files, unit.frames) if unit.frames else files[0]
         key = key_of(job)
         if (made := self.cache.get(key)) is not None:
             return made
@@ -159,8 +198,8 @@ class Images:
         if isinstance(answer, Made):
             self.cache.keep(key, answer)
             return answer
-        why = LOST[answer.kind] if isinstance(answer, Lost) else answer.why
-        raise InvalidRequest(f"{field} {why}", param=field)
+        why, number = (LOST[answer.kind], 0) if isinstance(answer, Lost) else (answer.why, answer.frame)
+        raise InvalidRequest(f"{unit.place(number)} {why}", param=unit.files[number].field)
 
     async def _job(self, source: ImageSource) -> Job:
         """Return the job with the image's file, which the request holds or which is fetched. Raises InvalidRequest."""
@@ -193,17 +232,23 @@ def _setup(folder: Path) -> Setup | None:
         image_processor = processor.get("image_processor")
     if not isinstance(image_processor, dict):
         image_processor = {}  # The family's usual values.
-    return Setup(family, config, image_processor, processor)
+    video_processor = processor.get("video_processor") or small_files.read_object(folder / VIDEO_PROCESSOR)
+    if not isinstance(video_processor, dict):
+        video_processor = image_processor
+    return Setup(family, config, image_processor, processor, video_processor)
 
 
 def _fault(setup: Setup) -> str:
     """Return which number of a folder lies outside its range; empty if none does."""
-    inner = setup.image_processor is setup.processor.get("image_processor")
-    file, place = (PROCESSOR, "image_processor") if inner else (IMAGE_PROCESSOR, "")
     try:
         check_vision(setup.config, CONFIG)
         check_processor(setup.processor, PROCESSOR)
-        check_processor(setup.image_processor, file, place)
+        parts = [("image_processor", setup.image_processor, IMAGE_PROCESSOR)]
+        if VISION_FAMILIES[setup.family].videos:
+            parts.append(("video_processor", setup.video_processor, VIDEO_PROCESSOR))
+        for name, values, file in parts:
+            inner = values is setup.processor.get(name)
+            check_processor(values, PROCESSOR if inner else file, name if inner else "")
     except ModelError as e:
         return e.message
     return ""

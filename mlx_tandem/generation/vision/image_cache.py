@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from hashlib import blake2b
 
-from mlx_tandem.generation.vision.messages import Job, Made
+from mlx_tandem.generation.vision.messages import GroupJob, Job, Made
 
 
-def key_of(job: Job) -> bytes:
-    """Return the digest of an image as its request gives it. Base64 and bytes of one file have different digests."""
+def key_of(job: Job | GroupJob) -> bytes:
+    """Return the digest of an image as its request gives it. Base64 and bytes of one file have different digests.
+
+    That of a group of frames depends on how many frames the video has, since these share its pixels.
+    """
+    if isinstance(job, GroupJob):
+        files = b"".join(map(key_of, job.frames))
+        return blake2b(files, digest_size=32, person=b"group", salt=job.count.to_bytes(8)).digest()
     return blake2b(job.data, digest_size=32, person=b"base64" if job.base64 else b"bytes").digest()
 
 

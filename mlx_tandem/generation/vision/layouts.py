@@ -65,6 +65,10 @@ def _gemma3(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
     return Layout("\n\n<start_of_image><image_soft_token><end_of_image>\n\n", [count])
 
 
+def _gemma4(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
+    return Layout("<|image><|image|><image|>", [int(arrays["num_soft_tokens_per_image"][0])])
+
+
 def _pixtral(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
     """Lay out a run for each row of patches, with a token after each row."""
     height, width = (int(n) for n in arrays["image_sizes"].reshape(-1)[:2])
@@ -107,6 +111,7 @@ def _qwen(setup: Setup, patch: int, merge: int, arrays: Arrays) -> Layout:
 LAYOUTS: Mapping[str, Family] = {
     "llava": Family("<image>", "<image>", _llava),
     "gemma3": Family("<start_of_image>", "<image_soft_token>", _gemma3, frozenset(("num_crops",))),
+    "gemma4": Family("<|image|>", "<|image|>", _gemma4, frozenset(("num_soft_tokens_per_image",))),
     "pixtral": Family("[IMG]", "[IMG]", _pixtral),
     "internvl": Family("<IMG_CONTEXT>", "<IMG_CONTEXT>", _internvl, frozenset(("num_patches",))),
     # The mask of one image is all ones, which is what a model takes without a mask.

@@ -17,34 +17,50 @@ class Setup(Struct, frozen=True, array_like=True):
     config: dict[str, Any]  # config.json
     image_processor: dict[str, Any]  # preprocessor_config.json, or the same part of processor_config.json
     processor: dict[str, Any]  # processor_config.json
+    video_processor: dict[str, Any] = {}  # video_preprocessor_config.json, or the same part of processor_config.json
 
 
-class Job(Struct, frozen=True, array_like=True):
+class Job(Struct, frozen=True, array_like=True, tag=True):
     """One image in a file format, which may be written as base64."""
 
     data: bytes
     base64: bool
 
 
+class GroupJob(Struct, frozen=True, array_like=True, tag=True):
+    """Frames that become one patch in time, of a video of `count` frames. The last group may have too few frames."""
+
+    frames: list[Job]
+    count: int
+
+
 class Made(Struct, frozen=True, array_like=True, tag=True):
-    """An image as the model's processor made it.
+    """An image, or a group of frames, as the model's processor made it.
 
     `arrays` is the content of a safetensors file. `text` takes the place of the template's placeholder in the prompt.
-    Each placeholder token in `text` stands for a run of them, and `runs` has the lengths of these runs.
+    Each placeholder token in `text` stands for a run of them, and `runs` has the lengths of these runs. `size` is the
+    width and height of frames as they were sent. `time` and `follows` are those of `types.Image`.
     """
 
     digest: bytes
     arrays: bytes
     text: str
     runs: list[int]
+    size: tuple[int, int] = (0, 0)
+    time: int = 0
+    follows: bool = False
 
 
 class Failed(Struct, frozen=True, array_like=True, tag=True):
-    """The reason why an image was not processed, which follows the name of its field in an error."""
+    """The reason why an image was not processed, which follows the name of its field in an error.
+
+    `frame` is the number, within its group, of the frame that could not be used.
+    """
 
     why: str
+    frame: int = 0
 
 
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
-decode_job = msgspec.msgpack.Decoder(Job).decode
+decode_job = msgspec.msgpack.Decoder(Job | GroupJob).decode
 decode_answer = msgspec.msgpack.Decoder(Made | Failed | Busy).decode

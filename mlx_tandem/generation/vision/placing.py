@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.parts import IMAGE_MARK, Part
@@ -11,33 +11,37 @@ from mlx_tandem.generation.vision.messages import Made
 from mlx_tandem.types import Image
 
 
-def with_texts(parts: Sequence[Part], placeholder: str, images: Sequence[Made]) -> list[Part]:
-    """Return a prompt's text in which each `placeholder` or IMAGE_MARK is replaced by the text of its image.
+def with_texts(parts: Sequence[Part], places: Sequence[str], texts: Sequence[str]) -> list[Part]:
+    """Return a prompt's text in which each of `places` is replaced by the next of the texts of images and videos.
 
-    Raises InvalidRequest when the template does not print one for each image.
+    `places` is what templates print for an image or a video; IMAGE_MARK is one, too. Raises InvalidRequest when the
+    template does not print one for each of `texts`.
     """
-    pattern = re.compile(f"{re.escape(placeholder)}|{IMAGE_MARK}")
+    pattern = re.compile("|".join(map(re.escape, (*places, IMAGE_MARK))))
     found = sum(len(pattern.findall(text)) for text, plain in parts if not plain)
-    if found != len(images):
+    if found != len(texts):
         raise InvalidRequest(
-            f"the model's chat template has {found} places for the {len(images)} images of these messages",
+            f"the model's chat template has {found} places for the {len(texts)} images of these messages",
             param="messages",
         )
-    left = iter(images)
+    left = iter(texts)
     made: list[Part] = []
     for text, plain in parts:
         if not plain:
-            text = pattern.sub(lambda _: next(left).text, text)
+            text = pattern.sub(lambda _: next(left), text)
         made.append((text, plain))
     return made
 
 
-def with_runs(ids: Sequence[int], token: int, images: Sequence[Made]) -> tuple[list[int], tuple[Image, ...]]:
+def with_runs(
+    ids: Sequence[int], tokens: Collection[int], images: Sequence[Made]
+) -> tuple[list[int], tuple[Image, ...]]:
     """Return the ids of a prompt with as many placeholders as its images take, and the images with their places.
 
-    `ids` have one placeholder, `token`, for each run. Raises InvalidRequest when the text of a message adds others.
+    `ids` have one placeholder, one of `tokens`, for each run. Raises InvalidRequest when the text of a message adds
+    others.
     """
-    at = [i for i, found in enumerate(ids) if found == token]
+    at = [i for i, found in enumerate(ids) if found in tokens]
     if len(at) != sum(len(image.runs) for image in images):
         raise InvalidRequest("the text of the messages contains a placeholder of an image", param="messages")
     made: list[int] = []
@@ -49,8 +53,8 @@ def with_runs(ids: Sequence[int], token: int, images: Sequence[Made]) -> tuple[l
             place = next(places)
             made += ids[done:place]
             start = len(made) if start is None else start
-            made += [token] * run
+            made += [ids[place]] * run
             done = place + 1
         assert start is not None
-        placed.append(Image(image.digest, start, sum(image.runs), image.arrays))
+        placed.append(Image(image.digest, start, sum(image.runs), image.arrays, image.time, image.follows))
     return made + list(ids[done:]), tuple(placed)

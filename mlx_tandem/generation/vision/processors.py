@@ -23,6 +23,7 @@ PROCESSORS: Mapping[str, str] = {
     "SiglipImageProcessor": "siglip",
     "LlavaImageProcessor": "llava",
     "Gemma3ImageProcessor": "gemma3",
+    "Gemma4ImageProcessor": "gemma4",
     "PixtralImageProcessor": "pixtral",
     "GotOcr2ImageProcessor": "got_ocr2",
     "Idefics3ImageProcessor": "idefics3",
@@ -47,14 +48,18 @@ def name_of(family: str, image_processor: Mapping[str, Any]) -> str:
     return name
 
 
+def class_of(name: str) -> Any:
+    """Return the class of a processor in PROCESSORS. Raises ImportError."""
+    package = PROCESSORS[name]
+    return getattr(import_module(f"transformers.models.{package}.image_processing_pil_{package}"), f"{name}Pil")
+
+
 class Processor:
     """The image processor of a folder. The constructor raises the errors of transformers, of any type."""
 
     def __init__(self, setup: Setup):
         family, image_processor, processor = setup.family, setup.image_processor, setup.processor
         self.name = name_of(family, image_processor)
-        package = PROCESSORS[self.name]
-        module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
         values = {key: value for key, value in image_processor.items() if key not in _NAMES and value is not None}
         self._options: dict[str, Any] = {}
         match self.name:
@@ -72,7 +77,7 @@ class Processor:
                 _limit_side(values, setup.config)
             case "Qwen2VLImageProcessor":
                 _limit_pixels(values)
-        self._processor = getattr(module, f"{self.name}Pil")(**values)
+        self._processor = class_of(self.name)(**values)
         self.patch: Any = values.get("patch_size", getattr(self._processor, "patch_size", None))
         self.merge = int(values.get("merge_size", getattr(self._processor, "merge_size", 1)))
 
@@ -86,11 +91,11 @@ class Processor:
             raise BadImage(f"is refused by the model's processor: {str(e)[:200]}") from None
         arrays: dict[str, np.ndarray] = dict(made.items())
         if self.name == "Qwen2VLImageProcessor":
-            arrays["pixel_values"] = _one_frame(arrays["pixel_values"], self._processor.temporal_patch_size, self.patch)
+            arrays["pixel_values"] = one_frame(arrays["pixel_values"], self._processor.temporal_patch_size, self.patch)
         return {name: np.ascontiguousarray(value) for name, value in arrays.items()}
 
 
-def _one_frame(patches: np.ndarray, frames: int, side: int) -> np.ndarray:
+def one_frame(patches: np.ndarray, frames: int, side: int) -> np.ndarray:
     """Return the first frame of patches [patches, channels · frames · side · side], which an image repeats."""
     return patches.reshape(len(patches), -1, frames, side * side)[:, :, 0].reshape(len(patches), -1)
 
@@ -125,8 +130,19 @@ def _limit_side(values: dict[str, Any], config: Mapping[str, Any]) -> None:
 def _limit_pixels(values: dict[str, Any]) -> None:
     """Lower the limit on the pixels of an image to the pixels of MAX_IMAGE_TOKENS tokens."""
     most = MAX_IMAGE_TOKENS * (int(values.get("patch_size", 14)) * int(values.get("merge_size", 2))) ** 2
-    size = values.get("size")
-    size = dict(size) if isinstance(size, Mapping) else {}
-    least = values.pop("min_pixels", None) or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
-    largest = values.pop("max_pixels", None) or size.get("longest_edge") or size.get("max_pixels") or 28 * 28 * 1280
-    values["size"] = {"shortest_edge": min(int(least), most), "longest_edge": min(int(largest), most)}
+    least, largest = pixel_limits(values, 56 * 56, 28 * 28 * 1280)
+    for name in ("min_pixels", "max_pixels"):
+        values.pop(name, None)
+    values["size"] = {"shortest_edge": min(least, most), "longest_edge": min(largest, most)}
+
+
+def pixel_limits(values: Mapping[str, Any], least: int, most: int) -> tuple[int, int]:
+    """Return the limits on pixels in the values of one of Qwen's processors, which calls them edges or pixels.
+
+    least, most: the usual limits.
+    """
+    given = values.get("size")
+    size = given if isinstance(given, Mapping) else {}
+    low = values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or least
+    high = values.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or most
+    return int(low), int(high)

@@ -88,10 +88,16 @@ class ShownImages:
         for _, module in model.named_modules():
             embedding: Any = module.get("embed_tokens") if isinstance(module, dict) else None
             if embedding is not None:
-                embedding._shown_images = self
-                if not isinstance(embedding, _ImageEmbedding):
-                    mix_in(embedding, _ImageEmbedding)
+                self._mix(embedding, _ImageEmbedding)
+                if (deeper := module.get("embed_tokens_per_layer")) is not None:
+                    self._mix(deeper, _PlainEmbedding)
                 return
+
+    def _mix(self, embedding: Any, kind: type) -> None:
+        """Let an embedding of tokens read these images."""
+        embedding._shown_images = self
+        if not isinstance(embedding, kind):
+            mix_in(embedding, kind)
 
     def bind(self, given: Sequence[mx.array]) -> None:
         """Set what the forward that follows shows.
@@ -109,6 +115,10 @@ class ShownImages:
             return tokens
         images, where = self._given
         return mx.where(where[..., None], images[..., : tokens.shape[-1]].astype(tokens.dtype), tokens)
+
+    def hide(self, ids: mx.array) -> mx.array:
+        """Return the ids of tokens [rows, length], with the first id of the vocabulary at placeholders."""
+        return mx.where(self._given[1], 0, ids) if self._given else ids
 
     def add(self, number: int, hidden: mx.array) -> mx.array:
         """Return the output [rows, length, width] of layer `number` with what images add to it."""
@@ -139,3 +149,16 @@ class _ImageEmbedding:
     def __call__(self, x: mx.array) -> mx.array:
         """Return the embeddings of tokens x [rows, length], with those of images at their placeholders."""
         return self._shown_images.put(super().__call__(x))  # type: ignore[misc]
+
+
+class _PlainEmbedding:
+    """The mix-in for an embedding of tokens for each layer, in which images have no part.
+
+    Gemma 4's models read the embedding of padding at placeholders.
+    """
+
+    _shown_images: ShownImages
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the embeddings of tokens x [rows, length]."""
+        return super().__call__(self._shown_images.hide(x))  # type: ignore[misc]

@@ -7,7 +7,7 @@ returns the image's embeddings, projected and scaled as the family does it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from safetensors.numpy import load
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model.vision import library
 from mlx_tandem.model.vision.positions import AXES, ORDERS
-from mlx_tandem.model_folder import VISION_FAMILIES, text_settings
+from mlx_tandem.model_folder import VISION_FAMILIES, VisionFamily, text_settings
 from mlx_tandem.types import Image
 
 _PARTS = ("text", "vision", "projector")
@@ -27,6 +27,9 @@ _PARTS = ("text", "vision", "projector")
 
 class _NoLanguageModel(nn.Module):
     """A stand-in for the language model, whose embeddings are zeros."""
+
+    embed_scale = 1.0
+    hidden_size_per_layer_input = 0
 
     def __init__(self, width: int, dtype: mx.Dtype):
         super().__init__()
@@ -51,20 +54,25 @@ class Encoder:
 
     Attributes:
         module: The modules, with their weights.
-        image_token: The id of placeholders in prompts.
+        image_token: The id of placeholders of images in prompts.
+        video_token: The id of placeholders of videos; -1 if the family has no videos.
         axes: The axis of each frequency, as in `AxisPositions`; empty if positions have one axis.
         depth: Number of first layers of the language model after which further embeddings are added at placeholders.
         width: The length of an embedding.
     """
 
-    def __init__(self, module: Any, config: Any, dtype: mx.Dtype, axes: Sequence[int]):
+    def __init__(self, module: Any, config: Any, dtype: mx.Dtype, family: VisionFamily):
         """Create it. `config`: mlx-vlm's configuration of the folder."""
         self.module: nn.Module = module
+        axes = ORDERS[family.axes](_sections(config.text_config)) if family.axes else ()
         self.axes = axes
-        self.image_token = _image_token(config)
+        self.image_token = _token(config, "image")
+        self.video_token = _token(config, "video") if family.videos else -1
         self.width: int = config.text_config.hidden_size
         self.depth = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._dtype = dtype
+        # By which the language model will multiply the embeddings, although the family does not do that to images.
+        self._scale = self.width**0.5 if family.unscaled else 1.0
         # Patches on each side of a square that becomes one token.
         self._merged: int = config.vision_config.spatial_merge_size if axes else 1
         self._channels: int = config.vision_config.in_channels if axes else 0
@@ -82,7 +90,9 @@ class Encoder:
         if not self.axes:
             return 0
         try:
-            ((time, height, width),) = load(image.arrays)["image_grid_thw"].tolist()
+            arrays = load(image.arrays)
+            name = "video_grid_thw" if "video_grid_thw" in arrays else "image_grid_thw"
+            ((time, height, width),) = arrays[name].tolist()
         except Exception as e:
             raise InvalidRequest("the image has no image_grid_thw of its own", param="images") from e
         lines, columns = height // self._merged, width // self._merged
@@ -99,13 +109,16 @@ class Encoder:
         model: Any = self.module
         try:
             given = {name: mx.array(array) for name, array in load(arrays).items()}
-            pixels = given.pop("pixel_values")
-            if self.axes:
-                pixels = _every_frame(pixels, self._channels, self._frames)
+            if "pixel_values_videos" in given:  # A group of frames is computed like an image whose frames differ.
+                pixels, given["image_grid_thw"] = given.pop("pixel_values_videos"), given.pop("video_grid_thw")
+            else:
+                pixels = given.pop("pixel_values")
+                if self.axes:
+                    pixels = _every_frame(pixels, self._channels, self._frames)
             ids = mx.full((1, tokens), self.image_token, mx.int32)
             found = model.get_input_embeddings(ids, pixels, mask=mx.ones((1, tokens), mx.int32), **given)
             deeper = found.deepstack_visual_embeds
-            parts = [found.inputs_embeds[0], *([] if deeper is None else deeper)]
+            parts = [found.inputs_embeds[0] / self._scale, *([] if deeper is None else deeper)]
             embeddings = mx.concatenate(parts, axis=-1).astype(self._dtype)
         except Exception as e:  # mlx-vlm trusts what the processor gave
             raise InvalidRequest(f"the image does not fit the model ({type(e).__name__}: {e})", param="images") from e
@@ -131,7 +144,6 @@ def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype
     Raises whatever mlx-vlm raises about a folder that does not fit.
     """
     family = library.family(settings["model_type"])
-    axes = VISION_FAMILIES[settings["model_type"]].axes
     config = _config(family, settings)
     module = family.Model(config)
     own = _own_weights(family, module, config, stored)
@@ -144,7 +156,7 @@ def load_encoder(settings: Mapping[str, Any], stored: dict[str, mx.array], dtype
         )
     )
     module.eval()
-    return Encoder(module, config, dtype, ORDERS[axes](_sections(config.text_config)) if axes else ())
+    return Encoder(module, config, dtype, VISION_FAMILIES[settings["model_type"]])
 
 
 def _sections(text: Any) -> list[int]:
@@ -158,7 +170,7 @@ def _sections(text: Any) -> list[int]:
 
 def _config(family: Any, settings: Mapping[str, Any]) -> Any:
     """Return mlx-vlm's configuration of a folder."""
-    given = dict(settings)
+    given = {name: value for name, value in settings.items() if name != "audio_config"}  # sound is not served
     text = given["text_config"] = text_settings(settings)
     if "image_token_id" in given:
         given.setdefault("image_token_index", given["image_token_id"])
@@ -172,11 +184,12 @@ def _config(family: Any, settings: Mapping[str, Any]) -> Any:
     return config
 
 
-def _image_token(config: Any) -> int:
-    token = getattr(config, "image_token_index", None)
-    token = getattr(config, "image_token_id", None) if token is None else token
+def _token(config: Any, kind: str) -> int:
+    """Return the id of placeholders of images or videos. Raises ValueError if it is missing."""
+    token = getattr(config, f"{kind}_token_index", None)
+    token = getattr(config, f"{kind}_token_id", None) if token is None else token
     if type(token) is not int or token < 0:
-        raise ValueError("image_token_index is missing")
+        raise ValueError(f"{kind}_token_index is missing")
     return token
 
 

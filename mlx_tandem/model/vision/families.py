@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_tandem.config import ModelConfig
-from mlx_tandem.model_folder import VISION_FAMILIES
+from mlx_tandem.model_folder import VISION_FAMILIES, text_settings
 
 
 def has_images(settings: Mapping[str, Any]) -> bool:
@@ -19,6 +19,11 @@ def refusal(config: ModelConfig, settings: Mapping[str, Any], *, installed: bool
     family = settings["model_type"]
     if family not in VISION_FAMILIES:
         return f"images of model_type {family!r} are not served here"
+    if way := text_settings(settings).get("use_bidirectional_attention"):
+        return (
+            f"tokens of an image attend to later ones in this model (use_bidirectional_attention is {way!r}), which is "
+            "not served here"
+        )
     if not installed:
         return "images need the extra `vision`: pip install 'mlx-tandem[vision]'"
     if config.random_weights:

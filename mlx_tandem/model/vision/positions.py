@@ -1,7 +1,8 @@
 """Rotary positions with several axes: a token of an image has a time, a line and a column.
 
 A token of text has the same number on all axes. Behind an image this number differs from the token's index, because an
-image takes only as many numbers as its longer side has placeholders. So each row says by how much its positions are
+image takes only as many numbers as its longer side has placeholders. The groups of a video's frames have the same lines
+and columns, and differ in their times. So each row says by how much its positions are
 shifted, and rows with images have three positions for each token. Rows without images or shifts use the model's own
 code.
 """
@@ -58,6 +59,7 @@ def positions_of(rows: Sequence[Row], count: int, length: int) -> npt.NDArray[np
             begin = row.start + at - shown.first + shown.shift
             if shown.columns:
                 own[:, at:end] = begin
+                own[0, at:end] += shown.time
                 own[1, at:end] += number // shown.columns
                 own[2, at:end] += number % shown.columns
             own[:, end:] = row.start + shown.after + np.arange(end, length, dtype=np.int32)

@@ -37,7 +37,7 @@ def step(images: Images, *reading: Any, failed: tuple[str, ...] = ()) -> tuple[s
 
 
 def test_what_was_used_last_stays_longest() -> None:
-    images = Images(TOKEN, 6)
+    images = Images((TOKEN,), 6)
     for name in "abc":
         assert step(images, sequence(images, (name, 2))) == ("", name)
     assert step(images, sequence(images, ("a", 2))) == ("", ""), "a hit"
@@ -47,20 +47,20 @@ def test_what_was_used_last_stays_longest() -> None:
 
 
 def test_an_image_may_take_all_of_the_room_and_no_more() -> None:
-    images = Images(TOKEN, 4)
+    images = Images((TOKEN,), 4)
     assert step(images, sequence(images, ("a", 4))) == ("", "a")
     with pytest.raises(InvalidRequest, match="image 1 has 5 tokens; 4 fit here"):
         sequence(images, ("a", 4), ("b", 5))
 
 
 def test_images_that_fill_the_room_together_are_encoded_one_a_step() -> None:
-    images = Images(TOKEN, 4)
+    images = Images((TOKEN,), 4)
     first, second = sequence(images, ("a", 2)), sequence(images, ("b", 2))
     assert [step(images, first, second) for _ in range(3)] == [("", "a"), ("", "b"), ("", "")]
 
 
 def test_an_image_waits_until_those_before_it_are_read() -> None:
-    images = Images(TOKEN, 3)
+    images = Images((TOKEN,), 3)
     first, second = sequence(images, ("a", 2), ("a", 2)), sequence(images, ("b", 2))
     assert [step(images, first, second) for _ in range(2)] == [("", "a"), ("", "")]
     assert images.readable(second, 9) == 1
@@ -72,7 +72,7 @@ def test_an_image_waits_until_those_before_it_are_read() -> None:
 
 
 def test_what_is_read_ends_before_an_image_that_is_not_encoded() -> None:
-    images = Images(TOKEN, 9)
+    images = Images((TOKEN,), 9)
     one = sequence(images, ("a", 2), ("b", 2))
     assert [images.readable(one, n) for n in (1, 2, 9)] == [1, 1, 1]
     drops, encodes = images.plan([one])
@@ -86,7 +86,7 @@ def test_what_is_read_ends_before_an_image_that_is_not_encoded() -> None:
 
 
 def test_an_image_that_failed_or_was_lost_is_encoded_again() -> None:
-    images = Images(TOKEN, 4)
+    images = Images((TOKEN,), 4)
     one = sequence(images, ("a", 2))
     assert [step(images, one, failed=("a",)) for _ in range(2)] == [("", "a")] * 2
     assert step(images, one) == ("", "a")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
@@ -84,6 +85,30 @@ def test_a_number_out_of_its_range_leaves_a_text_model(
     config[part] |= values
     (folder / "config.json").write_text(json.dumps(config))
     assert what in refusal(load(folder))
+
+
+@installed
+def test_images_whose_tokens_see_later_ones_are_refused_by_the_setting(tmp_path: Path) -> None:
+    folder = tiny_vision.make(tmp_path / "model", "gemma4")
+    assert load(folder).encoder is not None
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["use_bidirectional_attention"] = "vision"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "use_bidirectional_attention is 'vision'" in refusal(load(folder))
+
+
+@installed
+def test_a_part_for_sound_is_left_out(tmp_path: Path) -> None:
+    folder = tiny_vision.make(tmp_path / "model", "gemma4")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"audio_config": {"hidden_size": 16}}))
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    weights |= {"model.audio_tower.layers.0.weight": mx.zeros((2, 2)), "model.embed_audio.weight": mx.zeros((2, 2))}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    model = load(folder)
+    assert model.encoder is not None, refusal(model)
+    assert not any("audio" in name for name, _ in tree_flatten(model.encoder.module.parameters()))
 
 
 @installed

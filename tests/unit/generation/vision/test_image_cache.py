@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_tandem.generation.vision.image_cache import ImageCache, key_of
-from mlx_tandem.generation.vision.messages import Job, Made
+from mlx_tandem.generation.vision.messages import GroupJob, Job, Made
 
 LIMIT = 100
 
@@ -42,3 +42,10 @@ def test_an_image_that_is_made_twice_at_once_is_counted_once() -> None:
 def test_the_key_tells_base64_from_bytes() -> None:
     assert key_of(Job(b"abcd", True)) != key_of(Job(b"abcd", False))
     assert key_of(Job(b"abcd", True)) == key_of(Job(b"abcd", True))
+
+
+def test_the_key_tells_frames_their_order_and_the_length_of_their_video_apart() -> None:
+    a, b = Job(b"a", False), Job(b"b", False)
+    groups = GroupJob([a, b], 4), GroupJob([b, a], 4), GroupJob([a, b], 6), GroupJob([a], 4)
+    assert len({*map(key_of, groups), key_of(a)}) == 5
+    assert key_of(GroupJob([a, b], 4)) == key_of(groups[0])

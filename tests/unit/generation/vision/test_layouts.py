@@ -27,6 +27,7 @@ SMALL = {"size": {"height": 56, "width": 56}}
 FOLDERS = {
     "llava": Setup("llava", TOWER, {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}, {}),
     "gemma3": Setup("gemma3", TOWER, SMALL | {"do_pan_and_scan": None}, {"image_seq_length": 4}),
+    "gemma4": Setup("gemma4", TOWER, {"max_soft_tokens": 70}, {}),
     "pixtral": Setup("pixtral", TOWER, {"patch_size": {"height": 16, "width": 16}, "size": {"longest_edge": 160}}, {}),
     "mistral3": Setup(
         "mistral3",
@@ -96,6 +97,8 @@ def expected(family: str, setup: Setup, arrays: dict[str, Any]) -> str:
         "patch_size": 14,
         "image_processor": SimpleNamespace(merge_size=2),
     }
+    if family == "gemma4":
+        own |= {"boi_token": "<|image>", "eoi_token": "<image|>"}
     if family == "internvl_chat":
         own["image_seq_length"] = 4
     return getattr(module, name).replace_image_token(SimpleNamespace(**own), arrays, 0)

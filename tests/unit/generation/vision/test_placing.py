@@ -27,7 +27,7 @@ def test_runs_of_placeholders(images: list[list[int]], data: st.DataObject) -> N
     for runs in images:
         for _ in runs:
             ids += [TOKEN, *data.draw(TEXT)]
-    long, placed = with_runs(ids, TOKEN, [made(runs) for runs in images])
+    long, placed = with_runs(ids, (TOKEN,), [made(runs) for runs in images])
     assert [t for t in long if t != TOKEN] == [t for t in ids if t != TOKEN]
     assert long.count(TOKEN) == sum(map(sum, images))
     places = [i for i, t in enumerate(long) if t == TOKEN]
@@ -42,19 +42,34 @@ def test_runs_of_placeholders(images: list[list[int]], data: st.DataObject) -> N
 def test_a_placeholder_that_belongs_to_no_image_is_refused(images: list[list[int]], text: list[int]) -> None:
     ids = [*text, TOKEN, *(TOKEN for runs in images for _ in runs)]
     with pytest.raises(InvalidRequest, match="placeholder"):
-        with_runs(ids, TOKEN, [made(runs) for runs in images])
+        with_runs(ids, (TOKEN,), [made(runs) for runs in images])
 
 
 def test_the_texts_of_images_replace_what_the_template_prints() -> None:
     parts = [("a<i>b", False), ("<i>", True), ("<i>", False)]
-    assert with_texts(parts, "<i>", [made([1], "1"), made([1], "2")]) == [("a1b", False), ("<i>", True), ("2", False)]
+    assert with_texts(parts, ["<i>"], ["1", "2"]) == [("a1b", False), ("<i>", True), ("2", False)]
+
+
+def test_the_longest_place_that_is_named_first_is_replaced_whole() -> None:
+    assert with_texts([("a<b><v><e><v>", False)], ["<b><v><e>", "<v>"], ["1", "2"]) == [("a12", False)]
+
+
+def test_images_and_videos_keep_their_own_placeholders_and_places_in_time() -> None:
+    video = [Made(b"v", b"a", "", [2], time=time, follows=follows) for time, follows in ((0, False), (3, True))]
+    long, placed = with_runs([1, 9, 8, 8, 2], (9, 8), [made([1]), *video])
+    assert long == [1, 9, 8, 8, 8, 8, 2]
+    assert [(i.start, i.tokens, i.time, i.follows) for i in placed] == [
+        (1, 1, 0, False),
+        (2, 2, 0, False),
+        (4, 2, 3, True),
+    ]
 
 
 def test_a_mark_is_a_place_for_an_image() -> None:
-    assert with_texts([(f"a{IMAGE_MARK}b<i>", False)], "<i>", [made([1], "1"), made([1], "2")]) == [("a1b2", False)]
+    assert with_texts([(f"a{IMAGE_MARK}b<i>", False)], ["<i>"], ["1", "2"]) == [("a1b2", False)]
 
 
 @pytest.mark.parametrize("text", ["", "<i><i>"])
 def test_a_template_without_a_place_for_each_image_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{text.count('<i>')} places for the 1 images"):
-        with_texts([(text, False)], "<i>", [made([1])])
+        with_texts([(text, False)], ["<i>"], ["1"])

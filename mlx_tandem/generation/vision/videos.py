@@ -1,0 +1,149 @@
+"""Videos of requests: the images of their frames, and how the model is told the times of groups of frames.
+
+The forms are those of the processors of the Qwen families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from struct import pack, unpack
+from typing import Literal, NamedTuple
+
+from msgspec import structs
+
+from mlx_tandem import limits
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.messages import ImageSource, Source
+from mlx_tandem.generation.video_parts import VideoSource
+from mlx_tandem.generation.vision.messages import Made, Setup
+from mlx_tandem.model_folder import VISION_FAMILIES
+
+FRAMES = "data:video/jpeg;base64,"
+"""The beginning of a URL with frames, which are separated by commas."""
+
+TOKEN = "<|video_pad|>"
+
+BLOCK = f"<|vision_start|>{TOKEN}<|vision_end|>"
+"""What chat templates print for a video."""
+
+USUAL_RATE = 2.0
+"""Frames per second of a video where neither its request nor the folder has them, which is the families' own rate."""
+
+USUAL_POSITIONS = 4.0
+"""Positions in a second where a folder does not have them, as in transformers."""
+
+
+class Unit(NamedTuple):
+    """What becomes one `types.Image`: an image, or a group of frames.
+
+    The first of its files is number `first` of the `frames` frames of a video; `frames` is 0 for an image.
+    """
+
+    files: Sequence[ImageSource]
+    first: int = 0
+    frames: int = 0
+
+    def place(self, number: int) -> str:
+        """Return the words that name file `number` in an error."""
+        field = self.files[number].field
+        return f"{field}: frame {self.first + number}" if self.frames else field
+
+
+@dataclass(frozen=True)
+class Videos:
+    """How prompts for a folder's model show videos."""
+
+    way: Literal["groups", "seconds", "texts"]
+    """As in `VisionFamily.videos`."""
+
+    frames: int
+    """Frames of a group."""
+
+    rate: float
+    """Frames per second where a request has none."""
+
+    positions: float
+    """Positions on the axis of time in a second."""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What the texts of a video replace in the output of a chat template."""
+        return (BLOCK, TOKEN) if self.way == "texts" else (TOKEN,)
+
+    def timed(self, groups: Sequence[Made], video: VideoSource, count: int) -> list[Made]:
+        """Return the groups of a video of `count` frames with their texts and their places in time."""
+        rate = video.fps or self.rate
+        if self.way == "texts":
+            numbers = [(n * self.frames, min((n + 1) * self.frames, count) - 1) for n in range(len(groups))]
+            seconds = [(first / rate + last / rate) / 2 for first, last in numbers]
+            return [
+                structs.replace(g, text=f"<{at:.1f} seconds>{BLOCK}") for g, at in zip(groups, seconds, strict=True)
+            ]
+        times = list(range(len(groups)))
+        if self.way == "seconds":
+            # In single precision like the original, since a product close to an integer is cut off.
+            step = _single(_single(self.positions) * _single(self.frames / rate))
+            times = [int(_single(n * step)) for n in times]
+        return [_at(g, time, n > 0) for n, (g, time) in enumerate(zip(groups, times, strict=True))]
+
+
+def videos_of(setup: Setup) -> Videos | None:
+    """Return how videos are shown to a folder's model, whose numbers have been checked; None if they are not."""
+    way = VISION_FAMILIES[setup.family].videos
+    if not way:
+        return None
+    values = setup.video_processor
+    return Videos(
+        way,
+        int(values.get("temporal_patch_size") or 2),
+        float(values.get("fps") or USUAL_RATE),
+        float(setup.config["vision_config"].get("tokens_per_second") or USUAL_POSITIONS),
+    )
+
+
+def check_video(video: VideoSource) -> None:
+    """Raise InvalidRequest, naming the field, unless a video is sent as frames with a rate that is possible."""
+    if video.fps is not None:
+        limits.check("fps", video.fps, f"{video.place}.fps")
+    if isinstance(video.given, str) and not video.given.startswith(FRAMES):
+        raise InvalidRequest(
+            f"{video.field}: this server reads no video files, only frames of videos: send {FRAMES}<frame>,<frame>,… "
+            'with a JPEG image in base64 for each frame, or a part {"type": "video", "video": [<URL of an image>, …]}',
+            param=video.field,
+            code="unsupported_parameter",
+        )
+    if not video.given:
+        raise InvalidRequest(f"{video.field} has no frames", param=video.field)
+
+
+def count_of(video: VideoSource) -> int:
+    """Return how many frames a video has that `check_video` has let through."""
+    return video.given.count(",") if isinstance(video.given, str) else len(video.given)
+
+
+def units_of(source: Source, frames: int) -> Iterator[Unit]:
+    """Yield the parts of an image or a video that the processor makes one by one. frames: of a group."""
+    if isinstance(source, ImageSource):
+        yield Unit([source])
+        return
+    if isinstance(source.given, str):
+        files = source.given[len(FRAMES) :].split(",")
+        own = [ImageSource(f"data:image/jpeg;base64,{file}", source.field) for file in files]
+    else:
+        own = [ImageSource(url, f"{source.field}[{n}]") for n, url in enumerate(source.given)]
+    for first in range(0, len(own), frames):
+        yield Unit(own[first : first + frames], first, len(own))
+
+
+def _at(group: Made, time: int, follows: bool) -> Made:
+    """Return a group at its place in time, which its digest tells from other places."""
+    digest = blake2b(group.digest + pack("<q?", time, follows), digest_size=16).digest()
+    return structs.replace(group, digest=digest, text=TOKEN, time=time, follows=follows)
+
+
+def _single(value: float) -> float:
+    """Return the number of single precision that is nearest to a value."""
+    (rounded,) = unpack("f", pack("f", value))
+    return float(rounded)
