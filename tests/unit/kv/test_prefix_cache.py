@@ -188,7 +188,7 @@ def test_of_two_blocks_with_the_same_content_the_one_that_is_read_is_found() -> 
     cache.check()
 
 
-TEXT = st.lists(st.integers(0, 3), min_size=8, max_size=16)
+TEXT = st.lists(st.integers(0, 3), min_size=16, max_size=20)
 
 
 @given(shared=st.integers(0, 4), known=st.integers(0, 4), texts=st.tuples(TEXT, TEXT), first=st.integers(0, 3))
