@@ -146,10 +146,10 @@ class Reply:
                 seconds=round(seconds, 3),
                 finish=reasons,
             )
-        metrics.end_to_end.observe(seconds)
         for reason in reasons:
             metrics.finished[name, reason or ("abort" if self._gone else "error")] += 1
         if self._last and None not in reasons:
+            metrics.end_to_end.observe(seconds)
             metrics.finish(
                 [len(prompt) for prompt in prompted.prompts],
                 counts,

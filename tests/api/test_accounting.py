@@ -106,7 +106,7 @@ def expected(model: str, prompts: int, n: int, tokens: int, ending: str, stream:
             ("generated tokens", name): choices * tokens,
             ("ended", reason, name): choices,
             ("first tokens", "base"): int(tokens > 0),
-            ("ends", "base"): 1,
+            ("ends", "base"): int(is_over),
             ("finished", "base"): int(is_over),
             ("requests_completed",): int(is_over),
             ("errors", "step_failed"): int(is_error),
