@@ -116,11 +116,13 @@ class Speculation:
     def prepare(self, asked: Sequence[Asked]) -> None:
         """Have the draft model make drafts for all sequences whose tokens are known; it reads the others meanwhile."""
         pairs = [(a, self._drafters.get((a.request.id, a.choice)) or self._open(a.request, a.choice)) for a in asked]
+        for a, drafter in pairs:
+            drafter.awaits_model = not self._pauses(drafter, len(a.tokens) + max(a.unread - 1, 0))
+        numbers = self._numbers([drafter.is_copying for a, drafter in pairs if drafter.awaits_model and not a.unread])
         wanted = []
         for a, drafter in pairs:
-            pauses = self._pauses(drafter, len(a.tokens) + max(a.unread - 1, 0))
-            wanted.append(a._replace(most=0 if pauses or a.unread else self._number(drafter, a.most, SURE)))
-            drafter.awaits_model = not pauses
+            drafts = drafter.awaits_model and not a.unread
+            wanted.append(a._replace(most=next((n for n in numbers if n <= a.most), 0) if drafts else 0))
         self._drafted = self._draft(wanted)
         for a, drafter in zip(wanted, (drafter for _, drafter in pairs), strict=True):
             if a.most and not self._drafted.get((a.request.id, a.choice)):
@@ -174,6 +176,21 @@ class Speculation:
             self._model, self.together, self.for_all = None, False, False
             return {}
 
+    def _numbers(self, went_on: Sequence[bool]) -> Sequence[int]:
+        """Return how many drafts of the draft model a sequence may get, most first: it gets as many as it has room for.
+
+        All sequences get the same number, since one step makes the drafts of all and another verifies as many tokens
+        of each. It is the larger one while most of them accept all drafts. The numbers are few, since each kind of step
+        is traced.
+
+        went_on: whether all drafts were accepted that a sequence had last, for each that drafts now.
+        """
+        most = self._config.num_tokens
+        if not self._config.dynamic:
+            return range(most, 0, -1)
+        half = max(most // 2, 1)
+        return (most, half, 1) if 2 * sum(went_on) > len(went_on) else (half, 1)
+
     def _number(self, drafter: _Drafter, most: int, length: int) -> int:
         """Return how many drafts, `most` at most, to propose where so many tokens agree."""
         if not self._config.dynamic:
@@ -207,9 +224,7 @@ class Speculation:
         drafter.is_copying = accepted == drafts
         if not self._config.dynamic:
             return
-        if self._model is not None:  # each draft is a step of that model
-            drafter.drafts = self._config.num_tokens if accepted or drafter.accepted >= WORTH_WAITING else 1
-        elif drafter.is_copying:
+        if drafter.is_copying:
             drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, MOST_DRAFTS)
         else:
             drafter.drafts = max(2 * accepted + 1, 1)

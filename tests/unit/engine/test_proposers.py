@@ -236,24 +236,32 @@ def with_model() -> tuple[Speculation, Small]:
     return Speculation(SpeculationConfig(method="draft"), cast(DraftModel, model), clock=lambda: 0.0), model
 
 
-def test_a_draft_model_is_asked_for_fewer_only_once_its_drafts_are_wrong_again_and_again() -> None:
+def test_a_draft_model_is_asked_for_more_while_all_its_drafts_are_accepted() -> None:
     request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
     tokens = list(request.prompt)
-    for accepted in (5, 5, 5, 0, 5, 0):
+    for accepted in (2, 5, 4, 2, 0, 2, 5):
         proposer.prepare([Asked(request, 0, tokens, 0, 100)])
-        assert list(proposer.propose(request, 0, tokens, 0, 100)) == [7] * model.most[-1]
-        proposer.settle(request, 0, 5, accepted)
+        drafts = proposer.propose(request, 0, tokens, 0, 100)
+        assert list(drafts) == [7] * model.most[-1]
+        proposer.settle(request, 0, len(drafts), accepted)
         tokens += [1] * 8
-    assert model.most == [3] * 6, "5 drafts, in one of the few numbers of rows that are traced"
-    for _ in range(9):
-        proposer.settle(request, 0, 1, 0)
-    tokens += [1] * 64
-    proposer.prepare([Asked(request, 0, tokens, 0, 100)])
-    tokens += [1] * 64
-    proposer.prepare([Asked(request, 0, tokens, 0, 100)])
-    assert model.most[-1] == 1
+    assert model.most == [2, 5, 5, 2, 5, 2, 5]
+    for room, most in ((4, 2), (1, 1), (0, 0)):
+        proposer.prepare([Asked(request, 0, tokens, 0, room)])
+        assert model.most[-1] == most, "few numbers, each of which is traced"
     proposer.forget(request, 0)
     assert not model.most, "the draft model forgets the sequence, too"
+
+
+@pytest.mark.parametrize(("sure", "most"), [(0, 2), (1, 2), (2, 2), (3, 5), (4, 5)])
+def test_all_sequences_of_a_plan_get_as_many_drafts_of_a_model_as_most_of_them_accept(sure: int, most: int) -> None:
+    proposer, model = with_model()
+    asked = [Asked(Request(i, (1, 2, 3), PARAMS), 0, [1, 2, 3], 0, 100) for i in range(5)]
+    proposer.prepare(asked)
+    for i, a in enumerate(asked[:4]):
+        proposer.settle(a.request, 0, 2, 2 if i < sure else 1)
+    proposer.prepare([*asked[:4], asked[4]._replace(unread=1)])
+    assert model.most[5:] == [most] * 4 + [0], "what is on the device still drafts not, and is not asked"
 
 
 def test_nobody_waits_for_a_draft_model_that_has_nothing() -> None:
