@@ -163,6 +163,10 @@ class StepPlan:
     encodes, rows.
 
     A plan may have no rows. Rows show only images that an earlier plan has encoded.
+
+    With `drafts` each row draws so many tokens, each after the one before it. Only the rows' own tokens are computed to
+    stay: the drawn ones leave nothing in the cache, and count neither as their seats' newest tokens nor for penalties.
+    All rows are then PROMPT rows of the base model that sample, without masks, logprobs, targets and images.
     """
 
     rows: tuple[Row, ...]
@@ -176,6 +180,7 @@ class StepPlan:
     proposes: bool = False  # the model's head for multi-token prediction drafts for the rows that draw
     drops: tuple[bytes, ...] = ()  # digests of images whose embeddings are not kept any longer
     encodes: tuple[Image, ...] = ()  # images whose embeddings are computed and kept
+    drafts: int = 0  # see above
 
     @property
     def has_step(self) -> bool:
@@ -213,7 +218,8 @@ class StepResult:
     """The result of a step: for each row of its plan, in order, the tokens that were drawn and their logprobs.
 
     A row that does not sample has no tokens; a VERIFY row has its accepted drafts and one more token. The last token of
-    a row is NOT_A_NUMBER where the logits of any of its positions, accepted or not, were not finite. `scores` has the
+    a row is NOT_A_NUMBER where the logits of any of its positions, accepted or not, were not finite; of a plan with
+    `drafts` any token is where its own were not. `scores` has the
     logprobs of the rows' `targets`, by the row's index. `pooled` has for each row with `pooling` the sum of its tokens'
     hidden states for a mean, or the last token's hidden state. `drafts` has by the row's index what the model's head
     expects after the row's last token, if the plan `proposes`; masked rows have none. `unencoded` has
@@ -253,6 +259,9 @@ class Runner(Protocol):
 
     one_at_a_time: bool
     """Whether a step begins only when the step before it has been read."""
+
+    drafts_at_once: bool
+    """Whether plans may have `drafts`."""
 
     def launch(self, plan: StepPlan) -> Any:
         """Start the step and return a handle at once. Raises DeviceError."""

@@ -29,6 +29,7 @@ from mlx_tandem.model.kernel_checks import everything
 from mlx_tandem.model.kernel_checks.everything import Kernels, examine
 from mlx_tandem.model.linears import tuning
 from mlx_tandem.model.linears.groups import find_groups
+from mlx_tandem.model.linears.layout import lay_out
 from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
 from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
@@ -128,6 +129,9 @@ def build(
     model = load_unread(config.model, report, mtp=config.speculation.method == "mtp")
     subject = _check_fit(config, limit, model, given)
     read_weights(model, report)
+    for module in (model.module, model.mtp) if device.is_cpu() else ():
+        if module is not None:
+            lay_out(module)
     candidates = fused.available() if backends is None else backends
     merged = merge(find_groups(model.module)) if candidates else []
     twin = clone(model.module)  # before anything of the served tree is changed

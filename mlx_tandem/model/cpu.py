@@ -66,8 +66,34 @@ def attend(
     return out.reshape(rows, heads, length, values.shape[-1])
 
 
+def attend_behind(
+    queries: mx.array,
+    context: Sequence[mx.array],
+    own: Sequence[mx.array],
+    scale: float,
+    mask: mx.array,
+) -> mx.array:
+    """Return `attend` of one query a row over keys and values in two parts, without joining these.
+
+    context: keys and values [rows, kv heads, positions, dim], of which `mask` says what is seen; own: those of the last
+    positions, all of which are seen.
+    """
+    rows, heads, _, dim = queries.shape
+    kv_heads, positions = context[0].shape[1:3]
+    q = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, dim)
+    mask = mask.reshape(rows, 1, 1, positions)
+    before, last = mx.where(mask, q @ context[0].swapaxes(-1, -2), -1e30), q @ own[0].swapaxes(-1, -2)
+    top = mx.maximum(before.max(-1, keepdims=True), last.max(-1, keepdims=True))
+    before, last = mx.where(mask, exp(before - top), 0.0), mx.exp(last - top)  # few of the latter
+    total = before.sum(-1, keepdims=True) + last.sum(-1, keepdims=True)
+    return ((before @ context[1] + last @ own[1]) / total).reshape(rows, heads, 1, -1)
+
+
 WORTH = 2048
 """Number of scores from which `attend` is faster than MLX's softmax, which has fewer operations to launch."""
+
+SMALL = 2048
+"""Number of elements below which MLX's own SwiGLU, a single operation, takes a step less time than several."""
 
 LARGE = 1 << 15
 """Number of elements from which learning uses the functions of this module: each new size is traced once."""
@@ -124,7 +150,7 @@ _serving = False
 
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     if gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape:
-        if _serving:
+        if _serving and gate.size >= SMALL:
             return gate / (1.0 + exp(-gate)) * x
         if gate.size >= LARGE:
             result: mx.array = _with_gradient(gate, x)[0]

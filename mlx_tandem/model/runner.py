@@ -25,7 +25,7 @@ from mlx_tandem.model.cache.turns import HeldStates
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.step.compiled import CompiledSteps
+from mlx_tandem.model.step.compiled import USUAL, CompiledSteps
 from mlx_tandem.model.step.dispatch import DispatchQueue
 from mlx_tandem.model.step.draw import Undrawn
 from mlx_tandem.model.step.forward import Forward
@@ -126,6 +126,7 @@ class MLXRunner:
             states=[StateCache(shape) for shape in states],
         )
         self.rectangles.gathered_share = self._forward.gathered_share
+        self.drafts_at_once = self._forward.chains
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
         self._masks = MaskTable(sizes.vocab_size, sizes.max_num_seqs)
@@ -175,7 +176,8 @@ class MLXRunner:
                 self._index_arrays.forget(seating.seat)
             unencoded = self._encode(plan)
             self.queue.add(*parts)  # a part that pauses reads and writes the pool while it is built
-            for rows in self.rectangles.of(plan.rows):
+            divided = self.rectangles.of_drafting if plan.drafts else self.rectangles.of
+            for rows in divided(plan.rows):
                 built = self._build_parts(plan, rows)
                 parts += built
                 self.queue.add(*built)
@@ -289,9 +291,10 @@ class MLXRunner:
         given = self._builder.build(plan, indices)
         key, numbers = given.key, given.operands.flatten()
         pauses = self._may_pause and key.rows * key.length >= LONG_TOKENS
-        # The code of most recurrent layers loops over the tokens of a chunk.
-        rare = given.mixed or (key.goes_on is not None and key.length > 1)
-        step = self.compiled.step(key, numbers, given.in_place, rare=rare, pauses=pauses)
+        # The code of most recurrent layers loops over the tokens of a chunk, which takes long to trace.
+        loops = key.goes_on is not None and key.length > 1
+        untraced = USUAL if loops else self.compiled.untraced if given.mixed else 0
+        step = self.compiled.step(key, numbers, given.in_place, untraced=untraced, pauses=pauses)
         sent = self.inputs.send(numbers)
         drawn, scored, marker, self._last, moved, seen, self._pool.layers, self._order.zeros, lines, drafts = step(
             sent.arrays,
@@ -341,7 +344,7 @@ class MLXRunner:
             undrawn = Undrawn(
                 logits, position, seats, flags, given.sampling, drafts, given.indices, wanted, given.verifies, held
             )
-        read = key.rows * key.length if key.length > 1 else 0
+        read = key.rows * key.length if key.length > 1 and not key.chained else 0
         return Part(
             given.indices,
             flags,

@@ -16,7 +16,6 @@ from mlx_tandem.model.choices import Pace
 from mlx_tandem.model.loader import Report
 from mlx_tandem.model.overlap import decide_overlap, tables_of
 from mlx_tandem.model.runner import MLXRunner
-from mlx_tandem.model.step.compiled import USUAL
 from mlx_tandem.types import EngineInfo, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -179,7 +178,7 @@ def _verify_some(runner: MLXRunner, info: EngineInfo, tokens: int, *, proposes: 
     """Run steps that verify drafts in rows of so many tokens, each behind the one before it, so that their kernels are
     compiled.
 
-    A kind of such steps is traced when it has run USUAL times. proposes: whether they make drafts, too.
+    A kind of such steps is traced when it has run a few times, or at once. proposes: whether they make drafts, too.
     """
     size = info.block_size
     blocks = range(1, 1 + -(-(1 + 2 * tokens) // size))
@@ -188,7 +187,7 @@ def _verify_some(runner: MLXRunner, info: EngineInfo, tokens: int, *, proposes: 
         return
     tables = tables_of(info, *blocks)
     for params in (GREEDY, SAMPLED):
-        for _ in range(USUAL + 1):
+        for _ in range(runner.compiled.untraced + 1):
             first = Row(RowKind.VERIFY, 0, 0, 0, 1, (0,) * tokens, tables, True)  # a state is there
             carried = (CARRY, *(0,) * (tokens - 1))
             behind = Row(RowKind.VERIFY, 0, 0, 0, 1 + tokens, carried, tables, True, slack=tokens - 1)

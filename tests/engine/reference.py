@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from struct import pack, unpack
-from typing import Literal
+from typing import Any, Literal
 from zlib import crc32
 
 from msgspec import structs
@@ -230,6 +230,7 @@ class ReferenceRunner:
     nan: Mapping[int, int] = field(default_factory=dict)
     may_wait: bool = False  # in launches, that is
     one_at_a_time: bool = False
+    drafts_at_once: bool = False
     known: frozenset[str] | None = None  # digests that can be uploaded; None: all
     windows: Windows = (None,)
     window_blocks: int = 0
@@ -307,13 +308,16 @@ class ReferenceRunner:
         if failure == "half":
             self._break(number)
         samplers = [i for i, row in enumerate(plan.rows) if row.sample]
+        assert not plan.drafts or self.drafts_at_once, "this runner draws one token at a time"
         bad = samplers[self.nan[number] % len(samplers)] if number in self.nan and samplers else None
         for row in rows:
             self._look_back(row)
         contexts = {i: self._read(every[i], 0) for i in samplers if self.windows[0] != STATE}
         drawn: list[tuple[int, ...]] = [()] * len(plan.rows)
         for i in samplers:
-            if i not in plan.masked:
+            if plan.drafts:
+                drawn[i] = self._draft(every[i], plan.drafts, i == bad)
+            elif i not in plan.masked:
                 drawn[i] = self._draw(every[i], i == bad)
         scores = {i: self._score(row) for i, row in enumerate(plan.rows) if row.targets}
         scored = sum(len(plan.rows[i].tokens) for i in scores)
@@ -530,6 +534,28 @@ class ReferenceRunner:
             self._keep_states(row, len(drawn))
         self.accepted += len(drawn) - 1
         self.drafted += len(row.tokens) - 1 if row.kind is RowKind.VERIFY else 0
+        return tuple(drawn)
+
+    def _draft(self, row: Row, number: int, not_finite: bool) -> tuple[int, ...]:
+        """Return so many tokens, each drawn after the one before it. They leave nothing behind."""
+        assert row.kind is RowKind.PROMPT and STATE not in self.windows, "a row that cannot draw several tokens"
+        seat, digest, end = self._seats[row.seat], self._slots[row.lora_slot], row.start + len(row.tokens)
+        cells = [self._read(row, i)[:end] for i in range(len(self.windows))]
+        self.infected += any(_NAN in own[: row.start] for own in cells) and row.sequence not in self._ill
+        if not_finite or any(_NAN in own for own in cells):
+            return (NOT_A_NUMBER,) * number
+        drawn: list[int] = []
+        assert len(seat.history) == end or not seat.params.counts_tokens, "the counts are not those of the row's tokens"
+        history = (seat.history + [0] * end)[:end]  # of which only the length matters then
+        for at in range(end, end + number):
+            banned = seat.stop_ids if at < seat.prompt_length + seat.params.min_tokens else ()
+            context: list[Any] = []
+            for window, known in zip(self.windows, cells, strict=True):
+                context += known[0 if window is None else max(at - window, 0) :]
+            drawn.append(next_token(context, seat.params, seat.choice, history, self.vocab, banned))
+            history.append(drawn[-1])
+            for known in cells:
+                known.append(cell(drawn[-1], digest))
         return tuple(drawn)
 
     def _pool(self, row: Row) -> list[float]:

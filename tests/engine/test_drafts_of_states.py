@@ -24,7 +24,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.build import build
 from mlx_tandem.model.cache import turns
 from mlx_tandem.model.cache.turns import Turns
-from mlx_tandem.model.step import compiled, forward, parts
+from mlx_tandem.model.step import forward, parts
 from mlx_tandem.model.summary import summarise
 from mlx_tandem.model.warm_up import GREEDY
 from mlx_tandem.types import AdapterRef, Request
@@ -142,9 +142,8 @@ def test_a_conversation_finds_the_states_that_rows_with_drafts_have_left(engine_
     assert loop.tokens[2, 0] == serve(engine, [again]).tokens[2, 0]
 
 
-def test_compiled_steps_are_the_same(engine_of: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_are_the_same(engine_of: Callable[[str], Engine]) -> None:
     mx.enable_compile()
-    monkeypatch.setattr(compiled, "USUAL", 0)  # traced when first met
     engine = engine_of("lfm2")
     asked = requests("hot")[:2]
     free = serve(engine, asked)

@@ -99,8 +99,8 @@ def test_adapters_in_one_batch_say_what_each_says_merged(
     ties += assert_agrees(batch, oracles, "one prompt, every adapter")
     ties += assert_agrees(engine.run(mixed), oracles, "mixed")
     ties += assert_agrees(engine.run(mixed, chunks=5, stagger=1, depth=0), oracles, "mixed and chunked")
-    for usual in (compiled.USUAL, 0):  # traced when first met
-        monkeypatch.setattr(compiled, "USUAL", usual)
+    for untraced in (compiled.USUAL, 0):  # 0: traced when first met
+        monkeypatch.setattr(engine.built.runner.compiled, "untraced", untraced)
         beside = engine.run(mixed, stagger=1, piggybacked=7)
         assert beside.piggybacked
         ties += assert_agrees(beside, oracles, "mixed, prompts beside those that decode")
@@ -200,8 +200,8 @@ def test_seeded_draws_do_not_depend_on_what_runs_beside_them(
     assert choices(engine.run(requests)) == alone
     assert choices(engine.run(requests[::-1], depth=0)) == alone
     assert choices(engine.run(requests, chunks=5, stagger=1)) == alone
-    for usual in (compiled.USUAL, 0):
-        monkeypatch.setattr(compiled, "USUAL", usual)
+    for untraced in (compiled.USUAL, 0):
+        monkeypatch.setattr(engine.built.runner.compiled, "untraced", untraced)
         beside = engine.run(requests, stagger=1, piggybacked=6)
         assert beside.piggybacked
         assert choices(beside) == alone
@@ -327,9 +327,10 @@ def test_nothing_that_stops_is_drawn_before_min_tokens(sampling_engine: Engine) 
     assert len(unmasked.tokens[1, 0]) == 11
 
 
-def test_usual_steps_with_prompts_beside_are_traced(sampling_engine: Engine) -> None:
+def test_usual_steps_with_prompts_beside_are_traced(sampling_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream, and beside each of its tokens as many of a prompt; their number is padded, so they are of one kind."""
     device, size = sampling_engine.built.runner, sampling_engine.built.info.block_size
+    monkeypatch.setattr(device.compiled, "untraced", compiled.USUAL)  # as on a GPU
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     device.wait(
         device.launch(

@@ -17,8 +17,8 @@ from mlx_tandem.engine import prefix_leaders
 from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.kv.disk.cache import DiskCache
+from mlx_tandem.model import runner
 from mlx_tandem.model.overlap import decode_growth
-from mlx_tandem.model.step import compiled
 from mlx_tandem.model.warm_up import GREEDY
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_families, tiny_models
@@ -130,7 +130,7 @@ def test_a_prompt_that_others_wait_for_leaves_a_state_for_them(tmp_path: Path, m
 
 def test_compiled_steps_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mx.enable_compile()
-    monkeypatch.setattr(compiled, "USUAL", 0)  # traced when first met
+    monkeypatch.setattr(runner, "USUAL", 0)  # traced when first met
     folder = tiny_models.make(tmp_path / "model", "qwen3_next")
     assert_agrees(make_engine(folder).run([ask(1, PROMPTS[3]), ask(2, PROMPTS[3])]), Oracle.load(folder), "compiled")
 

@@ -172,7 +172,7 @@ PLANTS: dict[str, Plant] = {
         (steps.first_chunk, steps.next_chunk),
     ),
     "indices are not added to": Plant(
-        text(PagedCache, "_seen", "after(zeros, v.runs(heads))", "v.runs(heads)"),
+        text(PagedCache, "_seen", "after(zeros, v.runs(heads, each))", "v.runs(heads)"),
         "own blocks, no common offset",
         (steps.chunks,),
     ),

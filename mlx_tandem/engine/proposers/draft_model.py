@@ -1,8 +1,9 @@
 """Drafts from a smaller model, which runs beside the served one on a runner and in a pool of its own.
 
-All sequences of a plan draft together: their newest tokens are read in one step of the draft model, and each further
-draft is one more step for all of them. A draft is drawn as its sequence will draw, with the noise of its position, so
-that it is accepted where the two models agree.
+All sequences of a plan draft together. Where the runner can draw several tokens a row in one step, their newest tokens
+are read and all drafts drawn in one, of which only the keys and values of what was read stay; elsewhere each draft
+behind the first is one more step for all of them. A draft is drawn as its sequence will draw, with the noise of its
+position, so that it is accepted where the two models agree.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
+from typing import Any
 
 from msgspec import structs
 
@@ -24,10 +26,14 @@ READ_AT_ONCE = 256
 drafts."""
 
 TOGETHER = 8
-"""Most tokens of a sequence that are read in the forward of the rows that decode; more are a forward of their own."""
+"""Most tokens of a sequence that are read in the forward that draws its first draft with those of all others. Of more,
+all but the last are read in a forward of their own, or all of them where each draft is a step."""
 
 Key = tuple[int, int]
 """A request's id and the number of a choice."""
+
+_Launched = tuple[list[int], Any]
+"""The readers that have a row in a step, by their indices in the round, and the step's handle."""
 
 
 @dataclass(slots=True)
@@ -35,8 +41,8 @@ class _Reader:
     """One sequence as the draft model has read it. `s` has its blocks, its seat, and how many positions are right."""
 
     s: sequence.Sequence
-    drafts: tuple[int, ...] = ()  # drawn after the tokens that were known then
-    known: int = 0  # tokens that were known then
+    known: int = 0  # tokens that were known when it was read last
+    computed: tuple[int, ...] = ()  # drafts after these whose keys and values are in the pool, too
     is_foreign: bool = False  # whether a token of it is not in the draft model's vocabulary
 
 
@@ -46,7 +52,7 @@ class _Round:
 
     readers: list[_Reader] = field(default_factory=list)
     most: list[int] = field(default_factory=list)  # drafts of each
-    rows: list[Row] = field(default_factory=list)  # of the first step
+    rows: list[Row] = field(default_factory=list)  # one for each: what is read of it
     seatings: list[Seating] = field(default_factory=list)
 
 
@@ -87,10 +93,11 @@ class DraftModel:
         found = {}
         for reader, most, drafts in zip(round_.readers, round_.most, drawn, strict=True):
             s = reader.s
+            own = tuple(takewhile(lambda token: token >= 0, drafts[:most]))
             reader.known = s.scheduled
-            reader.drafts = tuple(takewhile(lambda token: token >= 0, drafts))
+            reader.computed = () if self._runner.drafts_at_once else own[:-1]
             if most:
-                found[s.request.id, s.choice] = reader.drafts
+                found[s.request.id, s.choice] = own
         return found
 
     def forget(self, key: Key) -> None:
@@ -113,7 +120,7 @@ class DraftModel:
         if reader.is_foreign or not chunk or (complete and (asked.unread or not asked.most)):
             return
         most = asked.most if complete else 0
-        positions = first + len(chunk) + max(most - 1, 0)
+        positions = first + len(chunk) + (0 if self._runner.drafts_at_once else max(most - 1, 0))
         s.tokens, s.scheduled = list(tokens[: first + len(chunk)]), first
         if positions > self._longest or not self._has_room(reader, positions, keys, round_, tokens):
             return
@@ -162,11 +169,7 @@ class DraftModel:
         self.first_use = False
         if not round_.rows:
             return drawn
-        flights = [(list(range(len(drawn))), self._runner.launch(self._first(round_)))]
-        for n in range(1, max(round_.most)):
-            members = [i for i, most in enumerate(round_.most) if most > n]
-            rows = tuple([self._decode(round_.readers[i].s, n) for i in members])
-            flights.append((members, self._runner.launch(StepPlan(rows))))
+        flights = self._launch_at_once(round_) if self._runner.drafts_at_once else self._launch_each(round_)
         for members, flight in flights:
             result = self._runner.wait(flight)
             self.first_use = self.first_use or result.first_use
@@ -174,9 +177,35 @@ class DraftModel:
                 drawn[i] += tokens
         return drawn
 
-    def _first(self, round_: _Round) -> StepPlan:
-        """Return the first step of a round, which reads tokens."""
-        return StepPlan(tuple(round_.rows), copies=self._blocks.writes.take_copies(), seatings=tuple(round_.seatings))
+    def _launch_at_once(self, round_: _Round) -> list[_Launched]:
+        """Launch a step for what is only read, and one that reads the newest tokens and draws all drafts."""
+        only_read: list[tuple[int, Row]] = []
+        drafting: list[tuple[int, Row]] = []
+        for i, (row, most) in enumerate(zip(round_.rows, round_.most, strict=True)):
+            before = len(row.tokens) if not most else len(row.tokens) - 1 if len(row.tokens) > TOGETHER else 0
+            if before:
+                only_read.append((i, structs.replace(row, tokens=row.tokens[:before], sample=False)))
+            if most:
+                drafting.append((i, structs.replace(row, start=row.start + before, tokens=row.tokens[before:])))
+        flights: list[_Launched] = []
+        copies, seatings = self._blocks.writes.take_copies(), tuple(round_.seatings)
+        for rows, drafts in ((only_read, 0), (drafting, max(round_.most))):
+            if rows:
+                own = tuple([structs.replace(row, piggybacked=False) for _, row in rows])
+                plan = StepPlan(own, copies=copies, seatings=seatings, drafts=drafts)
+                flights.append(([i for i, _ in rows], self._runner.launch(plan)))
+                copies, seatings = (), ()
+        return flights
+
+    def _launch_each(self, round_: _Round) -> list[_Launched]:
+        """Launch a step that reads and draws the first drafts, and a step for each further one."""
+        first = StepPlan(tuple(round_.rows), copies=self._blocks.writes.take_copies(), seatings=tuple(round_.seatings))
+        flights: list[_Launched] = [(list(range(len(round_.rows))), self._runner.launch(first))]
+        for n in range(1, max(round_.most)):
+            members = [i for i, most in enumerate(round_.most) if most > n]
+            rows = tuple([self._decode(round_.readers[i].s, n) for i in members])
+            flights.append((members, self._runner.launch(StepPlan(rows))))
+        return flights
 
     @staticmethod
     def _decode(s: sequence.Sequence, n: int) -> Row:
@@ -187,11 +216,11 @@ class DraftModel:
 def _agreed(reader: _Reader, tokens: Sequence[int]) -> int:
     """Return how many positions the draft model has computed from these tokens, all but the newest at most.
 
-    It has computed the tokens that were known, and of the drafts after them all but the last.
+    It has computed the tokens that were known, and where each draft is a step all drafts after them but the last.
     """
-    computed = reader.drafts[:-1]
-    news = tokens[reader.known : reader.known + len(computed)]
-    agreed = next((n for n, (own, token) in enumerate(zip(computed, news, strict=False)) if own != token), len(news))
+    news = tokens[reader.known : reader.known + len(reader.computed)]
+    pairs = zip(reader.computed, news, strict=False)
+    agreed = next((n for n, (own, token) in enumerate(pairs) if own != token), len(news))
     return min(reader.known + agreed, len(tokens) - 1)
 
 

@@ -51,8 +51,9 @@ class _Drafter:
 
     index: NgramIndex | None  # of its own tokens, if drafts are copied from these
     prediction: Prediction | None
-    drafts: int  # to propose next
+    drafts: int  # to copy next
     is_predicted: bool = False  # whether the last drafts are from the prediction
+    is_copied: bool = False  # whether the last drafts are from there or from the sequence's own tokens
     accepted: float = 0.0  # a row, moving average
     is_copying: bool = False  # whether all of the last drafts were accepted
     misses: int = 0  # rows in a row of which no draft was accepted
@@ -114,13 +115,20 @@ class Speculation:
         return not drafter.is_copying and drafter.accepted >= WORTH_WAITING
 
     def prepare(self, asked: Sequence[Asked]) -> None:
-        """Have the draft model make drafts for all sequences whose tokens are known; it reads the others meanwhile."""
+        """Have the draft model make drafts for all sequences whose tokens are known and that have nothing to copy.
+
+        It reads the others meanwhile.
+        """
         pairs = [(a, self._drafters.get((a.request.id, a.choice)) or self._open(a.request, a.choice)) for a in asked]
-        wanted = []
         for a, drafter in pairs:
             pauses = self._pauses(drafter, len(a.tokens) + max(a.unread - 1, 0))
-            wanted.append(a._replace(most=0 if pauses or a.unread else self._number(drafter, a.most, SURE)))
-            drafter.awaits_model = not pauses
+            copies = (not a.unread or drafter.is_copying) and self._match(drafter, a.tokens)[1] > 0
+            drafter.awaits_model = not (pauses or copies)
+        numbers = self._numbers([drafter.is_copying for a, drafter in pairs if drafter.awaits_model and not a.unread])
+        wanted = []
+        for a, drafter in pairs:
+            drafts = drafter.awaits_model and not a.unread
+            wanted.append(a._replace(most=next((n for n in numbers if n <= a.most), 0) if drafts else 0))
         self._drafted = self._draft(wanted)
         for a, drafter in zip(wanted, (drafter for _, drafter in pairs), strict=True):
             if a.most and not self._drafted.get((a.request.id, a.choice)):
@@ -136,19 +144,13 @@ class Speculation:
     def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:
         """Return what follows the newest tokens in the prediction, or where they stood before if more agree there.
 
-        A draft model has what the prediction has not.
+        A draft model has what the prediction and the sequence itself have not.
         """
         drafter = self._drafters.get((request.id, choice)) or self._open(request, choice)
-        if drafter.index is not None:
-            drafter.index.extend(tokens)
         if self._pauses(drafter, len(tokens)) or (unread > 1 and not drafter.is_copying):
             return ()
-        place, length = (-1, 0) if drafter.prediction is None else drafter.prediction.find(tokens)
-        drafter.is_predicted = length > 0
-        if drafter.index is not None and length < self._longest:
-            earlier, agrees = drafter.index.find(tokens, tokens)
-            if agrees > length:
-                place, length, drafter.is_predicted = earlier, agrees, False
+        place, length, drafter.is_predicted = self._match(drafter, tokens)
+        drafter.is_copied = length > 0
         if not length and self.in_steps:
             draft, behind = drafter.offered
             return (draft,) if behind == len(tokens) and not unread else ()
@@ -160,6 +162,22 @@ class Speculation:
         if drafter.prediction is not None and drafter.is_predicted:
             return drafter.prediction.copy(place, unread, most)
         return NgramIndex.copy(tokens, place, unread, most)
+
+    def _match(self, drafter: _Drafter, tokens: Sequence[int]) -> tuple[int, int, bool]:
+        """Return the place from which to copy, how many tokens agree before it, and whether it is in the prediction.
+
+        Nothing is copied where no token agrees. Beside a draft model, that more often knows what follows a short match,
+        a sequence's own tokens count from SURE on.
+        """
+        place, length = (-1, 0) if drafter.prediction is None else drafter.prediction.find(tokens)
+        if drafter.index is None:
+            return place, length, length > 0
+        drafter.index.extend(tokens)
+        if length < self._longest:
+            earlier, agrees = drafter.index.find(tokens, tokens)
+            if agrees > length and (self._model is None or agrees >= SURE):
+                return earlier, agrees, False
+        return place, length, length > 0
 
     def _draft(self, wanted: Sequence[Asked]) -> dict[Key, tuple[int, ...]]:
         """Return the draft model's drafts. A draft model that fails is given up: answers do not depend on it."""
@@ -173,6 +191,21 @@ class Speculation:
             log.warning("drafts are off from here on, since the draft model failed: %r", e)
             self._model, self.together, self.for_all = None, False, False
             return {}
+
+    def _numbers(self, went_on: Sequence[bool]) -> Sequence[int]:
+        """Return how many drafts of the draft model a sequence may get, most first: it gets as many as it has room for.
+
+        All sequences get the same number, since one step makes the drafts of all and another verifies as many tokens
+        of each. It is the larger one while most of them accept all drafts. The numbers are few, since each kind of step
+        is traced.
+
+        went_on: whether all drafts were accepted that a sequence had last, for each that drafts now.
+        """
+        most = self._config.num_tokens
+        if not self._config.dynamic:
+            return range(most, 0, -1)
+        half = max(most // 2, 1)
+        return (most, half, 1) if 2 * sum(went_on) > len(went_on) else (half, 1)
 
     def _number(self, drafter: _Drafter, most: int, length: int) -> int:
         """Return how many drafts, `most` at most, to propose where so many tokens agree."""
@@ -207,8 +240,8 @@ class Speculation:
         drafter.is_copying = accepted == drafts
         if not self._config.dynamic:
             return
-        if self._model is not None:  # each draft is a step of that model
-            drafter.drafts = self._config.num_tokens if accepted or drafter.accepted >= WORTH_WAITING else 1
+        if not drafter.is_copied:
+            pass  # the number of a model's drafts is that of all sequences
         elif drafter.is_copying:
             drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, MOST_DRAFTS)
         else:
@@ -221,7 +254,9 @@ class Speculation:
         """Take in a step that was just read."""
         if not (self.for_all or self._drafters):
             return
-        usual = not (plan.saves or plan.loads or plan.masked or plan.slice or plan.background_share)
+        # A sequence whose prompt is cached begins with a row like any other, perhaps after a time without work.
+        begins = bool(plan.seatings)
+        usual = not (begins or plan.saves or plan.loads or plan.masked or plan.slice or plan.background_share)
         usual = usual and bool(plan.rows) and all(row.kind is not RowKind.PROMPT for row in plan.rows)
         new, self._ran_new = result.first_use or self._ran_new, False
         self.payoff.note(1e3 * self._clock(), sum(map(len, result.tokens)), usual=usual, new=new)
@@ -251,7 +286,8 @@ class Speculation:
     def _open(self, request: Request, choice: int) -> _Drafter:
         config = self._config
         first = 0 if config.prompt_lookup else len(request.prompt)
-        index = NgramIndex(config.ngram_min, self._longest, first) if config.method == "ngram" else None
+        copies = config.method in ("ngram", "draft")
+        index = NgramIndex(config.ngram_min, self._longest, first) if copies else None
         prediction = Prediction(request, config.ngram_min, self._longest) if request.prediction else None
         drafter = self._drafters[request.id, choice] = _Drafter(index, prediction, config.num_tokens)
         return drafter

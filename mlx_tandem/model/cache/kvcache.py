@@ -109,6 +109,8 @@ class StepView:
             fused attention is fastest.
         kept, block_size: As in `PoolLayout`.
         turns_by_index: Whether each token's position is its index, so that a kernel may apply the rotary embedding.
+        each: So many rows that follow one another are tokens of one sequence, or padding behind these. Its keys and
+            values are gathered once for all of them where attention is computed here.
 
     pause: after how many layers the host waits for the device; 0: never. MLX keeps the inputs of every operation until
     its graph is done, and the host issues a whole forward long before that, so that of a long chunk the numbers of all
@@ -131,17 +133,19 @@ class StepView:
         self.in_place = in_place
         self.common_offset = common_offset
         self.turns_by_index = True
+        self.each = 1
         self.block_size = pool.block_size
         self.slot_mapping = slot_mapping
         self._pause = pause
         self._layers = 0
         self._num_blocks = pool.num_blocks
-        self._mask_axes = pool.mask_axes
+        self.mask_axes = tuple(range(1, 1 + pool.mask_axes))
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
         self._real: mx.array | None = None
         self._angles: dict[Rotation, tuple[mx.array, mx.array]] = {}
         self._writes: dict[int, mx.array] = {}
-        self._runs: dict[int, mx.array] = {}
+        self._runs: dict[tuple[int, int], mx.array] = {}
+        self._joined: dict[int, mx.array] = {}
         self._masks: dict[tuple[int, int | None], mx.array] = {}
 
     def mask(self, length: int, window: int | None) -> mx.array:
@@ -151,19 +155,25 @@ class StepView:
         """
         made = self._masks.get((length, window))
         if made is None:
-            key = arange(self._blocks * self.block_size)
             if self.common_offset is not None:
                 key = arange(self.common_offset + length)[self.first_read :]
-            elif self.kept is not None:
-                first = mx.maximum(self.offset + (1 - self.kept), 0) // self.block_size
-                key = first[:, None, None] * self.block_size + key
+            else:
+                key = self.positions()
             query = self.offset[:, None, None] + arange(length)[None, :, None]
             made = key <= query
             if window is not None:
                 made = made & (key > query - window)
-            made = mx.expand_dims(made, tuple(range(1, 1 + self._mask_axes)))
+            made = mx.expand_dims(made, self.mask_axes)
             self._masks[length, window] = made
         return made
+
+    def positions(self) -> mx.array:
+        """Return [positions] or [rows, 1, positions] int32: the positions whose keys are read by tables."""
+        key = arange(self._blocks * self.block_size)
+        if self.kept is None:
+            return key
+        first = mx.maximum(self.offset + (1 - self.kept), 0) // self.block_size
+        return first[:, None, None] * self.block_size + key
 
     @property
     def first_read(self) -> int:
@@ -208,11 +218,19 @@ class StepView:
             self._writes[heads] = (self.slot_mapping[:, None] + head).reshape(-1)
         return self._writes[heads]
 
-    def runs(self, heads: int) -> mx.array:
-        """Return [rows, heads, blocks]: the indices of the blocks of each head that the rows read."""
-        if heads not in self._runs:
-            self._runs[heads] = self.tables[:, None] + arange(heads)[:, None] * self._num_blocks
-        return self._runs[heads]
+    def runs(self, heads: int, each: int = 1) -> mx.array:
+        """Return [rows, heads, blocks]: the indices of the blocks of each head that one of `each` rows reads."""
+        if (heads, each) not in self._runs:
+            self._runs[heads, each] = self.tables[::each, None] + arange(heads)[:, None] * self._num_blocks
+        return self._runs[heads, each]
+
+    def together(self, mask: mx.array) -> mx.array:
+        """Return a mask made by `mask` with the rows of one sequence as its queries."""
+        key = id(mask)
+        if key not in self._joined:
+            whole = mask.reshape(-1, self.each, mask.shape[-1])
+            self._joined[key] = mx.expand_dims(whole, self.mask_axes)
+        return self._joined[key]
 
 
 @lru_cache(maxsize=1024)
@@ -233,6 +251,11 @@ class PagedCache:
         self._view: StepView | None = None
         self._fetched: tuple[mx.array, ...] = ()
         self._after: list[mx.array] = []  # zeros that depend on the last write
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether kernels read the pool for few queries, so that nothing is gathered."""
+        return self._fused is not None
 
     def bind(self, arrays: Sequence[mx.array], view: StepView) -> None:
         """Bind the cache for a forward. `arrays`: those of the lines of keys, then those of values."""
@@ -310,7 +333,22 @@ class PagedCache:
                 return attention(
                     queries, self._arrays, tables, v.offset, scale, window=window, kept=v.kept, sinks=sinks
                 )
+        if v.each > 1 and fetched and isinstance(mask, mx.array) and v.window(mask) is not None:
+            return self._attend_together(queries, scale, mask, sinks, v)
         return portable.attend(queries, keys, values, scale, mask, sinks)
+
+    def _attend_together(
+        self, queries: mx.array, scale: float, mask: mx.array, sinks: mx.array | None, v: StepView
+    ) -> mx.array:
+        """Return `attend` of rows of one query, of which each sequence has several."""
+        rows, heads, _, dim = queries.shape
+        keys, values = (
+            form.decode([self._seen(array, form.heads, v, self._after, v.each) for array in pool])
+            for form, pool in zip(self.shape.halves, self._halves(), strict=True)
+        )
+        own = queries.reshape(-1, v.each, heads, dim).swapaxes(1, 2)
+        out = portable.attend(own, keys, values, scale, v.together(mask), sinks)
+        return out.swapaxes(1, 2).reshape(rows, heads, 1, -1)
 
     # called by blocks with fused projections instead
 
@@ -401,13 +439,15 @@ class PagedCache:
         return form.decode([self._seen(array, form.heads, v, zeros)[:, :, :seen] for array in pool])
 
     @staticmethod
-    def _seen(array: mx.array, heads: int, v: StepView, zeros: Sequence[mx.array]) -> mx.array:
-        """Return [rows, heads, positions, width] of an array, read after the writes that gave these zeros."""
+    def _seen(array: mx.array, heads: int, v: StepView, zeros: Sequence[mx.array], each: int = 1) -> mx.array:
+        """Return [rows, heads, positions, width] of an array, read after the writes that gave these zeros, for one of
+        `each` rows.
+        """
         width = array.shape[1]
         if v.in_place is not None:
             first, last = v.in_place
             return array.reshape(heads, -1, width)[None, :, first * v.block_size : last * v.block_size]
-        runs = after(zeros, v.runs(heads))
+        runs = after(zeros, v.runs(heads, each))
         rows, _, blocks = runs.shape
         gathered = array.reshape(-1, v.block_size * width)[runs]
         return gathered.reshape(rows, heads, blocks * v.block_size, width)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_tandem.model import device
 from mlx_tandem.model.step.draw import Drawing
 from mlx_tandem.model.step.forward import Forward, Ranges, Step
 from mlx_tandem.model.step.inputs import Numbers, specs
@@ -18,8 +19,7 @@ MAX_COMPILED = 256
 combinations, and a step takes 0.2 MB of the host's memory for each layer."""
 
 USUAL = 3
-"""Number of times that a rare kind of step runs before it is traced, unless the owner says otherwise: most such kinds
-occur only a few times."""
+"""Number of times that a rare kind of step runs before it is traced: most such kinds occur only a few times."""
 
 MET = 1024
 """Most rare kinds of steps that are counted."""
@@ -30,11 +30,12 @@ class CompiledSteps:
 
     Attributes:
         first_uses: Number of steps since the start that were traced first, or run as they are.
-        untraced: Number of times that a rare kind of step runs before it is traced.
+        untraced: Number of times that a kind of mixed steps runs before it is traced. On a CPU it is 0 unless the owner
+            changes it, since a step takes no longer there when it is traced.
     """
 
     def __init__(self, forward: Forward):
-        self.untraced = USUAL
+        self.untraced = 0 if device.is_cpu() else USUAL
         self.first_uses = 0
         self._forward = forward
         self._steps: OrderedDict[StepKey, Step] = OrderedDict()
@@ -54,14 +55,14 @@ class CompiledSteps:
         self._steps.clear()
         self._drawings.clear()
 
-    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, *, rare: bool, pauses: bool) -> Step:
+    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, *, untraced: int, pauses: bool) -> Step:
         """Return the step with this key, compiled unless it pauses or is of one of too many kinds to trace each.
 
-        numbers: its inputs, whose specs follow from the key; rare: whether most steps like it occur only a few times,
-        or take long to trace; pauses: whether it waits for the device while it is built.
+        numbers: its inputs, whose specs follow from the key; untraced: how often it runs before it is traced; pauses:
+        whether it waits for the device while it is built.
         """
-        if any(in_place) or key.common_offset or pauses or (rare and not self._is_usual(key)):
-            self.first_uses += rare
+        if any(in_place) or key.common_offset or pauses or (untraced and not self._is_usual(key, untraced)):
+            self.first_uses += bool(untraced)
             return self._forward.step(key, specs(numbers), in_place, pauses=pauses)
         found = self._steps.get(key)
         if found is None:
@@ -79,9 +80,9 @@ class CompiledSteps:
             self._drawings[key] = mx.compile(self._forward.drawing(flags, num_new))
         return self._drawings[key]
 
-    def _is_usual(self, key: StepKey) -> bool:
+    def _is_usual(self, key: StepKey, untraced: int) -> bool:
         """Count a kind of step; return whether it is traced already or has run often enough to be worth tracing."""
         if len(self._met) >= MET:
             self._met.clear()
         self._met[key] += 1
-        return key in self._steps or self._met[key] > self.untraced
+        return key in self._steps or self._met[key] > untraced

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
 from mlx_tandem.model import cpu, delta_net, depthwise, device, gated_delta
+from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
@@ -24,6 +25,7 @@ from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.mixin import mix_in
 from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
+from mlx_tandem.model.step.chain import Chain
 from mlx_tandem.model.step.draw import Drawing, drawing
 from mlx_tandem.model.step.head import HeadPositions
 from mlx_tandem.model.step.inputs import ArraySpec, receive
@@ -155,10 +157,19 @@ class Forward:
         self._has_axes = model.encoder is not None and bool(model.encoder.axes)
         self._pool_of = list(pool.pool_of)
         self._head_pool = 0 if mtp is None else self._pool_of.pop(self._place)
+        gathers = inplace.writing().store is None and not any(cache.reads_in_place for cache in own)
+        self._chain = Chain(module, [c.shape for c in own], self._pool_of, greedy) if gathers and not states else None
         self._layouts = [
             PoolLayout(own.num_blocks, own.block_size, mask_axes, window)
             for own, window in zip(pool.pools, pool.windows, strict=False)
         ]
+
+    @property
+    def chains(self) -> bool:
+        """Whether rows can draw several tokens each in one step: where MLX's own operations write the pool and no
+        kernel reads it in place.
+        """
+        return self._chain is not None
 
     def drawing(self, flags: SamplingFlags, num_new: int = 0) -> Drawing:
         """Return the function that draws with these flags, and writes so many new masks into the table of masks."""
@@ -196,13 +207,17 @@ class Forward:
             self._lora.bind(lora_arrays, given.adapters, layout=key.layout)
             own = list(pool)
             arrays = [] if self._ahead is None else own.pop(self._place)
-            logits, scored, written, hidden = self._logits(key, tokens, given, views, own, images)
+            logits, scored, written, hidden, fetched = self._logits(key, tokens, given, views, own, images)
             lines = [*views[-1].lines, *starts] if key.goes_on is not None else []
             # What is evaluated first decides the order: states are written while the layers are computed, so that
             # fewer of them are in memory at once.
             states = [zero_of(views[-1].written)] if key.goes_on is not None and views[-1].written else lines
             drawn = _Drawn([], scored or [logits[:1, :1]], last_tokens, [], [], None)
-            if key.samples:
+            if key.chained:
+                assert self._chain is not None
+                several = self._chain(key, given, logits, fetched, views, sampling, seen, self._model)
+                drawn = _Drawn([several], [several], last_tokens, [], [], None)
+            elif key.samples:
                 held = last_tokens, sampling, seen, given.drafts, last_places
                 drawn = _drawn(key, given, offset, logits, last_tokens, lambda *at: draw(logits, *at, *held))
                 drawn.marker.extend(scored)
@@ -235,6 +250,7 @@ class Forward:
             for slots, tables, own, run in zip(places[::2], places[1::2], self._layouts, in_place, strict=True)
         ]
         for view in views:
+            view.each = key.each if view.kept is None else 1
             view.turns_by_index = not (key.shifted or (key.images and self._has_axes))
         if key.turns is not None:
             first, drafting, output, base, tables = given.states
@@ -258,9 +274,10 @@ class Forward:
         views: Sequence[Any],
         pool: Sequence[list[mx.array]],
         images: list[mx.array],
-    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]], mx.array | None]:
+    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]], mx.array | None, list[Sequence[mx.array]]]:
         """Return the logits [sampled rows, vocabulary], the scores or pooled hidden states, and each layer's arrays;
-        and the hidden states [rows, length, dim] where something reads them.
+        the hidden states [rows, length, dim] where something reads them; and the keys and values that each layer has
+        gathered if the rows draw several tokens.
         """
         for cache, arrays, own in zip(self._caches, pool, self._pool_of, strict=True):
             cache.bind(arrays, views[own])
@@ -269,21 +286,35 @@ class Forward:
         self.head.keep(given.last if only_last else None, given.picked, hidden=reads_hidden)
         if self._images is not None:
             self._images.bind(images)
+        fetched: list[Sequence[mx.array]] = []
         try:
-            with cpu.serving():
-                output = self._module(tokens, cache=self._arranged)
+            output = self._output(tokens, self._arranged)
             logits = self.head.logits(output, given.last)
+            fetched = [cache.keys_and_values() for cache in self._caches] if key.chained else []
         finally:
             self._lora.unbind()
             self.head.keep(None)
             if self._images is not None:
                 self._images.bind([])
+            written = [cache.release() for cache in self._caches]
+        hidden = self.head.take_hidden() if reads_hidden else None
+        if key.pooled and hidden is not None:
+            return logits, self.head.pooled(hidden, given.last), written, hidden, fetched
+        scored = [] if given.targets is None else score(output, given.targets, key.scores)
+        return logits, scored, written, hidden, fetched
+
+    def _model(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Return the logits [rows, vocabulary] of the base model for tokens [rows, 1]."""
+        return self._output(tokens, caches)[:, 0]
+
+    def _output(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Return the output of the model's own code."""
+        try:
+            with cpu.serving():
+                output: mx.array = self._module(tokens, cache=caches)
+        finally:
             if self._angles is not None:
                 self._angles.clear()
             for whole in self._merged:
                 whole.clear()
-            written = [cache.release() for cache in self._caches]
-        hidden = self.head.take_hidden() if reads_hidden else None
-        if key.pooled and hidden is not None:
-            return logits, self.head.pooled(hidden, given.last), written, hidden
-        return logits, [] if given.targets is None else score(output, given.targets, key.scores), written, hidden
+        return output

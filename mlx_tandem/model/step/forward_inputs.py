@@ -24,6 +24,8 @@ from mlx_tandem.model.step.shapes import (
     blocks_read,
     coarse_count,
     coarse_width,
+    drafting_length,
+    drafting_width,
     most_blocks_read,
     row_count,
     table_width,
@@ -122,10 +124,11 @@ class InputBuilder:
         whole = rows = [plan.rows[i] for i in indices]
         verifies = any(r.kind is RowKind.VERIFY or r.slack for r in rows)  # one kind of steps, so that few are traced
         mixed = verifies or any(r.piggybacked for r in rows)
+        each = self._rows_of_each(whole) if verifies else 1
         if mixed:
-            indices, rows = token_by_token(indices, rows)
-        extent = self._extent(rows, mixed)
-        in_place = tuple([self._contiguous(rows, pool) for pool in range(len(self._windows))])
+            indices, rows = token_by_token(indices, rows, each, self._seats.padding)
+        extent = self._extent(rows, mixed, each, chains=bool(plan.drafts))
+        in_place = tuple([None if plan.drafts else self._contiguous(rows, pool) for pool in range(len(self._windows))])
         draws = self._draws(rows, extent.rows, mixed)
         adapters = [slots[i] for i in indices]
         route = self._lora.route(adapters + [adapters[-1]] * (extent.rows - len(rows)), extent.length)
@@ -137,7 +140,7 @@ class InputBuilder:
             shape, turns = self._index_arrays.turns(whole, padded_rows, extent.rows)
             operands.states = turns.for_forward()
         if verifies:
-            starts = [plan.rows[i].start if plan.rows[i].slack else -1 for i in indices]
+            starts = [plan.rows[i].start if r.slack else -1 for i, r in zip(indices, rows, strict=True)]
             operands.bounds = np.array(starts + [-1] * (extent.rows - len(rows)), np.int32)
             operands.drafts = drafts_of([r for r in whole if r.sample], len(draws.drawn_seats))
         masked = bool(plan.masked) and not set(plan.masked).isdisjoint(indices)
@@ -162,21 +165,42 @@ class InputBuilder:
             masked,
             shows := self._images and any(r.images for r in rows),
             self._images and not shows and any(r.shift for r in rows),
+            each,
+            plan.drafts,
         )
         every = rows
         if draws.picked:
             indices, rows = [indices[at] for at in draws.picked], [rows[at] for at in draws.picked]
         return ForwardInputs(key, operands, draws.arrays, route, indices, rows, every, in_place, mixed, verifies, turns)
 
-    def _extent(self, rows: Sequence[Row], mixed: bool) -> Extent:
-        """Return the padded sizes of a forward of these rows."""
+    def _rows_of_each(self, rows: Sequence[Row]) -> int:
+        """Return how many rows of one token each of these rows becomes, so that its keys are gathered once; 1: it has
+        as many as tokens, and each gathers its own.
+
+        They are as many for each, unless that takes more than a quarter more rows.
+        """
+        if not self._rectangles.gathers or self._index_arrays.keeps_states:
+            return 1
+        each = max([len(row.tokens) for row in rows])
+        padded = coarse_count(len(rows), gathers=True) * each
+        alone = coarse_count(sum([len(row.tokens) for row in rows]), gathers=True)
+        return each if 4 * padded <= 5 * alone else 1
+
+    def _extent(self, rows: Sequence[Row], mixed: bool, each: int, *, chains: bool) -> Extent:
+        """Return the padded sizes of a forward of these rows.
+
+        each: as many rows are one sequence's; chains: whether each row draws several tokens.
+        """
         longest = max([len(r.tokens) for r in rows])
-        length = self._rectangles.length(longest)
-        gathers = self._rectangles.gathers
-        padded_rows = coarse_count(len(rows), gathers=gathers) if mixed else len(rows)
-        count = row_count(padded_rows, self._rectangles.good_counts(length))
+        length = drafting_length(longest) if chains else self._rectangles.length(longest)
+        gathers, coarse = self._rectangles.gathers, mixed or chains
+        padded_rows = each * coarse_count(len(rows) // each, gathers=gathers) if coarse else len(rows)
+        count = padded_rows if each > 1 else row_count(padded_rows, self._rectangles.good_counts(length))
         blocks = [most_blocks_read(rows, self._block_size, window) for window in self._windows]
-        widths = [coarse_width(n, gathers=gathers) if mixed else table_width(n) for n in blocks]
+        if chains:
+            widths = [drafting_width(n) for n in blocks]
+        else:
+            widths = [coarse_width(n, gathers=gathers) if coarse else table_width(n) for n in blocks]
         return Extent(count, length, widths)
 
     def _draws(self, rows: Sequence[Row], count: int, mixed: bool) -> Draws:

@@ -15,6 +15,10 @@ EXACT_ROWS = 4
 """Most rows of a step for which no row is added as padding."""
 
 
+SHORTEST, NARROWEST = 4, 8
+"""Least length of rows that draw several tokens, and the least width of their tables."""
+
+
 def row_count(rows: int, good: Sequence[int] = ()) -> int:
     """Return the padded number of rows: exact up to EXACT_ROWS, then the next of the `good` counts (ascending).
 
@@ -43,6 +47,19 @@ def _padded(rows: int, steps: Sequence[tuple[int, int]], beyond: int) -> int:
     """
     step = next((step for limit, step in steps if rows <= limit), beyond)
     return -(-rows // step) * step
+
+
+def drafting_length(tokens: int) -> int:
+    """Return the padded length of rows with so many tokens that draw several: a power of two, at least SHORTEST."""
+    return max(1 << (tokens - 1).bit_length(), SHORTEST)
+
+
+def drafting_width(blocks: int) -> int:
+    """Return the padded number of blocks of the tables of such rows: a power of two, at least NARROWEST.
+
+    A small model gathers the keys and values, once for several tokens, and each width is traced for each length.
+    """
+    return max(1 << (blocks - 1).bit_length(), NARROWEST)
 
 
 def coarse_width(blocks: int, *, gathers: bool) -> int:

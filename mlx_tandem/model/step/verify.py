@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -116,11 +118,14 @@ def goes_with_decodes(row: Row) -> bool:
     return row.kind is not RowKind.PROMPT or row.piggybacked or (len(row.tokens) == 1 and not row.targets)
 
 
-def token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
+def token_by_token(
+    indices: Sequence[int], rows: Sequence[Row], each: int = 1, nobody: int = 0
+) -> tuple[list[int], list[Row]]:
     """Return a row for each token of these rows, with the index in the plan of the row that it comes from.
 
     All tokens of a VERIFY row draw, and of other rows the last one does if the row samples. `indices`: the rows' own
-    indices in the plan.
+    indices in the plan; each: the least rows of each row of the plan, to which it is padded; nobody: the seat of
+    padding.
     """
     every = [
         (
@@ -143,4 +148,16 @@ def token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[in
         for first in (0 if r.kind is RowKind.VERIFY else len(r.tokens) - 1,)
         for at, token in enumerate(r.tokens)
     ]
+    if each > 1:
+        every = list(_padded_groups(every, each, nobody))
     return [i for i, _ in every], [r for _, r in every]
+
+
+def _padded_groups(every: Sequence[tuple[int, Row]], each: int, nobody: int) -> Iterator[tuple[int, Row]]:
+    """Yield these rows with their indices in the plan, and behind those of one index padding up to `each` of them."""
+    for i, own in groupby(every, key=itemgetter(0)):
+        several = list(own)
+        yield from several
+        row = several[0][1]
+        nothing = Row(RowKind.DECODE, row.sequence, nobody, row.lora_slot, 0, (0,), ((),) * len(row.tables), False)
+        yield from ((i, nothing) for _ in range(each - len(several)))

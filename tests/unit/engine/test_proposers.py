@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.drafting import predicted_of
-from mlx_tandem.engine.plan import Row, RowKind, StepPlan, StepResult
+from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked, ngram
 from mlx_tandem.engine.proposers.draft_model import DraftModel
 from mlx_tandem.engine.proposers.ngram import NgramIndex
 from mlx_tandem.engine.proposers.payoff import FIRST, LONGEST, PROBE, SHORTEST, SKIPPED, Payoff
-from mlx_tandem.engine.proposers.speculation import MOST_DRAFTS, WITHOUT_MODEL, Speculation
+from mlx_tandem.engine.proposers.speculation import MOST_DRAFTS, SURE, WITHOUT_MODEL, Speculation
 from mlx_tandem.types import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1000)
@@ -236,24 +236,32 @@ def with_model() -> tuple[Speculation, Small]:
     return Speculation(SpeculationConfig(method="draft"), cast(DraftModel, model), clock=lambda: 0.0), model
 
 
-def test_a_draft_model_is_asked_for_fewer_only_once_its_drafts_are_wrong_again_and_again() -> None:
+def test_a_draft_model_is_asked_for_more_while_all_its_drafts_are_accepted() -> None:
     request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
     tokens = list(request.prompt)
-    for accepted in (5, 5, 5, 0, 5, 0):
+    for accepted in (2, 5, 4, 2, 0, 2, 5):
         proposer.prepare([Asked(request, 0, tokens, 0, 100)])
-        assert list(proposer.propose(request, 0, tokens, 0, 100)) == [7] * model.most[-1]
-        proposer.settle(request, 0, 5, accepted)
-        tokens += [1] * 8
-    assert model.most == [3] * 6, "5 drafts, in one of the few numbers of rows that are traced"
-    for _ in range(9):
-        proposer.settle(request, 0, 1, 0)
-    tokens += [1] * 64
-    proposer.prepare([Asked(request, 0, tokens, 0, 100)])
-    tokens += [1] * 64
-    proposer.prepare([Asked(request, 0, tokens, 0, 100)])
-    assert model.most[-1] == 1
+        drafts = proposer.propose(request, 0, tokens, 0, 100)
+        assert list(drafts) == [7] * model.most[-1]
+        proposer.settle(request, 0, len(drafts), accepted)
+        tokens += range(len(tokens), len(tokens) + 8)  # nothing that was said comes again
+    assert model.most == [2, 5, 5, 2, 5, 2, 5]
+    for room, most in ((4, 2), (1, 1), (0, 0)):
+        proposer.prepare([Asked(request, 0, tokens, 0, room)])
+        assert model.most[-1] == most, "few numbers, each of which is traced"
     proposer.forget(request, 0)
     assert not model.most, "the draft model forgets the sequence, too"
+
+
+@pytest.mark.parametrize(("sure", "most"), [(0, 2), (1, 2), (2, 2), (3, 5), (4, 5)])
+def test_all_sequences_of_a_plan_get_as_many_drafts_of_a_model_as_most_of_them_accept(sure: int, most: int) -> None:
+    proposer, model = with_model()
+    asked = [Asked(Request(i, (1, 2, 3), PARAMS), 0, [1, 2, 3], 0, 100) for i in range(5)]
+    proposer.prepare(asked)
+    for i, a in enumerate(asked[:4]):
+        proposer.settle(a.request, 0, 2, 2 if i < sure else 1)
+    proposer.prepare([*asked[:4], asked[4]._replace(unread=1)])
+    assert model.most[5:] == [most] * 4 + [0], "what is on the device still drafts not, and is not asked"
 
 
 def test_nobody_waits_for_a_draft_model_that_has_nothing() -> None:
@@ -261,13 +269,48 @@ def test_nobody_waits_for_a_draft_model_that_has_nothing() -> None:
     model.has_drafts = False
     waits = []
     for length in range(3, 22):
-        proposer.prepare([Asked(request, 0, [1] * length, 0, 100)])
+        proposer.prepare([Asked(request, 0, range(length), 0, 100)])
         waits.append(proposer.needs_newest(request, 0))
     assert not any(waits)
     assert [n for n, most in enumerate(model.most) if most] == [0, WITHOUT_MODEL, 2 * WITHOUT_MODEL]
     model.has_drafts = True
-    proposer.prepare([Asked(request, 0, [1] * 40, 0, 100)])
+    proposer.prepare([Asked(request, 0, range(40), 0, 100)])
     assert proposer.needs_newest(request, 0)
+
+
+def test_what_a_sequence_repeats_is_copied_and_no_draft_model_asked() -> None:
+    """From SURE equal tokens on. Rows follow one another without a wait until a draft is rejected."""
+    request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
+    said = list(range(10, 30))
+    tokens = [*said, *said[: SURE - 1]]
+    proposer.prepare([Asked(request, 0, tokens, 0, 100)])
+    assert model.most == [2] and proposer.needs_newest(request, 0), "a short match is the model's"
+    proposer.settle(request, 0, 2, 2)
+    tokens = [*said, *said[:SURE]]
+    for unread in (0, 4):
+        proposer.prepare([Asked(request, 0, tokens, unread, 100)])
+        assert model.most[-1] == 0 and not proposer.needs_newest(request, 0)
+        drafts = list(proposer.propose(request, 0, tokens, unread, 3))
+        assert drafts == said[SURE + unread :][:3]
+    proposer.settle(request, 0, 3, 1)
+    proposer.prepare([Asked(request, 0, tokens, 4, 100)])
+    assert proposer.needs_newest(request, 0), "the copy is not that of the newest token any more"
+
+
+def test_copies_do_not_decide_how_many_drafts_a_model_makes_nor_it_how_many_are_copied() -> None:
+    request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
+    tokens = list(range(10))
+    for _ in range(4):
+        proposer.prepare([Asked(request, 0, tokens, 0, 100)])
+        proposer.settle(request, 0, len(proposer.propose(request, 0, tokens, 0, 100)), model.most[-1])
+        tokens += range(len(tokens), len(tokens) + 6)
+    tokens += tokens[:SURE]
+    proposer.prepare([Asked(request, 0, tokens, 0, 100)])
+    assert list(proposer.propose(request, 0, tokens, 0, 100)) == [8, 9, 10], "as a first copy"
+    proposer.settle(request, 0, 3, 3)
+    tokens += [8, 9, 10, 11]
+    proposer.prepare([Asked(request, 0, tokens, 0, 100)])
+    assert len(proposer.propose(request, 0, tokens, 0, 100)) == 7
 
 
 def test_a_new_step_of_the_draft_model_leaves_out_one_measurement() -> None:
@@ -279,6 +322,17 @@ def test_a_new_step_of_the_draft_model_leaves_out_one_measurement() -> None:
         proposer.prepare([Asked(request, 0, [1, 2, 3], 0, 100)])
         proposer.observe(StepPlan((Row(RowKind.DECODE, 0, 0, 0, 5, (1,), (), True),)), StepResult([(1,)]))
     assert noted == [False, True, False, False]
+
+
+def test_the_time_before_a_sequence_begins_is_not_measured() -> None:
+    """A sequence whose whole prompt is cached begins with a row that decodes, when there was nothing to do before."""
+    proposer, _ = with_model()
+    noted: list[bool] = []
+    proposer.payoff.note = lambda now, tokens, *, usual, new: noted.append(usual)  # type: ignore[method-assign]
+    row = Row(RowKind.DECODE, 0, 0, 0, 5, (1,), (), True)
+    for seatings in ((Seating(0, PARAMS, 0, 1, (1,)),), ()):
+        proposer.observe(StepPlan((row,), seatings=seatings), StepResult([(1,)]))
+    assert noted == [False, True]
 
 
 def test_a_longer_match_with_its_own_tokens_wins() -> None:

@@ -41,6 +41,25 @@ def test_attention_is_mlx_s(axes: int) -> None:
         assert np.allclose(np.array(cpu.attend(q, k, v, 0.3, mask)), np.array(expected), atol=1e-6)
 
 
+def test_attention_over_two_parts_is_that_over_both() -> None:
+    rng = np.random.default_rng(0)
+    for rows, heads, kv_heads, positions, own in ((1, 4, 4, 7, 1), (3, 4, 2, 33, 3), (2, 8, 1, 40, 6)):
+        q, *parts = (
+            mx.array(rng.normal(0, 2, shape).astype(np.float32))
+            for shape in (
+                (rows, heads, 1, 16),
+                *((rows, kv_heads, n, dim) for n in (positions, own) for dim in (16, 12)),
+            )
+        )
+        seen = rng.random((rows, 1, 1, positions)) < 0.5
+        seen[0] = False  # what came last is seen in any case
+        whole = np.concatenate([seen, np.ones((rows, 1, 1, own), np.bool_)], -1)
+        k, v = (mx.concatenate([before, last], axis=2) for before, last in zip(parts[:2], parts[2:], strict=True))
+        expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mx.array(whole))
+        got = cpu.attend_behind(q, parts[:2], parts[2:], 0.3, mx.array(seen))
+        assert np.allclose(np.array(got), np.array(expected), atol=1e-6)
+
+
 def test_what_a_query_does_not_see_has_no_weight() -> None:
     q = mx.ones((1, 1, 1, 8))
     k = mx.array(np.full((1, 1, 4, 8), 50.0, np.float32))

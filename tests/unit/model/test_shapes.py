@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from mlx_tandem.model.step.shapes import coarse_count, coarse_width
+from mlx_tandem.model.step.shapes import NARROWEST, coarse_count, coarse_width, drafting_width
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from mlx_tandem.model.step.shapes import coarse_count, coarse_width
         (partial(coarse_width, gathers=True), 14, 1.5),  # every block of padding is copied
         (coarse_count, 11, 1.9),
         (partial(coarse_count, gathers=True), 15, 1.6),
+        (drafting_width, 5, NARROWEST),
     ],
 )
 def test_sizes_of_mixed_steps_are_few_and_their_padding_is_bounded(
