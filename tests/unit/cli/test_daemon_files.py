@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -67,3 +70,27 @@ def test_after_a_restart_that_fails_another_attempt_knows_how_unless_the_port_is
     _write(first)
     assert daemon.restart(8000, 60.0) == 1
     assert _read(8000) == (FOLLOWING if taken else first)
+
+
+def test_nobody_else_can_read_how_a_server_was_started(tmp_path: Path) -> None:
+    _write(FOLLOWING)
+    assert stat.S_IMODE(_file(8000).stat().st_mode) == 0o600
+    assert stat.S_IMODE(_file(8000).parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(("ended", "status"), [(0, 1), (1, 1), (3, 3), (70, 70), (-9, 1)])
+def test_a_server_that_was_never_ready_is_a_failure_with_its_output(
+    ended: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However it has ended: a status of 0 would say that it runs."""
+
+    def start(words: list[str], **options: Any) -> Any:
+        assert words[1:] == ["-P", "-m", "mlx_tandem", "serve"]
+        options["stdout"].write(b"it is broken\n")
+        return SimpleNamespace(wait=lambda: ended)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(daemon.subprocess, "Popen", start)
+    assert daemon.start(["serve"]) == status
+    assert capsys.readouterr().err == "it is broken\n"
+    assert not list((tmp_path / "mlx-tandem" / "log").iterdir())

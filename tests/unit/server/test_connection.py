@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import selectors
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -612,3 +613,20 @@ async def test_only_plain_connections_can_be_closed_by_halves(loop: Clock) -> No
 def test_the_limits_are_those_of_the_settings() -> None:
     made = connection_class(ServerConfig(receive_timeout_s=3.0, write_timeout_s=7.0))
     assert (made.receive_seconds, made.write_seconds) == (3.0, 7.0)
+
+
+@on_clock
+async def test_a_refusal_says_that_the_connection_ends(loop: Clock) -> None:
+    async with connected(loop, echo) as client:
+        await client.send(b"nonsense\r\n\r\n")
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    assert status == "HTTP/1.1 400 Bad Request"
+    assert headers.pop("x-request-id").startswith("req-")
+    assert headers == {
+        "content-type": "application/json",
+        "connection": "close",
+        "content-length": str(len(body)),
+    }
+    assert json.loads(body)["error"]["message"] == "this is not an HTTP request"
