@@ -142,3 +142,18 @@ def test_plain_text_never_becomes_a_special_token_by_merges_either() -> None:
         assert made.spells_special(text) == ("<s>" in text)
     with pytest.raises(InvalidRequest, match="a character that only a control token can stand for"):
         made.encode_plain("a!")
+
+
+def test_a_parser_sees_the_special_tokens_that_it_asks_for_and_no_others() -> None:
+    made = byte_level()
+    first, *others = made.special_tokens.items()
+    ids = made.encode("a") + [token for _, token in (first, *others)]
+    for _ in range(2):
+        assert "".join(pieces_of(made, ids, frozenset({first[1]}))) == "a" + first[0]
+        assert "".join(pieces_of(made, ids, frozenset())) == "a"
+        assert "".join(pieces_of(made, ids, made.special_ids)) == made.decode(ids, show_special=True)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], shown: frozenset[int]) -> list[str]:
+    decoder = tokenizer.decoder(shown=shown)
+    return [*map(decoder.push, ids), decoder.flush()]
