@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,13 @@ def test_a_key_file_without_a_key(key_file: str, content: str) -> None:
     with pytest.raises(InvalidRequest) as problem:
         read_key("", key_file)
     assert content.strip() == "" or content.strip() not in str(problem.value)
+
+
+def test_no_variable_is_left_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in keys.VARIABLES:
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("ANOTHER", "x")
+    keys.forget_environment()
+    assert keys.variable() is None
+    assert not set(keys.VARIABLES) & set(os.environ)
+    assert os.environ["ANOTHER"] == "x"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -67,3 +71,56 @@ def test_after_a_restart_that_fails_another_attempt_knows_how_unless_the_port_is
     _write(first)
     assert daemon.restart(8000, 60.0) == 1
     assert _read(8000) == (FOLLOWING if taken else first)
+
+
+def test_nobody_else_can_read_how_a_server_was_started(tmp_path: Path) -> None:
+    _write(FOLLOWING)
+    assert stat.S_IMODE(_file(8000).stat().st_mode) == 0o600
+    assert stat.S_IMODE(_file(8000).parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(("ended", "status"), [(0, 1), (1, 1), (3, 3), (70, 70), (-9, 1)])
+def test_a_server_that_was_never_ready_is_a_failure_with_its_output(
+    ended: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However it has ended: a status of 0 would say that it runs."""
+
+    def start(words: list[str], **options: Any) -> Any:
+        assert words[1:] == ["-P", "-m", "mlx_tandem", "serve"]
+        options["stdout"].write(b"it is broken\n")
+        return SimpleNamespace(wait=lambda: ended)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(daemon.subprocess, "Popen", start)
+    assert daemon.start(["serve"]) == status
+    assert capsys.readouterr().err == "it is broken\n"
+    assert not list((tmp_path / "mlx-tandem" / "log").iterdir())
+
+
+def test_a_server_that_is_ready_can_be_started_again_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log takes the name of its port, and that of the server before it is kept beside it."""
+    monkeypatch.setattr("sys.argv", ["tandem", "-v", "serve", "--port", "8000"])
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2, 3):
+        log = tmp_path / f"starting-{number}.log"
+        log.write_text(f"log {number}")
+        ours, theirs = os.pipe()
+        link = Detached(theirs, None, log, "TANDEM_API_KEY")
+        link.ready(8000, "ready\n")
+        with open(ours) as said:
+            assert said.read() == f"ready\n  log       {tmp_path}/8000.log\n  stop      tandem stop --port 8000\n"
+        assert (tmp_path / "8000.log").read_text() == f"log {number}"
+        before = tmp_path / "8000.before.log"
+        assert (before.read_text() if before.exists() else None) == (f"log {number - 1}" if number > 1 else None)
+        assert not log.exists()
+    argv = ("-v", "serve", "--port", "8000")
+    pid = os.getpid()
+    log_file = str(tmp_path / "8000.log")
+    assert _read(8000) == State(pid, born(pid), 8000, argv, str(tmp_path), log_file, "TANDEM_API_KEY")
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert daemon.folder() == tmp_path / "mlx-tandem"
+    monkeypatch.setattr(daemon.os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(SystemExit):
+        daemon.folder()

@@ -389,3 +389,25 @@ def test_a_value_that_cannot_be_kept_is_refused_by_name(option: dict[str, object
     with pytest.raises(SettingsError) as refused:
         build(None, option)
     assert str(refused.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        (["--dtype=half", "--port", "9"], ["--dtype", "float16", "--port", "9"]),
+        (["--dtype=", "--port", "9"], ["--dtype", "", "--port", "9"]),
+        (["--dtype", "half"], ["--dtype", "float16"]),
+        (["--mode=both"], ["--mode", "inference_and_training"]),
+        (["--adapter=a=b"], ["--adapter", "a=b"]),
+        (["--adapter", "a", "b"], ["--adapter", "a=b"]),
+        (["--port=9", "--", "--dtype", "half"], ["--port=9", "--", "--dtype", "half"]),
+        (["--port", "--dtype=half"], None),
+    ],
+)
+def test_words_with_and_without_an_equals_sign(words: list[str], own: list[str] | None) -> None:
+    takes_value = {"--port": True, "--dtype": True, "--verbose": False}
+    if own is None:
+        with pytest.raises(Refused):
+            translate(words, takes_value)
+    else:
+        assert translate(words, takes_value) == (own, [])

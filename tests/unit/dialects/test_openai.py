@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_tandem.dialects.openai.bodies import CompletionBody, StreamOptions, streaming
 from mlx_tandem.dialects.openai.renderer import ChatRenderer, OpenAIRenderer, Shown, TextRenderer
-from mlx_tandem.errors import EngineDied
+from mlx_tandem.errors import EngineDied, InvalidRequest
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.events import (
     Event,
@@ -366,3 +368,32 @@ def test_a_stream_that_fails_ends_with_the_error() -> None:
         said = {"message": "it died", "type": "server_error", "param": None, "code": "engine_died"}
         assert json.loads(line.removeprefix("data: ")) == {"error": said}
         assert line.endswith("\n\n")
+
+
+@pytest.mark.parametrize(
+    ("stream", "options", "made"),
+    [
+        (None, None, (False, False, False)),
+        (False, None, (False, False, False)),
+        (True, None, (True, False, False)),
+        (True, {}, (True, False, False)),
+        (True, {"include_usage": True}, (True, True, False)),
+        (True, {"include_usage": False}, (True, False, False)),
+        (True, {"continuous_usage_stats": True}, (True, True, True)),
+        (True, {"continuous_usage_stats": True, "include_usage": False}, (True, False, True)),
+        (True, {"continuous_usage_stats": False, "include_usage": True}, (True, True, False)),
+        (True, {"include_obfuscation": True}, (True, False, False)),
+        (None, {}, None),
+        (False, {"include_usage": True}, None),
+    ],
+)
+def test_what_a_stream_says_of_its_usage(stream: bool | None, options: dict[str, bool] | None, made: Any) -> None:
+    body = CompletionBody(
+        prompt="x", stream=stream, stream_options=None if options is None else StreamOptions(**options)
+    )
+    if made is None:
+        with pytest.raises(InvalidRequest) as refused:
+            streaming(body)
+        assert refused.value.param == "stream_options"
+    else:
+        assert streaming(body) == made

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from mlx_tandem.errors import ModelError
+from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.generation.defaults import sampling_defaults
 from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.unit.text_tools import SPECIALS, byte_level, sentencepiece
@@ -124,3 +124,36 @@ def test_generation_config_gives_the_defaults(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text('{"temperature": NaN}')
     with pytest.raises(ModelError, match="temperature"):
         sampling_defaults(tmp_path)
+
+
+def test_plain_text_never_becomes_a_special_token_by_merges_either() -> None:
+    """In this vocabulary ordinary merges lead to the special token, too."""
+    vocabulary = {"<": 0, "s": 1, ">": 2, "<s": 3, "<s>": 4, "a": 5, "!": 6}
+    backend = Backend(models.BPE(vocabulary, [("<", "s"), ("<s", ">")]))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<s>", "!"])
+    made = Tokenizer(backend)
+    assert made.special_ids == {4, 6}
+    for text in ("<s>", "a<s>", "<s><s>a", "<s", "a<s>s>"):
+        ids = made.encode_plain(text)
+        assert not made.special_ids & set(ids)
+        assert made.decode(ids) == text
+        assert made.encode_parts([(text, True), ("<s>", False)]) == [*ids, 4]
+        assert made.spells_special(text) == ("<s>" in text)
+    with pytest.raises(InvalidRequest, match="a character that only a control token can stand for"):
+        made.encode_plain("a!")
+
+
+def test_a_parser_sees_the_special_tokens_that_it_asks_for_and_no_others() -> None:
+    made = byte_level()
+    first, *others = made.special_tokens.items()
+    ids = made.encode("a") + [token for _, token in (first, *others)]
+    for _ in range(2):
+        assert "".join(pieces_of(made, ids, frozenset({first[1]}))) == "a" + first[0]
+        assert "".join(pieces_of(made, ids, frozenset())) == "a"
+        assert "".join(pieces_of(made, ids, made.special_ids)) == made.decode(ids, show_special=True)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], shown: frozenset[int]) -> list[str]:
+    decoder = tokenizer.decoder(shown=shown)
+    return [*map(decoder.push, ids), decoder.flush()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import selectors
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -566,3 +567,66 @@ async def test_a_body_that_is_not_http_is_refused_before_its_answer(loop):
         answer = await client.rest()
         assert answer.startswith(b"HTTP/1.1 400")
         assert answer.count(b"HTTP/1.1") == 1
+
+
+@on_clock
+async def test_each_of_many_requests_has_a_head_of_its_own(loop: Clock) -> None:
+    """Together their heads are larger than one may be."""
+    request = POST + b"x: " + b"x" * (MAX_HEAD // 4) + b"\r\nContent-Length: 0\r\n\r\n"
+    async with connected(loop, echo) as client:
+        for _ in range(2):
+            sending = asyncio.create_task(client.send(request * 6))
+            answers = b""
+            while answers.count(b"HTTP/1.1 200 OK") < 6 or not answers.endswith(b"00200000"):
+                answers += await client.receive()
+            await sending
+            assert b"HTTP/1.1 4" not in answers
+
+
+@on_clock
+async def test_no_timer_outlives_a_connection(loop: Clock) -> None:
+    app = Endless(begins=True)
+    async with connected(loop, app) as client:
+        await client.send(GET)
+        await client.until(b"begun\r\n")
+        connection = client.connection
+        timers = (connection._receiving, connection._reader._timer, connection._probes._timer)
+        for timer in timers:
+            timer.start()
+        connection.transport.abort()
+        await app.left.wait()
+        assert not any(timer.is_running for timer in timers)
+
+
+@on_clock
+async def test_only_plain_connections_can_be_closed_by_halves(loop: Clock) -> None:
+    for scheme, stays in (("http", True), ("https", False)):
+        app = Endless(begins=True)
+        async with connected(loop, app) as client:
+            client.connection.scheme = scheme
+            await client.send(GET)
+            await client.until(b"begun\r\n")
+            assert client.connection.eof_received() == stays
+            assert client.connection._probes._timer.is_running == stays
+
+
+def test_the_limits_are_those_of_the_settings() -> None:
+    made = connection_class(ServerConfig(receive_timeout_s=3.0, write_timeout_s=7.0))
+    assert (made.receive_seconds, made.write_seconds) == (3.0, 7.0)
+
+
+@on_clock
+async def test_a_refusal_says_that_the_connection_ends(loop: Clock) -> None:
+    async with connected(loop, echo) as client:
+        await client.send(b"nonsense\r\n\r\n")
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    assert status == "HTTP/1.1 400 Bad Request"
+    assert headers.pop("x-request-id").startswith("req-")
+    assert headers == {
+        "content-type": "application/json",
+        "connection": "close",
+        "content-length": str(len(body)),
+    }
+    assert json.loads(body)["error"]["message"] == "this is not an HTTP request"
