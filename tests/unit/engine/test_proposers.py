@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from random import Random
 from typing import cast
 
@@ -347,6 +348,18 @@ def test_a_change_is_noticed() -> None:
     payoff = Payoff()
     run(payoff, 1000, 0.5)
     assert run(payoff, 10_000, 2.0)[-1]
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_probes_become_rarer_until_one_changes_something(pays: bool) -> None:
+    """The stretches in the way that pays double up to the longest, and are the shortest again after a change."""
+    payoff, near = Payoff(), PROBE + 2 * SKIPPED + 2
+    used = run(payoff, 16_000, 2.0 if pays else 0.25)
+    stretches = [n for n in (len(list(steps)) for way, steps in groupby(used) if way == pays) if n > 2 * SHORTEST - near]
+    assert stretches[:6] == [pytest.approx(min(SHORTEST << i, LONGEST), abs=near) for i in range(1, 7)]
+    used = run(payoff, 8_000, 0.25 if pays else 2.0)
+    stretches = [n for n in (len(list(steps)) for way, steps in groupby(used) if way != pays) if n > SHORTEST - near]
+    assert stretches[:3] == [pytest.approx(SHORTEST << i, abs=near) for i in range(3)]
 
 
 @pytest.mark.parametrize("waits", [False, True])
