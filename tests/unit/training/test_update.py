@@ -81,7 +81,7 @@ def trajectories(kind: str) -> list[Trajectory]:
     return [
         made("a", "g", 0, (), 1.0, True),
         made("b", "g", 1, (3, 3), 0.25, False),
-        made("c", "h", 2, (2,), 0.25, False),
+        made("c", "h", 2, (0,), 0.25, False),
     ]
 
 
