@@ -355,7 +355,9 @@ def test_probes_become_rarer_until_one_changes_something(pays: bool) -> None:
     """The stretches in the way that pays double up to the longest, and are the shortest again after a change."""
     payoff, near = Payoff(), PROBE + 2 * SKIPPED + 2
     used = run(payoff, 16_000, 2.0 if pays else 0.25)
-    stretches = [n for n in (len(list(steps)) for way, steps in groupby(used) if way == pays) if n > 2 * SHORTEST - near]
+    stretches = [
+        n for n in (len(list(steps)) for way, steps in groupby(used) if way == pays) if n > 2 * SHORTEST - near
+    ]
     assert stretches[:6] == [pytest.approx(min(SHORTEST << i, LONGEST), abs=near) for i in range(1, 7)]
     used = run(payoff, 8_000, 0.25 if pays else 2.0)
     stretches = [n for n in (len(list(steps)) for way, steps in groupby(used) if way != pays) if n > SHORTEST - near]
