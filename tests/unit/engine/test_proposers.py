@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from random import Random
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.config import SpeculationConfig
-from mlx_tandem.engine.drafting import predicted_of
+from mlx_tandem.engine.drafting import Drafting, predicted_of
 from mlx_tandem.engine.plan import Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked, ngram
 from mlx_tandem.engine.proposers.draft_model import DraftModel
@@ -499,3 +500,13 @@ def test_drafts_behind_the_end_of_an_answer_do_not_count_as_accepted(
 ) -> None:
     """Each of the last two answers ends at a draft, so the accepted drafts after it are no part of the answer."""
     assert predicted_of(Row(RowKind.VERIFY, 1, 0, 0, 9, (4, 5, 6, 7), ((1,),), True), drawn, said) == counts
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("prediction", [None, PREDICTED])
+@pytest.mark.parametrize("for_all", [False, True])
+def test_who_wants_no_drafts_gets_none(speculate: bool, prediction: Any, for_all: bool) -> None:
+    """Others get them where all do, or where they say what they expect."""
+    request = Request(1, (1, 2, 3), PARAMS, prediction=prediction, speculate=speculate)
+    by = SimpleNamespace(for_all=for_all)
+    assert Drafting._may_draft(request, cast(Any, by)) == (speculate and (for_all or prediction is not None))
