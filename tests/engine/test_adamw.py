@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.optimizers import AdamW
+from msgspec import structs
 
 from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.training.device.adamw import ALIGNED, Moments, ends, flat, parts, update
@@ -45,3 +46,17 @@ def test_a_step_is_that_of_mlx(decay: float) -> None:
         p, moments = update(p, g, moments, step, adam)
         wanted = other.apply_gradients({"p": g}, wanted)
         assert np.allclose(np.array(p), np.array(wanted["p"]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_s_ratio_is_one_of_its_learning_rate() -> None:
+    """Of its decay, too: what a ratio alone differs in, a learning rate does just so."""
+    adam = AdamParams(1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.25)
+    ratio = 4.0
+    faster = structs.replace(adam, learning_rate=ratio * adam.learning_rate)
+    p, g = some([(8,), (8,)], 1)
+    moments = Moments(g * 0.5, g.square())
+    got, kept = update(p, g, moments, 3, adam, mx.array([1.0] * 4 + [ratio] * 4))
+    for part, same in ((slice(0, 4), adam), (slice(4, 8), faster)):
+        wanted, after = update(p, g, moments, 3, same)
+        assert np.allclose(np.array(got[part]), np.array(wanted[part]), rtol=1e-6)
+        assert mx.array_equal(kept.m, after.m) and mx.array_equal(kept.v, after.v)

@@ -183,6 +183,22 @@ def test_an_adapter_beyond_the_room_of_the_slots_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("several", [False, True])
+def test_learning_has_memory_for_every_trainer_and_one_pass(several: bool) -> None:
+    """Only one of them learns at a time; a rank of twice as many numbers takes twice the memory."""
+
+    def learning(trainers: int, rank: int) -> int:
+        duty = DutyConfig(trainer_rank=rank, several_steps=several, trainers=trainers)
+        config = EngineConfig(ModelConfig(str(demo.MODEL_PATH)), CacheConfig(num_blocks=16), duty=duty)
+        return plan(config)[0].learning
+
+    one, two, four, twice = learning(1, 8), learning(2, 8), learning(4, 8), learning(1, 16)
+    trainer = two - one
+    assert trainer > 0 and four - one == 3 * trainer
+    assert twice - one == trainer + (several and trainer * footprint._STEP_BACK // footprint._TRAINER)
+    assert learning(1, 0) == learning(4, 0) == 0
+
+
+@pytest.mark.parametrize("several", [False, True])
 def test_an_update_stays_within_what_learning_has(several: bool) -> None:
     """A trainer of every linear, two passes of full micro-batches, and two steps, the second of which can be undone, or
     both together. All activations are kept, as the demo model's are.

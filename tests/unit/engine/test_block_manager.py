@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +102,7 @@ def reading(number: int, tokens: range, name: str, urgency: tuple[bool, int]) ->
     urgencies=st.tuples(URGENCY, URGENCY),
     name=st.sampled_from(["p1", "p1", "p1", "p2"]),
     moves=st.sampled_from([False, False, True]),
+    extra=st.integers(0, SIZE - 1),
 )
 def test_a_sequence_waits_for_another_that_reads_enough_of_its_prompt_and_is_as_urgent(
     length: int,
@@ -109,8 +112,10 @@ def test_a_sequence_waits_for_another_that_reads_enough_of_its_prompt_and_is_as_
     urgencies: tuple[tuple[bool, int], tuple[bool, int]],
     name: str,
     moves: bool,
+    extra: int,
 ) -> None:
-    """It shares `common` blocks with the other one's prompt, or one less than is enough, and has a few `own` tokens."""
+    """It shares `common` blocks with the other one's prompt, or one less than is enough, and has a few `own` tokens. It
+    need not wait for the `extra` tokens that it could copy now. The other keeps its state where they part."""
     books = tables(256)
     shared = min((ENOUGH - 1 if common < 0 else common) * SIZE, length)
     leader = reading(0, range(length), "p1", urgencies[0])
@@ -122,10 +127,13 @@ def test_a_sequence_waits_for_another_that_reads_enough_of_its_prompt_and_is_as_
     follower = reading(1, range(0), name, urgencies[1])
     follower.tokens[:] = tokens
     saved = min(shared, len(tokens) - 1) // SIZE * SIZE
-    worth = saved >= max(WORTH_WAITING, (length - leader.scheduled) / 2)
+    worth = saved - extra >= max(WORTH_WAITING, (length - leader.scheduled) / 2)
     waits = worth and name == "p1" and not moves and urgencies[0] <= urgencies[1]
     match = books.match(follower)
     assert match.whole == 0
+    match = replace(match, extra=extra)
+    before = set(leader.boundaries)
     assert books.leaders.leader(follower, match) is (leader if waits else None)
+    assert leader.boundaries == (before | {saved // SIZE} if waits else before)
     books.publish(leader)
     assert books.leaders.leader(follower, match) is None, "its blocks are found now, or nobody's"

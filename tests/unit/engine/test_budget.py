@@ -14,7 +14,7 @@ from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig, SchedulerC
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import STATE_ROWS, Needs, StepCost, StepLimits, _pools, divide, sequences
 from mlx_tandem.engine.cost import LENGTHS, longest_within, padded_length
-from mlx_tandem.engine.plan import RowKind, StepResult
+from mlx_tandem.engine.plan import RowKind, StepResult, scored_positions
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.groups.attention import AttentionGroup
@@ -239,3 +239,25 @@ def test_a_step_s_prompts_stay_within_its_tokens_and_pairs(lengths: list[int], m
         read += sum(len(row.tokens) for row in plan.rows)
         scheduler.update_from_output(plan, StepResult([(2,) if row.sample else () for row in plan.rows], [], {}, False))
     assert read == sum(lengths)
+
+
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=8), st.sampled_from((1 << 20, 1 << 19)))
+def test_a_step_scores_no_more_positions_than_it_has_logits_for(lengths: list[int], vocab_size: int) -> None:
+    """All prompts of it together, whose scored positions are padded."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=16, max_chunk_tokens=512, idle_prefill_ms=1e9, prefill_share=1e9),
+        BlockManager([AttentionGroup(BlockPool(600, 16))]),
+        SlotTable(1),
+        max_model_len=8192,
+        vocab_size=vocab_size,
+        eos_token_ids=(),
+        limits=StepLimits(1 << 22, 1 << 40),
+    )
+    for i, n in enumerate(lengths):
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        scheduler.add(Request(i, (1,) * n, params))
+    plan = scheduler.plan()
+    assert plan is not None
+    scored = [len(row.targets) for row in plan.rows]
+    assert 0 < sum(scored) <= scored_positions(vocab_size)
+    assert sum(scored) >= min(sum(n - 1 for n in lengths), scored_positions(vocab_size) // 2)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mlx_tandem.engine.cost import LENGTHS, CostModel, padded_length
+from mlx_tandem.engine.plan import Row, RowKind, StepPlan
 
 
 @given(st.integers(1, 100_000))
@@ -127,3 +130,36 @@ def test_steps_with_both_teach_both() -> None:
         model.observe([(64, 100)], 16, 2.0 * (_machine(64, 100) + 11.0))
     assert model.decode(16) == pytest.approx(22.0, rel=0.01)
     assert _worst(model, 2.0) < 0.01
+
+
+CHUNK = Row(RowKind.PROMPT, 1, 0, 0, 100, tuple(range(64)), ((1,),), sample=False)
+TAIL = Row(RowKind.PROMPT, 2, 1, 0, 100, (1, 2, 3), ((2,),), sample=True, piggybacked=True)
+NEXT = Row(RowKind.DECODE, 3, 2, 0, 7, (1,), ((3,),), sample=True)
+PLAIN = StepPlan(rows=(CHUNK, NEXT))
+ODD = {
+    "empty": StepPlan(rows=()),
+    "saves": replace(PLAIN, saves=(1,)),
+    "loads": replace(PLAIN, loads=((1, b""),)),
+    "masked": replace(PLAIN, masked=(1,)),
+    "drafts": replace(PLAIN, rows=(CHUNK, structs.replace(NEXT, kind=RowKind.VERIFY, tokens=(1, 2)))),
+}
+"""Steps that take long for other reasons than the model's."""
+
+
+def test_a_step_is_expected_to_take_what_its_rows_take() -> None:
+    """A piggybacked prompt costs what as many rows that decode do."""
+    model = _fitted()
+    assert model.expected(PLAIN) == model.step([(64, 100)], 1)
+    assert model.expected(replace(PLAIN, rows=(CHUNK, TAIL, NEXT))) == model.step([(64, 100)], 4)
+    model.observe_step(PLAIN, 1e3)
+    assert model.expected(PLAIN) > 1.01 * _fitted().expected(PLAIN)
+
+
+@pytest.mark.parametrize("plan", [*ODD.values(), replace(PLAIN, rows=(CHUNK, TAIL, NEXT))], ids=[*ODD, "piggybacked"])
+def test_steps_of_kinds_that_are_not_modelled_teach_nothing(plan: StepPlan) -> None:
+    model = _fitted()
+    known = model.step([(64, 100)], 4)
+    model.observe_step(plan, 1e3)
+    assert model.step([(64, 100)], 4) == known
+    if plan in ODD.values():
+        assert model.expected(plan) == float("inf")

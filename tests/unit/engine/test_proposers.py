@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from random import Random
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.config import SpeculationConfig
-from mlx_tandem.engine.drafting import predicted_of
+from mlx_tandem.engine.drafting import Drafting, predicted_of
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked, ngram
 from mlx_tandem.engine.proposers.draft_model import DraftModel
@@ -403,6 +405,20 @@ def test_a_change_is_noticed() -> None:
     assert run(payoff, 10_000, 2.0)[-1]
 
 
+@pytest.mark.parametrize("pays", [False, True])
+def test_probes_become_rarer_until_one_changes_something(pays: bool) -> None:
+    """The stretches in the way that pays double up to the longest, and are the shortest again after a change."""
+    payoff, near = Payoff(), PROBE + 2 * SKIPPED + 2
+    used = run(payoff, 16_000, 2.0 if pays else 0.25)
+    stretches = [
+        n for n in (len(list(steps)) for way, steps in groupby(used) if way == pays) if n > 2 * SHORTEST - near
+    ]
+    assert stretches[:6] == [pytest.approx(min(SHORTEST << i, LONGEST), abs=near) for i in range(1, 7)]
+    used = run(payoff, 8_000, 0.25 if pays else 2.0)
+    stretches = [n for n in (len(list(steps)) for way, steps in groupby(used) if way != pays) if n > SHORTEST - near]
+    assert stretches[:3] == [pytest.approx(SHORTEST << i, abs=near) for i in range(3)]
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_first_use_of_a_shape_does_not_count(waits: bool) -> None:
     """Drafts bring more once their shapes are known. The host traces a step in the time of the step before it, unless
@@ -538,3 +554,13 @@ def test_drafts_behind_the_end_of_an_answer_do_not_count_as_accepted(
 ) -> None:
     """Each of the last two answers ends at a draft, so the accepted drafts after it are no part of the answer."""
     assert predicted_of(Row(RowKind.VERIFY, 1, 0, 0, 9, (4, 5, 6, 7), ((1,),), True), drawn, said) == counts
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("prediction", [None, PREDICTED])
+@pytest.mark.parametrize("for_all", [False, True])
+def test_who_wants_no_drafts_gets_none(speculate: bool, prediction: Any, for_all: bool) -> None:
+    """Others get them where all do, or where they say what they expect."""
+    request = Request(1, (1, 2, 3), PARAMS, prediction=prediction, speculate=speculate)
+    by = SimpleNamespace(for_all=for_all)
+    assert Drafting._may_draft(request, cast(Any, by)) == (speculate and (for_all or prediction is not None))

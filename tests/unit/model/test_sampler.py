@@ -144,10 +144,12 @@ def _noise_along(axis: str, n: int, vocab: int) -> Array:
         return uniform([row_key(i, 0) for i in range(n)], [17] * n, vocab)
     if axis == "choice":
         return uniform([row_key(3, i) for i in range(n)], [17] * n, vocab)
+    if axis in ("first word", "second word"):
+        return uniform([(i, 5) if axis == "first word" else (5, i) for i in range(n)], [17] * n, vocab)
     return uniform([row_key(3, 0)] * n, range(n), vocab)
 
 
-@pytest.mark.parametrize("axis", ["seed", "choice", "position"])
+@pytest.mark.parametrize("axis", ["seed", "choice", "position", "first word", "second word"])
 def test_noise_is_uniform_and_uncorrelated(axis: str) -> None:
     """Between rows and between tokens, near and far; 5 standard deviations are the bound."""
     n, vocab = 2000, 128

@@ -46,11 +46,37 @@ def test_a_batch_of_greedy_rows_needs_nothing() -> None:
 
 def test_a_seat_keeps_nothing_of_who_sat_there_before() -> None:
     used, fresh = Seats(1, VOCAB), Seats(1, VOCAB)
-    used.take(Seating(0, TRUNCATIONS["everything"], 3, 2, (1, 2, 3, 3)))
-    for p in (params(), params(presence_penalty=1.0)):
+    crowded = structs.replace(
+        TRUNCATIONS["everything"],
+        repetition_penalty=1.5,
+        repetition_context=7,
+        xtc_probability=0.5,
+        xtc_threshold=0.125,
+        xtc_kept=(3, 4),
+        allowed_token_ids=(1, 2, 3),
+        logit_bias=((1, 2.0),),
+        min_tokens=9,
+        logprobs=3,
+        prompt_logprobs=4,
+    )
+    own = [
+        params(),
+        params(temperature=0.0),
+        params(min_p=0.25),
+        params(xtc_probability=0.25),
+        params(allowed_token_ids=(5,)),
+        params(logit_bias=((6, 1.0),)),
+        params(min_tokens=3),
+        params(logprobs=0),
+        params(repetition_penalty=1.25),
+        params(presence_penalty=1.0),
+    ]
+    for p in own:
+        used.take(Seating(0, crowded, 3, 2, (1, 2, 3, 3), frozenset({1})))
         for seats in (used, fresh):
-            seats.take(Seating(0, p, 0, 1, (5, 6)))
+            seats.take(Seating(0, p, 0, 1, (5, 6), frozenset({2})))
         assert used.flags((0,)) == fresh.flags((0,))
+        assert used.scores((0,)) == fresh.scores((0,)) == -1
         pairs = zip(
             used.arrays((0,), used.flags((0,))).flatten(), fresh.arrays((0,), fresh.flags((0,))).flatten(), strict=True
         )

@@ -18,7 +18,7 @@ import pytest
 
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.live.reporting import Reporting
+from mlx_tandem.training.live.reporting import KEPT_SAMPLES, NUMBERS, Reporting
 from mlx_tandem.training.metrics import recorder
 from mlx_tandem.training.metrics.jsonl import JsonLines
 from mlx_tandem.training.metrics.recorder import Recorder, openers
@@ -266,3 +266,31 @@ def test_trackers_are_named_with_commas() -> None:
     assert trackers("wandb, tensorboard,") == ("wandb", "tensorboard")
     with pytest.raises(InvalidRequest, match="no tracker 'paper'; there are tensorboard, wandb, trackio"):
         trackers("wandb,paper")
+
+
+def test_an_update_is_recorded_with_how_it_ended(tmp_path: Path) -> None:
+    """Each number under its name; no more samples than are asked for, of which the newest are kept."""
+    (tmp_path / "model").mkdir()
+    training = RLTrainingConfig(enabled=True, metrics_file=str(tmp_path / "m.jsonl"), metrics_samples=2)
+    config = Config(EngineConfig(ModelConfig(str(tmp_path / "model"))), rl_training=training)
+    reporting = Reporting(config, lambda tokens: f"text of {tokens}")
+    outcomes = {"published": (1.0, 0.0), "kept": (0.0, 0.0), "rolled_back": (0.0, 1.0), "refused": (0.0, 0.0)}
+    made = [Trajectory(f"t{i}", "g", (i,), (i, i), (-1.0,) * 2, (-1.0,) * 2, (1,) * 2, 1.0, 0.5 + i) for i in range(3)]
+    reports = []
+    for step, outcome in enumerate(outcomes, start=5):
+        numbers = {name: step + i / 16 for i, name in enumerate(NUMBERS)}
+        reports.append(UpdateReport(step=step, verdict="ok", outcome=outcome, **numbers))  # type: ignore[arg-type]
+        reporting.updated(reports[-1], made)
+    reporting.close()
+    written = rows(tmp_path / "m.jsonl")
+    updates = [row for row in written if row["kind"] == "update"]
+    for row, report, (published, undone) in zip(updates, reports, outcomes.values(), strict=True):
+        numbers = {name: getattr(report, name) for name in NUMBERS}
+        ended = {"kind": "update", "step": report.step, "published": published, "undone": undone}
+        assert {name: value for name, value in row.items() if name != "time"} == numbers | ended
+    samples = [
+        (report.step, f"text of {t.prompt}", f"text of {t.tokens}", t.reward) for report in reports for t in made[:2]
+    ]
+    fields = "step", "prompt", "completion", "reward"
+    assert [tuple(row[f] for f in fields) for row in written if row["kind"] == "sample"] == samples
+    assert [tuple(getattr(s, f) for f in fields) for s in reporting.samples] == samples[-KEPT_SAMPLES:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 
 from mlx_tandem.config import RewardSpec, RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.rewards import RewardPool, Sample
+from mlx_tandem.training.rewards import RewardPool, Sample, own
 from mlx_tandem.training.rewards.answers import answer
 from mlx_tandem.training.rewards.builtin import BUILTINS
-from mlx_tandem.training.rewards.messages import Failed
+from mlx_tandem.training.rewards.messages import Failed, Item, Scored
 from mlx_tandem.training.rewards.pool import BATCH_BYTES, _batches
+from mlx_tandem.training.rewards.worker import Worker
 
 POOL = RewardPool(RLTrainingConfig())
 
@@ -57,6 +59,10 @@ def in_workers(scoring: Any, samples: list[Sample], metadata: dict[str, Any], **
         ("\\boxed{\\frac{3}{4}}", Fraction(3, 4)),
         ("\\boxed{x = -\\dfrac{1}{2}}", Fraction(-1, 2)),
         ("\\boxed{never closed 72", 72),
+        ("\\boxed{2 * 3 = 6} and 5", 6),
+        ("\\boxed{1} or \\boxed{2} and 5", 2),
+        ("#### 1 or 2", 1),
+        ("3, then 4", 4),
         ("\\boxed{} is 3", 3),
         ("the answer is $1,234.50.", Fraction(2469, 2)),
         ("\\$5", 5),
@@ -138,6 +144,8 @@ def test_gsm8k_takes_references_in_every_form(reference: object) -> None:
         ("regex", "call 555-1234", {"pattern": r"\d{3}-\d{4}"}, {}, 1.0),
         ("regex", "call 555-1234", {}, {"pattern": r"\d{3}-\d{4}"}, 1.0),
         ("regex", "call 555-1234", {}, {"pattern": r"\d{3}-\d{4}", "full": True}, 0.0),
+        ("regex", "555-1234 x", {}, {"pattern": r"\d{3}-\d{4}", "full": True}, 0.0),
+        ("regex", "555-1234", {}, {"pattern": r"\d{3}-\d{4}", "full": True}, 1.0),
         ("regex", "ä\n", {}, {"pattern": "(?s)ä.", "full": True}, 1.0),
         ("regex", "x", {"pattern": "x"}, {"pattern": "y"}, 0.0),
         ("json_schema", ' {"a": 1} ', {"schema": {"required": ["a"]}}, {}, 1.0),
@@ -380,3 +388,27 @@ def test_hostile_completions_get_a_score(scoring: Any, metadata: dict[str, Any])
     got = in_workers(scoring, [Sample("", text) for text in HOSTILE], metadata)
     assert None not in got
     assert all(0.0 <= g <= 1.0 for g in got if g is not None)
+
+
+def test_what_an_own_function_does_to_its_item_nobody_else_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the functions after it nor the sample's next score. It is loaded once."""
+    loads: list[str] = []
+
+    def load(name: str) -> own.Function:
+        loads.append(name)
+
+        def function(sample: Sample, options: dict[str, Any]) -> float:
+            sample.metadata.setdefault("by", []).append(name)
+            options.setdefault("by", []).append(name)
+            return len(sample.metadata["by"]) + 10 * len(options["by"]) + 100 * len(sample.metadata["answer"])
+
+        return function
+
+    monkeypatch.setattr(own, "load", load)
+    parts = tuple(RewardSpec(name, weight) for name, weight in (("a", 1.0), ("b", 2.0), ("a", 4.0), ("contains", 0.5)))
+    raw = msgspec.msgpack.encode(Item(parts, Sample("", "x", {"answer": ["x"]})))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Worker(ours, 30.0)
+        assert [worker._answer(raw) for _ in range(2)] == [Scored(7 * 111.0 + 0.5)] * 2
+    assert loads == ["a", "b"]
