@@ -14,7 +14,7 @@ from PIL.Image import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from mlx_tandem.generation.vision.decoding import decoded
-from mlx_tandem.generation.vision.frames import FrameProcessor, fitted
+from mlx_tandem.generation.vision.frames import FrameProcessor, StillProcessor, fitted, frame_processor
 from mlx_tandem.generation.vision.messages import Failed, GroupJob, Job, Made, Setup
 from mlx_tandem.generation.vision.worker import Worker
 from mlx_tandem.isolation.frames import encode
@@ -85,6 +85,22 @@ def test_a_video_has_a_bounded_number_of_tokens(family: str, least: int, most: i
             tokens = (high // side) * (wide // side)
             assert high % side == wide % side == 0 < tokens
             assert tokens <= 1.1 * MAX_IMAGE_TOKENS and tokens * -(-count // 2) <= 1.2 * MAX_VIDEO_TOKENS
+
+
+def test_frames_of_gemma_4_are_what_mlx_vlm_makes_of_a_video() -> None:
+    if not library.is_installed():
+        pytest.skip("mlx-vlm is not installed")
+    library.family("gemma4")
+    sys.modules.pop(name := "mlx_vlm.models.gemma4.processing_gemma4")
+    video = frames(3, 200, 120)
+    whole = import_module(name).Gemma4VideoProcessor()([np.stack([np.asarray(f).transpose(2, 0, 1) for f in video])])
+    own = frame_processor(Setup("gemma4", {}, {}, {}, {}))
+    assert isinstance(own, StillProcessor)
+    made = [own([frame], 3) for frame in video]
+    assert np.allclose(np.stack([m["pixel_values"][0] for m in made]), whole["pixel_values_videos"][0], atol=1e-6)
+    assert np.array_equal(np.stack([m["image_position_ids"][0] for m in made]), whole["video_position_ids"][0])
+    assert [own.tokens(m) for m in made] == whole["num_soft_tokens_per_frame"] * 3
+    assert frame_processor(Setup("llava", {}, {}, {}, {})) is None
 
 
 @pytest.fixture(scope="module")
