@@ -29,6 +29,9 @@ TOKEN, CLOCK_TOKEN = "<|video_pad|>", "<|video|>"
 BLOCK = f"<|vision_start|>{TOKEN}<|vision_end|>"
 """What chat templates of the Qwen families print for a video."""
 
+USUAL_GROUP = 2
+"""Frames of a group where a folder does not have them."""
+
 USUAL_RATE = 2.0
 """Frames per second of a video where neither its request nor the folder has them, which is the families' own rate."""
 
@@ -102,10 +105,15 @@ def videos_of(setup: Setup) -> Videos | None:
     values = setup.video_processor
     return Videos(
         way,
-        1 if way == "clock" else int(values.get("temporal_patch_size") or 2),
-        float(values.get("fps") or USUAL_RATE),
-        float(setup.config["vision_config"].get("tokens_per_second") or USUAL_POSITIONS),
+        1 if way == "clock" else int(_number(values.get("temporal_patch_size"), USUAL_GROUP)),
+        _number(values.get("fps"), USUAL_RATE),
+        _number(setup.config["vision_config"].get("tokens_per_second"), USUAL_POSITIONS),
     )
+
+
+def _number(value: object, usual: float) -> float:
+    """Return a setting if it is one number, else the usual one."""
+    return float(value) if isinstance(value, int | float) else usual
 
 
 def check_video(video: VideoSource) -> None:

@@ -121,6 +121,13 @@ def test_a_group_has_one_digest_and_its_order_another(worker: Worker) -> None:
     assert (answers[0].runs, answers[0].size) == ([4], (56, 56))
 
 
+def test_a_frame_of_gemma_4_is_an_image_of_fewer_tokens() -> None:
+    worker = Worker(Setup("gemma4", {"vision_config": {}}, {}, {}, {}), 60.0)
+    image, frame = worker.answer(encode(Job(picture(96, 64), False))), worker.answer(job(picture(96, 64), count=9))
+    assert isinstance(image, Made) and isinstance(frame, Made)
+    assert sum(frame.runs) <= 70 < sum(image.runs) <= 280 and frame.size == (96, 64)
+
+
 @pytest.mark.parametrize(
     ("files", "frame", "why"),
     [
