@@ -31,10 +31,11 @@ class VisionFamily(NamedTuple):
     axes: Literal["", "consecutive", "alternating"] = ""
     """The order in which the frequencies of ropes belong to the axes of positions; empty if positions have one axis."""
 
-    videos: Literal["", "groups", "seconds", "texts"] = ""
+    videos: Literal["", "groups", "seconds", "texts", "clock"] = ""
     """How the model is told the times of a video's frames; empty if no videos are served. A group of frames becomes one
     patch in time. Its position on the axis of time is its number, or its time in units of the folder's
-    `tokens_per_second`; or a text before the group has its time.
+    `tokens_per_second`; or a text before the group has its time. With `clock`, a text has minutes and seconds, and each
+    frame is an image by itself.
     """
 
     unscaled: bool = False
@@ -47,7 +48,7 @@ class VisionFamily(NamedTuple):
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "llava": VisionFamily("CLIPImageProcessor", "llava"),
     "gemma3": VisionFamily("Gemma3ImageProcessor", "gemma3"),
-    "gemma4": VisionFamily("Gemma4ImageProcessor", "gemma4", unscaled=True),
+    "gemma4": VisionFamily("Gemma4ImageProcessor", "gemma4", videos="clock", unscaled=True),
     "pixtral": VisionFamily("PixtralImageProcessor", "pixtral"),
     "mistral3": VisionFamily("PixtralImageProcessor", "pixtral"),
     "internvl_chat": VisionFamily("GotOcr2ImageProcessor", "internvl", own_text_part=True),

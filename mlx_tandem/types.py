@@ -215,7 +215,7 @@ class VisionInfo(Struct, frozen=True):
 
     image_token: int = -1  # the id of placeholders of images in prompts
     refusal: str = ""  # why images are not served; empty: they are
-    video_token: int = -1  # the id of placeholders of videos; -1: the family has no videos
+    video_token: int = -1  # the id of placeholders of videos; -1: there are none
 
     @property
     def tokens(self) -> frozenset[int]:

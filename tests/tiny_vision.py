@@ -160,7 +160,7 @@ FAMILIES = {
             "tie_word_embeddings": True,
             "enable_moe_block": False,
         },
-        more={"vocab_size": VOCAB, "image_token_id": IMAGE},
+        more={"vocab_size": VOCAB, "image_token_id": IMAGE, "video_token_id": VIDEO},
         vision_more={
             "global_head_dim": 16,
             "num_key_value_heads": 2,
@@ -269,7 +269,9 @@ class Clip:
 
 
 def group(family: str, seed: int, start: int, time: int = 0, follows: bool = False) -> Image:
-    """A group of two random frames that differ, whose first placeholder is at `start`."""
+    """A group of two random frames that differ, or an image where frames are images, which begins at `start`."""
+    if FAMILIES[family].squares:
+        return image(family, 100 + seed, start)
     own, rng = FAMILIES[family], np.random.default_rng((7, seed))
     lines, columns = own.grid
     pixels = rng.standard_normal((lines * columns, 3 * 2 * 16)).astype(np.float32)
@@ -280,7 +282,7 @@ def group(family: str, seed: int, start: int, time: int = 0, follows: bool = Fal
 
 def clip(family: str, given: Clip, start: int) -> tuple[tuple[int, ...], list[Image]]:
     """The tokens and groups of a video at `start`. Where texts have the times, one token stands for each text."""
-    stamped = VISION_FAMILIES[family].videos == "texts"
+    stamped = VISION_FAMILIES[family].videos in ("texts", "clock")
     tokens: tuple[int, ...] = () if stamped else (BEGIN,)
     groups: list[Image] = []
     for n, seed in enumerate(given.seeds):
@@ -366,6 +368,8 @@ class Oracle:
         arrays = [load(i.arrays) for i in images]
         if any("pixel_values_videos" in a for a in arrays):
             return self._with_videos(ids, images, arrays)
+        if "image_position_ids" in arrays[0]:
+            return self._with_frames(ids, images, arrays)
         axis = 1 if arrays[0]["pixel_values"].ndim == 5 else 0
         joined = {
             name: mx.array(np.concatenate([a[name] for a in arrays], axis if axis and name.startswith("pixel") else 0))
@@ -375,6 +379,19 @@ class Oracle:
         if "image_grid_thw" in joined:  # a patch has two equal frames, of which an image's arrays have one
             pixels = mx.array(_twice(np.array(pixels)))
         return self._given(self.model.get_input_embeddings(ids, pixels, mask=mask, **joined))
+
+    def _with_frames(self, ids: mx.array, images: Sequence[Image], arrays: Sequence[Any]) -> dict[str, Any]:
+        """The same where frames are images. mlx-vlm takes them with an axis of videos before that of frames."""
+        given: dict[str, Any] = {}
+        for token, axes, pixels, places in (
+            (IMAGE, (), "pixel_values", "image_position_ids"),
+            (VIDEO, (None,), "pixel_values_videos", "video_position_ids"),
+        ):
+            own = [a for i, a in zip(images, arrays, strict=True) if ids[0, i.start].item() == token]
+            if own:
+                given[pixels] = mx.array(np.concatenate([a["pixel_values"] for a in own])[axes])
+                given[places] = mx.array(np.concatenate([a["image_position_ids"] for a in own])[axes])
+        return self._given(self.model.get_input_embeddings(ids, **given))
 
     def _with_videos(self, ids: mx.array, images: Sequence[Image], arrays: Sequence[Any]) -> dict[str, Any]:
         """The same of a prompt with videos. mlx-vlm takes no images beside videos, so it is told that the latter are

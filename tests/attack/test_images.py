@@ -296,6 +296,13 @@ def test_a_family_without_videos_refuses_them_by_name(tmp_path: Path) -> None:
         assert (error["param"], error["message"]) == (VIDEO_FIELD, f"{VIDEO_FIELD}: {why}")
 
 
+def test_a_folder_without_a_placeholder_of_videos_refuses_them(tmp_path: Path) -> None:
+    folder, token = vision_folder(tmp_path)
+    with scripted_server(structs.replace(INFO, vision=VisionInfo(token)), folder) as (client, _, _):
+        error = client.post(CHAT, json=video("video", FRAMES)).json()["error"]
+        assert error["param"] == VIDEO_FIELD and "not served for this model" in error["message"]
+
+
 def test_a_model_that_reads_text_refuses_images_by_name(tmp_path: Path) -> None:
     with scripted_server() as (client, _, _):
         for kind in ("video", "video_url"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.generation.vision.client import IMAGE_PROCESSOR, PROCESSOR, Images
+from mlx_tandem.generation.vision.client import IMAGE_PROCESSOR, PROCESSOR, VIDEO_PROCESSOR, Images
 from mlx_tandem.model_folder import (
     CONFIG,
     TEXT_PARTS,
@@ -114,6 +114,24 @@ def test_a_processor_within_another_file_is_named_by_its_place(tmp_path: Path) -
     (folder / IMAGE_PROCESSOR).unlink()
     (folder / PROCESSOR).write_text(json.dumps({"image_processor": {"patch_size": HUGE}}))
     assert f"{PROCESSOR}: image_processor.patch_size must be" in Images(folder).refusal(None)
+
+
+def test_the_video_processor_is_read_from_the_first_place_that_has_it(tmp_path: Path) -> None:
+    """The later a file is written here, the earlier it is read."""
+    folder, _ = vision_folder(tmp_path)
+    for file, values, fps in (
+        (IMAGE_PROCESSOR, {"fps": 3}, 3.0),
+        (VIDEO_PROCESSOR, {"fps": 4, "temporal_patch_size": [1]}, 4.0),
+        (PROCESSOR, {"video_processor": {"fps": 5}}, 5.0),
+    ):
+        (folder / file).write_text(json.dumps(values))
+        videos = Images(folder).videos
+        assert videos is not None and (videos.rate, videos.frames) == (fps, 2)
+    (folder / PROCESSOR).write_text(json.dumps({"video_processor": {"fps": HUGE}}))
+    assert f"{PROCESSOR}: video_processor.fps must be" in Images(folder).refusal(None)
+    (folder / PROCESSOR).unlink()
+    (folder / VIDEO_PROCESSOR).write_text(json.dumps({"temporal_patch_size": 0}))
+    assert f"{VIDEO_PROCESSOR}: temporal_patch_size must be" in Images(folder).refusal(None)
 
 
 def test_parts_that_are_no_objects_are_left_to_the_engine(tmp_path: Path) -> None:

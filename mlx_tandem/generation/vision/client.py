@@ -93,7 +93,8 @@ class Images:
         """Prepare the processes and the client that fetches."""
         self.family = family_of(setup)
         self.videos = videos_of(setup)
-        self._no_videos = f"videos are not served for models of the type {setup.family!a}, only images"
+        what = "models" if self.videos is None else "this model"
+        self._no_videos = f"videos are not served for {what} of the type {setup.family!a}, only images"
         program = Program(
             "mlx_tandem.generation.vision.worker",
             (str(SECONDS), str(limits.MAX_IMAGE_MEMORY)),
@@ -129,8 +130,8 @@ class Images:
             why, field = refusal, source.field
             if isinstance(source, ImageSource):
                 images += 1
-            elif not why and self.videos is None:
-                why = self._no_videos
+            elif not why:
+                why = self._no_videos if self.videos is None or info is None or info.video_token < 0 else ""
             if why:
                 raise InvalidRequest(f"{field}: {why}", param=field, code="unsupported_parameter")
             if isinstance(source, VideoSource):

@@ -1,6 +1,7 @@
-"""Turns frames of videos into arrays, as the video processors of the Qwen families do, but without PyTorch.
+"""Turns frames of videos into arrays, as the video processors of transformers do, but without PyTorch.
 
-The frames of a group become one patch in time. Encoders of these families compute each group by itself.
+The frames of a group become one patch in time in the Qwen families, whose encoders compute each group by itself. Other
+families have one frame in a group.
 """
 
 from __future__ import annotations
@@ -31,8 +32,34 @@ class BadFrame(BadImage):
         self.frame = frame
 
 
+class StillProcessor:
+    """The video processor of a folder whose frames are images with fewer tokens, as those of Gemma 4.
+
+    The constructor raises the errors of transformers, of any type.
+    """
+
+    def __init__(self, setup: Setup):
+        names = (*_VALUES, "patch_size", "max_soft_tokens", "pooling_kernel_size", "resample")
+        values = {name: setup.video_processor[name] for name in names if setup.video_processor.get(name) is not None}
+        self._processor = class_of("Gemma4ImageProcessor")(**{"max_soft_tokens": 70} | values)
+
+    def __call__(self, frames: Sequence[Image], count: int) -> dict[str, np.ndarray]:
+        """Return the arrays of the only one of `frames`, which do not depend on the number of frames of its video."""
+        (frame,) = frames
+        made = self._processor(images=[np.asarray(frame)], input_data_format="channels_last", return_tensors="np")
+        return {name: np.ascontiguousarray(made[name]) for name in ("pixel_values", "image_position_ids")}
+
+    def tokens(self, arrays: dict[str, np.ndarray]) -> int:
+        """Return how many placeholders the frame with these arrays has."""
+        patches = int((arrays["image_position_ids"] >= 0).all(axis=-1).sum())
+        return patches // int(self._processor.pooling_kernel_size) ** 2
+
+
 class FrameProcessor:
-    """The video processor of a folder. The constructor raises the errors of transformers, of any type."""
+    """The video processor of a folder of a Qwen family.
+
+    The constructor raises the errors of transformers, of any type.
+    """
 
     def __init__(self, setup: Setup):
         values = {key: value for key, value in setup.video_processor.items() if value is not None}
@@ -91,6 +118,14 @@ class FrameProcessor:
         """Return the patches of one frame, with their channels."""
         made = self._processor(images=[np.asarray(frame)], input_data_format="channels_last", return_tensors="np")
         return one_frame(made["pixel_values"], 1, self._patch)
+
+
+def frame_processor(setup: Setup) -> FrameProcessor | StillProcessor | None:
+    """Return the video processor of a folder; None if its family has no videos."""
+    way = VISION_FAMILIES[setup.family].videos
+    if not way:
+        return None
+    return StillProcessor(setup) if way == "clock" else FrameProcessor(setup)
 
 
 def fitted(

@@ -1,6 +1,6 @@
 """Videos of requests: the images of their frames, and how the model is told the times of groups of frames.
 
-The forms are those of the processors of the Qwen families.
+The forms are those of the families' processors in transformers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from mlx_tandem.model_folder import VISION_FAMILIES
 FRAMES = "data:video/jpeg;base64,"
 """The beginning of a URL with frames, which are separated by commas."""
 
-TOKEN = "<|video_pad|>"
+TOKEN, CLOCK_TOKEN = "<|video_pad|>", "<|video|>"
+"""The placeholders of videos in the Qwen families and in Gemma 4."""
 
 BLOCK = f"<|vision_start|>{TOKEN}<|vision_end|>"
-"""What chat templates print for a video."""
+"""What chat templates of the Qwen families print for a video."""
+
+USUAL_GROUP = 2
+"""Frames of a group where a folder does not have them."""
 
 USUAL_RATE = 2.0
 """Frames per second of a video where neither its request nor the folder has them, which is the families' own rate."""
@@ -55,7 +59,7 @@ class Unit(NamedTuple):
 class Videos:
     """How prompts for a folder's model show videos."""
 
-    way: Literal["groups", "seconds", "texts"]
+    way: Literal["groups", "seconds", "texts", "clock"]
     """As in `VisionFamily.videos`."""
 
     frames: int
@@ -70,11 +74,15 @@ class Videos:
     @property
     def places(self) -> tuple[str, ...]:
         """What the texts of a video replace in the output of a chat template."""
+        if self.way == "clock":
+            return (CLOCK_TOKEN,)
         return (BLOCK, TOKEN) if self.way == "texts" else (TOKEN,)
 
     def timed(self, groups: Sequence[Made], video: VideoSource, count: int) -> list[Made]:
         """Return the groups of a video of `count` frames with their texts and their places in time."""
         rate = video.fps or self.rate
+        if self.way == "clock":
+            return [structs.replace(g, text=" " * (n > 0) + _clock(n / rate)) for n, g in enumerate(groups)]
         if self.way == "texts":
             numbers = [(n * self.frames, min((n + 1) * self.frames, count) - 1) for n in range(len(groups))]
             seconds = [(first / rate + last / rate) / 2 for first, last in numbers]
@@ -97,10 +105,15 @@ def videos_of(setup: Setup) -> Videos | None:
     values = setup.video_processor
     return Videos(
         way,
-        int(values.get("temporal_patch_size") or 2),
-        float(values.get("fps") or USUAL_RATE),
-        float(setup.config["vision_config"].get("tokens_per_second") or USUAL_POSITIONS),
+        1 if way == "clock" else int(_number(values.get("temporal_patch_size"), USUAL_GROUP)),
+        _number(values.get("fps"), USUAL_RATE),
+        _number(setup.config["vision_config"].get("tokens_per_second"), USUAL_POSITIONS),
     )
+
+
+def _number(value: object, usual: float) -> float:
+    """Return a setting if it is one number, else the usual one."""
+    return float(value) if isinstance(value, int | float) else usual
 
 
 def check_video(video: VideoSource) -> None:
@@ -135,6 +148,11 @@ def units_of(source: Source, frames: int) -> Iterator[Unit]:
         own = [ImageSource(url, f"{source.field}[{n}]") for n, url in enumerate(source.given)]
     for first in range(0, len(own), frames):
         yield Unit(own[first : first + frames], first, len(own))
+
+
+def _clock(seconds: float) -> str:
+    """Return the text of a frame at this time."""
+    return f"{int(seconds // 60):02d}:{int(seconds % 60):02d} <|image>{CLOCK_TOKEN}<image|>"
 
 
 def _at(group: Made, time: int, follows: bool) -> Made:

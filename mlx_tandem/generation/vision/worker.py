@@ -18,14 +18,13 @@ from PIL.Image import Image
 from safetensors.numpy import save
 
 from mlx_tandem.generation.vision.decoding import BadImage, decoded
-from mlx_tandem.generation.vision.frames import BadFrame, FrameProcessor
+from mlx_tandem.generation.vision.frames import BadFrame, frame_processor
 from mlx_tandem.generation.vision.layouts import family_of
 from mlx_tandem.generation.vision.messages import Failed, GroupJob, Job, Made, Setup, decode_job, decode_setup
 from mlx_tandem.generation.vision.processors import Processor
 from mlx_tandem.isolation.frames import receive
 from mlx_tandem.isolation.program import connect, limit_memory, out_of_memory, say_busy, serve, time_limit
 from mlx_tandem.limits import MAX_IMAGE_ARRAYS, MAX_IMAGE_PLACEHOLDERS
-from mlx_tandem.model_folder import VISION_FAMILIES
 
 REAL_SECONDS_PER_SECOND = 20.0
 """Seconds of real time that one second of CPU time may take while other programs use the machine."""
@@ -42,7 +41,7 @@ class Worker:
         self._seconds = seconds
         self._family = family_of(setup)
         self._processor = Processor(setup)
-        self._frames = FrameProcessor(setup) if VISION_FAMILIES[setup.family].videos else None
+        self._frames = frame_processor(setup)
 
     def answer(self, raw: bytes) -> Made | Failed:
         """Return what the model's processor makes of an encoded image. A lack of memory ends the process."""

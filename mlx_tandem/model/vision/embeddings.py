@@ -161,4 +161,5 @@ class _PlainEmbedding:
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the embeddings of tokens x [rows, length]."""
-        return super().__call__(self._shown_images.hide(x))  # type: ignore[misc]
+        embeddings: mx.array = super().__call__(self._shown_images.hide(x))  # type: ignore[misc]
+        return embeddings

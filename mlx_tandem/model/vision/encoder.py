@@ -55,7 +55,7 @@ class Encoder:
     Attributes:
         module: The modules, with their weights.
         image_token: The id of placeholders of images in prompts.
-        video_token: The id of placeholders of videos; -1 if the family has no videos.
+        video_token: The id of placeholders of videos; -1 if the family or the folder has none.
         axes: The axis of each frequency, as in `AxisPositions`; empty if positions have one axis.
         depth: Number of first layers of the language model after which further embeddings are added at placeholders.
         width: The length of an embedding.
@@ -67,7 +67,7 @@ class Encoder:
         axes = ORDERS[family.axes](_sections(config.text_config)) if family.axes else ()
         self.axes = axes
         self.image_token = _token(config, "image")
-        self.video_token = _token(config, "video") if family.videos else -1
+        self.video_token = _token(config, "video", -1) if family.videos else -1
         self.width: int = config.text_config.hidden_size
         self.depth = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._dtype = dtype
@@ -184,11 +184,12 @@ def _config(family: Any, settings: Mapping[str, Any]) -> Any:
     return config
 
 
-def _token(config: Any, kind: str) -> int:
-    """Return the id of placeholders of images or videos. Raises ValueError if it is missing."""
+def _token(config: Any, kind: str, missing: int | None = None) -> int:
+    """Return the id of placeholders of images or videos. Raises ValueError if it is missing and `missing` is None."""
     token = getattr(config, f"{kind}_token_index", None)
     token = getattr(config, f"{kind}_token_id", None) if token is None else token
-    if type(token) is not int or token < 0:
+    token = missing if token is None else token
+    if type(token) is not int or (token < 0 and token != missing):
         raise ValueError(f"{kind}_token_index is missing")
     return token
 

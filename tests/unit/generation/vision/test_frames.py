@@ -14,7 +14,7 @@ from PIL.Image import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from mlx_tandem.generation.vision.decoding import decoded
-from mlx_tandem.generation.vision.frames import FrameProcessor, fitted
+from mlx_tandem.generation.vision.frames import FrameProcessor, StillProcessor, fitted, frame_processor
 from mlx_tandem.generation.vision.messages import Failed, GroupJob, Job, Made, Setup
 from mlx_tandem.generation.vision.worker import Worker
 from mlx_tandem.isolation.frames import encode
@@ -87,6 +87,22 @@ def test_a_video_has_a_bounded_number_of_tokens(family: str, least: int, most: i
             assert tokens <= 1.1 * MAX_IMAGE_TOKENS and tokens * -(-count // 2) <= 1.2 * MAX_VIDEO_TOKENS
 
 
+def test_frames_of_gemma_4_are_what_mlx_vlm_makes_of_a_video() -> None:
+    if not library.is_installed():
+        pytest.skip("mlx-vlm is not installed")
+    library.family("gemma4")
+    sys.modules.pop(name := "mlx_vlm.models.gemma4.processing_gemma4")
+    video = frames(3, 200, 120)
+    whole = import_module(name).Gemma4VideoProcessor()([np.stack([np.asarray(f).transpose(2, 0, 1) for f in video])])
+    own = frame_processor(Setup("gemma4", {}, {}, {}, {}))
+    assert isinstance(own, StillProcessor)
+    made = [own([frame], 3) for frame in video]
+    assert np.allclose(np.stack([m["pixel_values"][0] for m in made]), whole["pixel_values_videos"][0], atol=1e-6)
+    assert np.array_equal(np.stack([m["image_position_ids"][0] for m in made]), whole["video_position_ids"][0])
+    assert [own.tokens(m) for m in made] == whole["num_soft_tokens_per_frame"] * 3
+    assert frame_processor(Setup("llava", {}, {}, {}, {})) is None
+
+
 @pytest.fixture(scope="module")
 def worker() -> Worker:
     return Worker(Setup("qwen2_vl", {"vision_config": {}}, {}, {}, QWEN2), 60.0)
@@ -103,6 +119,13 @@ def test_a_group_has_one_digest_and_its_order_another(worker: Worker) -> None:
     assert first == again and twice == padded and len({first, turned, twice}) == 3
     assert isinstance(answers[0], Made)
     assert (answers[0].runs, answers[0].size) == ([4], (56, 56))
+
+
+def test_a_frame_of_gemma_4_is_an_image_of_fewer_tokens() -> None:
+    worker = Worker(Setup("gemma4", {"vision_config": {}}, {}, {}, {}), 60.0)
+    image, frame = worker.answer(encode(Job(picture(96, 64), False))), worker.answer(job(picture(96, 64), count=9))
+    assert isinstance(image, Made) and isinstance(frame, Made)
+    assert sum(frame.runs) <= 70 < sum(image.runs) <= 280 and frame.size == (96, 64)
 
 
 @pytest.mark.parametrize(

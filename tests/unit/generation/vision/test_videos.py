@@ -122,6 +122,15 @@ def test_groups_are_numbered_whatever_the_rate_is() -> None:
     assert [g.time for g in timed("groups", 5, 30.0)] == [0, 1, 2]
 
 
+def test_a_clock_has_minutes_and_seconds() -> None:
+    """As in transformers, which cuts fractions off and writes a space between frames."""
+    videos = Videos("clock", 1, 2.0, 0.0)
+    groups = [Made(bytes([n]), b"", "", [6]) for n in range(3)]
+    made = videos.timed(groups, VideoSource([AT], 0.03, "", ""), 3)
+    assert [g.text for g in made] == [f"{at} <|image><|video|><image|>" for at in ("00:00", " 00:33", " 01:06")]
+    assert videos.places == ("<|video|>",) and [g.digest for g in made] == [g.digest for g in groups]
+
+
 def test_the_digest_tells_places_in_time_apart() -> None:
     """Since keys and values depend on them, and a video that goes on is found by its first groups."""
     slow, fast, longer = (timed("seconds", count, fps) for count, fps in ((4, 1.0), (4, 4.0), (6, 1.0)))
@@ -145,4 +154,6 @@ def test_a_folder_says_how_its_videos_are_shown() -> None:
     usual = videos_of(Setup("qwen3_vl", {"vision_config": {}}, {}, {}, {}))
     assert usual is not None and (usual.frames, usual.rate) == (2, 2.0)
     assert usual.places == (BLOCK, "<|video_pad|>")
+    still = videos_of(Setup("gemma4", {"vision_config": {}}, {}, {}, {"max_soft_tokens": 70}))
+    assert still is not None and (still.frames, still.rate) == (1, 2.0)
     assert videos_of(Setup("llava", {"vision_config": {}}, {}, {}, {})) is None
