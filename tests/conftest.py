@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+import ssl
 from collections.abc import Iterator
 
 import hypothesis
@@ -18,6 +20,13 @@ from tests.serving import RunningServer, demo_config, serving
 
 # A shell that runs the tests in the background makes them and their children ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Each client of HTTP reads the certificates of this machine, which takes as long as ten requests. Nobody changes them.
+_read_certificates = ssl.create_default_context
+_kept = functools.cache(lambda cafile: _read_certificates(cafile=cafile))
+ssl.create_default_context = lambda *args, **options: (
+    _kept(**options) if not args and options.keys() == {"cafile"} else _read_certificates(*args, **options)
+)
 
 # An example takes as long as a busy machine lets it.
 hypothesis.settings.register_profile("tests", deadline=None)

@@ -177,11 +177,11 @@ class BlockPool:
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Assert that the counts are exactly the references of `tables`; for tests."""
         expected = [0] * len(self.count)
-        expected[self.scratch] = 1
         for table in tables:
             for b in table:
-                if b != SCRATCH:
-                    expected[b] += 1
+                expected[b] += 1
+        expected[SCRATCH] = 0  # it stands for blocks that were given back, and nobody counts those
+        expected[self.scratch] = 1
         assert expected == self.count, "reference counts and tables differ"
         free = {b for b in range(self.scratch, len(expected)) if expected[b] == 0}
         idle = {b for b in free if self._kept[b]}

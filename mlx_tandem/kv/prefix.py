@@ -217,12 +217,15 @@ class PrefixCache:
         """Assert the invariants; for tests."""
         assert {e.key for e in self._by_block.values() if e.key} == self._by_key.keys(), "keys and blocks differ"
         assert all(self._by_block[e.block] is e for e in self._by_key.values())
-        behind = [e for entries in self._behind.values() for e in entries]
-        assert sorted(e.block for e in behind) == sorted(self._by_block), "the tree and the blocks differ"
-        for (namespace, parent), entries in self._behind.items():
+        blocks: list[int] = []
+        for branch, entries in self._behind.items():
             assert entries, "an empty branch"
-            assert [e.tokens for e in entries] == sorted({e.tokens for e in entries}), "a branch holds one thing twice"
-            assert all((e.namespace, e.parent) == (namespace, parent) for e in entries)
+            tokens = [e.tokens for e in entries]
+            assert len(tokens) == 1 or tokens == sorted(set(tokens)), "a branch holds one thing twice"
+            for e in entries:
+                assert (e.namespace, e.parent) == branch
+                blocks.append(e.block)
+        assert sorted(blocks) == sorted(self._by_block), "the tree and the blocks differ"
         assert self._pool.kept() == self._by_block.keys(), "the pool keeps other blocks than are found"
 
     def _put(self, entry: Entry) -> None:

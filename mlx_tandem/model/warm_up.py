@@ -30,14 +30,14 @@ CHUNKS = ((8, 0), (64, 0), (256, 0), (8, 1024), (64, 1024), (256, 1024), (64, 61
 _DRAFTS = 4
 """Tokens of the rows that verify drafts, unless a head of the model makes one draft at a time."""
 
-RUNS = 4
+RUNS = 3
 """Most runs of each timed step. The first pays for tracing and does not count."""
 
 AGREEMENT = 1.1
 """Ratio of a step's two shortest times at which it is not run again."""
 
-LONG = 50.0
-"""Milliseconds from which a step is timed once: interruptions of a few milliseconds are then a small share of it."""
+LONG = 20.0
+"""Milliseconds from which a step is timed once: an interruption of a few milliseconds is then a small share of it."""
 
 
 def warm_up(

@@ -24,7 +24,7 @@ T = TypeVar("T")
 CONTENTS = 6
 """Folders `c0` and so on under the root, each with a content of its own."""
 
-LONG = {"prompt": "Sort down: 3 1 2", "max_tokens": 250, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+LONG = {"prompt": "Sort down: 3 1 2", "max_tokens": 160, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def test_a_version_that_is_published_while_its_prompt_is_cached_answers_as_a_ser
 
     def ask(server: RunningServer, model: str) -> tuple[list[int], list[float], int]:
         """Tokens, their logprobs, and how much of the prompt was there."""
-        fields = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+        fields = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
         reply = server.complete(LONG, model=model, **fields).json()
         (choice,) = reply["choices"]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"], cached(reply)

@@ -225,7 +225,7 @@ def test_whoever_matters_more_is_served_first():
             assert reply.status_code == 200, reply.text
             ended.append(priority)
 
-        body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True, "priority": -5}
+        body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True, "priority": -5}
         with small.client.stream("POST", "/v1/completions", json=body) as first:
             lines = first.iter_lines()
             next(lines)

@@ -69,8 +69,8 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
         "shown": {"stop": "o", "include_stop_str_in_output": True},
     },
     "eos": {"ends": {}, "ignored": {"ignore_eos": True, "skip_special_tokens": False}},
-    "least": {"none": {}, "some": {"min_tokens": 5}, "all": {"min_tokens": 20}},
-    "length": {"long": {"max_tokens": 20}, "one": {"max_tokens": 1}},
+    "least": {"none": {}, "some": {"min_tokens": 5}, "all": {"min_tokens": 12}},
+    "length": {"long": {"max_tokens": 12}, "one": {"max_tokens": 1}},
     "priority": {"usual": {}, "late": {"priority": 5}},
 }
 Case = dict[str, str]

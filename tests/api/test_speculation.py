@@ -16,7 +16,7 @@ from tests.serving import RunningServer, demo_config, serving
 from tests.waiting import until
 
 TEXT = "Say this again, word for word: one two three, one two three, one two three, one two three. "
-COMMON = {"max_tokens": 48, "logprobs": 3, "seed": 3, "ignore_eos": True}
+COMMON = {"max_tokens": 32, "logprobs": 3, "seed": 3, "ignore_eos": True}
 ASKED: dict[str, dict[str, Any]] = {  # few kinds, each of which compiles kernels of its own; tests/engine has more
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 1, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
@@ -91,7 +91,7 @@ def plain() -> Iterator[RunningServer]:
 
 def chat(server: RunningServer, **fields: Any) -> dict[str, Any]:
     body = {"model": "base", "messages": [{"role": "user", "content": "Count from 1 to 30."}], "temperature": 0}
-    reply = server.client.post("/v1/chat/completions", json=body | {"max_tokens": 60, "ignore_eos": True} | fields)
+    reply = server.client.post("/v1/chat/completions", json=body | {"max_tokens": 40, "ignore_eos": True} | fields)
     assert reply.status_code == 200, reply.text
     found: dict[str, Any] = reply.json()
     return found
@@ -119,7 +119,7 @@ def test_an_answer_is_copied_from_a_prediction_as_far_as_it_says_the_same(plain:
 
 
 def test_a_completion_has_a_prediction_too_and_a_stream_counts_it(plain: RunningServer) -> None:
-    fields = {"max_tokens": 48, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    fields = {"max_tokens": 32, "temperature": 1.0, "seed": 5, "ignore_eos": True}
     free = plain.complete(TEXT, **fields).json()["choices"][0]["text"]
     given = {"prediction": {"type": "content", "content": free}, "stream_options": {"include_usage": True}}
     lines = plain.complete(TEXT, stream=True, **given, **fields).text.splitlines()

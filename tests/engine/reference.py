@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from struct import pack, unpack
 from typing import Any, Literal
 from zlib import crc32
@@ -49,12 +49,18 @@ _NAN = -1
 
 def cell(token: int, digest: str) -> int:
     """What one position of the cache holds: which token, and computed under which adapter."""
-    return (crc32(digest.encode()) << 20) | token
+    return _high_bits(digest) | token
+
+
+@cache
+def _high_bits(digest: str) -> int:
+    return crc32(digest.encode()) << 20
 
 
 def cells_of_tokens(tokens: Sequence[int], digest: str, begins: int = 0) -> list[int]:
     """Those of a sequence whose adapter applies from position `begins` on, and the base model before it."""
-    return [cell(t, digest if at >= begins else BASE) for at, t in enumerate(tokens)]
+    own, base = _high_bits(digest), _high_bits(BASE)
+    return [base | t for t in tokens[:begins]] + [own | t for t in tokens[begins:]]
 
 
 def begins_in(prompt: Sequence[int], adapter: AdapterRef | None) -> int:
@@ -97,6 +103,8 @@ def next_token(
     if params.logit_bias:
         key += (params.logit_bias,)
     token = hash(key) % _PRIME % vocab  # of integers and floats only, so the same in every process
+    if mask is None and not params.allowed_token_ids and token not in banned:
+        return token
     allowed = set(params.allowed_token_ids or range(vocab)).difference(banned)
     if mask is not None:
         allowed = {t for t in allowed if allows(mask, t)}
@@ -175,12 +183,13 @@ def alone(
 ) -> list[int]:
     """The oracle: what one sequence says when nothing else exists. Its adapter applies from position `begins` on."""
     stops = frozenset(stop_ids)
-    tokens = list(prompt)
+    tokens, cells = list(prompt), cells_of_tokens(prompt, digest, begins)
     while len(tokens) - len(prompt) < params.max_tokens:
         banned = stops if len(tokens) - len(prompt) < params.min_tokens else ()
-        context = seen(cells_of_tokens(tokens, digest, begins), windows)
+        context = seen(cells, windows)
         mask = None if mask_of is None else mask_of(tokens)
         tokens.append(next_token(context, params, choice, tokens, vocab, banned, mask))
+        cells.append(cell(tokens[-1], digest if len(cells) >= begins else BASE))
         if tokens[-1] in stops:
             break
     return tokens[len(prompt) :]

@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from msgspec import structs
 
@@ -149,8 +150,10 @@ def test_rejected_drafts_leave_nothing_behind(smaller: Engine, name: str) -> Non
             a.tokens.extend([*drafts[: rng.randint(0, 3)], *others])
 
 
-def test_a_draft_model_with_windows_drafts_for_itself(tmp_path: Path) -> None:
+def test_a_draft_model_with_windows_drafts_for_itself(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Its layers that see a window give blocks back, and none that a rejected draft needs again."""
+    request.addfinalizer(mx.enable_compile)
+    mx.disable_compile()  # the demo's models run compiled; this one would need other kernels
     folder = tiny_models.make(tmp_path / "model", "gemma3_text", seed=1)
     served, own = [make_engine(folder, num_blocks=60, max_num_seqs=8, max_loras=0) for _ in range(2)]
     info, rng = own.built.info, Random(2)

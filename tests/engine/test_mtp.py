@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ from tests.engine.test_masks import Turns
 from tests.engine.test_verify import PROMPTS, assert_same, few, requests
 
 MTP = SpeculationConfig("mtp", dynamic=False)
+
+
+@pytest.fixture(autouse=True)
+def _compile_some(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Greedy draws run compiled, as serving does, with and without states; the others traced anew for each step, which
+    spares a compiler the kernels of each way to draw."""
+    if not hasattr(request.node, "callspec") or request.node.callspec.params.get("name") != "greedy":
+        mx.disable_compile()
+    yield
+    mx.enable_compile()
 
 
 def make_engine(folder: Path, **cache: Any) -> Engine:

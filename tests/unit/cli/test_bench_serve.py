@@ -129,14 +129,15 @@ def test_without_the_key(server: RunningServer) -> None:
     assert done.returncode == 1 and "401" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_jans_profile(server: RunningServer, tmp_path: Path) -> None:
+def test_jans_profile(tmp_path: Path) -> None:
     out = tmp_path / "jan.json"
     key = tmp_path / "key"
     key.write_text(KEY + "\n")
-    done = bench(
-        *(server.url, "--api-key-file", str(key), "--profile", "jan", "--num-requests", "1", "--prompt-tokens", "8"),
-        *("--json-out", str(out), "--endpoint", "chat", "--repeats", "1"),
-    )
+    with fake(lambda n: (200, {}, "x"), key=KEY) as url:
+        done = bench(
+            *(url, "--api-key-file", str(key), "--profile", "jan", "--num-requests", "1", "--prompt-tokens", "8"),
+            *("--json-out", str(out), "--endpoint", "chat", "--repeats", "1"),
+        )
     assert done.returncode == 0, done.stderr
     rows = [(r["concurrency"], r["mode"], r["rounds"][0]["tokens"]) for r in json.loads(out.read_text())["results"]]
     assert rows == [
@@ -157,8 +158,9 @@ def test_an_open_loop_holds_back_what_is_over_the_limit(server: RunningServer) -
 
 
 @contextmanager
-def fake(answer: Callable[[int], tuple[int, dict[str, str], str]]) -> Iterator[str]:
-    """A server that gives the n-th request what `answer` says: status, headers, text."""
+def fake(answer: Callable[[int], tuple[int, dict[str, str], str]], key: str = "") -> Iterator[str]:
+    """A server that gives the n-th request what `answer` says: status, headers, text; and by its own count as many
+    tokens as were asked for. `key`: what every request has to bring."""
     numbers = itertools.count()
 
     class Handler(BaseHTTPRequestHandler):
@@ -170,8 +172,10 @@ def fake(answer: Callable[[int], tuple[int, dict[str, str], str]]) -> Iterator[s
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, headers, text = answer(next(numbers))
+            if key and self.headers["Authorization"] != f"Bearer {key}":
+                status = 401
             choice = {"index": 0, "text": text}
-            usage = {"prompt_tokens": 128, "completion_tokens": 1}
+            usage = {"prompt_tokens": 128, "completion_tokens": asked["max_tokens"]}
             body = json.dumps({"choices": [choice], "usage": usage})
             if asked["stream"] and status == 200:
                 body = f"data: {body}\n\ndata: [DONE]\n\n"
