@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlx_tandem.engine.block_manager import BlockManager
@@ -79,6 +79,8 @@ ENOUGH = WORTH_WAITING // SIZE
 URGENCY = st.tuples(st.booleans(), st.integers(0, 1))
 """Whether a sequence is made for training, and its priority: the lower one is more urgent."""
 
+ALIKE = (False, 0), (False, 0)
+
 
 def reading(number: int, tokens: range, name: str, urgency: tuple[bool, int]) -> Sequence:
     background, priority = urgency
@@ -103,6 +105,10 @@ def reading(number: int, tokens: range, name: str, urgency: tuple[bool, int]) ->
     name=st.sampled_from(["p1", "p1", "p1", "p2"]),
     moves=st.sampled_from([False, False, True]),
     extra=st.integers(0, SIZE - 1),
+)
+@example(length=WORTH_WAITING, common=ENOUGH, own=0, computed=0, urgencies=ALIKE, name="p1", moves=False, extra=1)
+@example(
+    length=2 * WORTH_WAITING, common=2 * ENOUGH, own=0, computed=0, urgencies=ALIKE, name="p1", moves=False, extra=1
 )
 def test_a_sequence_waits_for_another_that_reads_enough_of_its_prompt_and_is_as_urgent(
     length: int,
