@@ -18,7 +18,7 @@ MakeFront = Callable[..., Front]
 
 STEP_MS, SLICE_MS = 10.0, 4.0
 LIMIT_MS = 20.0
-PHASE_MS = 10_000.0
+PHASE_MS = 6_000.0
 
 
 class Device(Slices):

@@ -124,7 +124,7 @@ class Server:
                     return
             if self.process.poll() is not None:
                 raise httpx.ConnectError("it has ended")
-            time.sleep(0.02)
+            time.sleep(0.05)
         raise Wrong(f"not ready after {READY_SECONDS:g} s")
 
     def kill(self, kind: str, rng: random.Random) -> None:
@@ -243,7 +243,7 @@ class Course:
             self.recomputed = max(self.recomputed, status["recovering"])
             if time.monotonic() - began > READY_SECONDS:
                 raise Wrong(f"it does not recover: {status}")
-            time.sleep(0.02)
+            time.sleep(0.05)
         self.restarts += 1
         self.recovered_s.append(time.monotonic() - began)
         if status["updates"] not in (self.acknowledged, self.acknowledged + 1):
