@@ -260,8 +260,9 @@ class Runner(Protocol):
     one_at_a_time: bool
     """Whether a step begins only when the step before it has been read."""
 
-    drafts_at_once: bool
-    """Whether plans may have `drafts`."""
+    drafting_positions: int
+    """The most positions of a plan with `drafts`: its rows times twice the tokens of the longest sequence. 0: no plan
+    may have drafts."""
 
     def launch(self, plan: StepPlan) -> Any:
         """Start the step and return a handle at once. Raises DeviceError."""

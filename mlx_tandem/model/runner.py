@@ -40,6 +40,9 @@ from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob
 
+LONGEST_READ = 8
+"""Most tokens of a row that draws several tokens."""
+
 LONG_TOKENS = 1024
 """Tokens from which on a forward waits for the GPU while it is built."""
 
@@ -126,7 +129,10 @@ class MLXRunner:
             states=[StateCache(shape) for shape in states],
         )
         self.rectangles.gathered_share = self._forward.gathered_share
-        self.drafts_at_once = self._forward.chains
+        # A step that draws several tokens a row holds the gathered keys and values of all layers at once.
+        limits = sizes.limits
+        most = min(limits.positions // max(len(layers), 1), limits.pairs // LONGEST_READ)
+        self.drafting_positions = most if self._forward.chains else 0
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
         self._masks = MaskTable(sizes.vocab_size, sizes.max_num_seqs)

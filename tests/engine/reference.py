@@ -239,7 +239,7 @@ class ReferenceRunner:
     nan: Mapping[int, int] = field(default_factory=dict)
     may_wait: bool = False  # in launches, that is
     one_at_a_time: bool = False
-    drafts_at_once: bool = False
+    drafting_positions: int = 0
     known: frozenset[str] | None = None  # digests that can be uploaded; None: all
     windows: Windows = (None,)
     window_blocks: int = 0
@@ -317,7 +317,8 @@ class ReferenceRunner:
         if failure == "half":
             self._break(number)
         samplers = [i for i, row in enumerate(plan.rows) if row.sample]
-        assert not plan.drafts or self.drafts_at_once, "this runner draws one token at a time"
+        longest = max((row.start + len(row.tokens) for row in plan.rows), default=0)
+        assert not plan.drafts or 2 * len(plan.rows) * longest <= self.drafting_positions, "too much for one step"
         bad = samplers[self.nan[number] % len(samplers)] if number in self.nan and samplers else None
         for row in rows:
             self._look_back(row)

@@ -70,10 +70,11 @@ def rounds(engine: Engine, params: Sequence[SamplingParams], number: int) -> lis
 
 def check(engine: Engine, params: Sequence[SamplingParams], patch: pytest.MonkeyPatch, number: int = 5) -> None:
     """The drafts of one step are those of as many steps."""
-    assert engine.built.runner.drafts_at_once
+    assert engine.built.runner.drafting_positions > 0
     at_once = rounds(engine, params, number)
-    patch.setattr(engine.built.runner, "drafts_at_once", False)
-    assert rounds(engine, params, number) == at_once
+    for positions in (0, 2 * len(LENGTHS) * (LENGTHS[0] + 8)):  # steps for all rounds, and from some round on
+        patch.setattr(engine.built.runner, "drafting_positions", positions)
+        assert rounds(engine, params, number) == at_once
     assert len({token for found in at_once for own in found.values() for token in own}) > 20, "little is shown"
 
 

@@ -426,7 +426,7 @@ def _draft_model(rng: Random, engine: Engine) -> DraftModel:
     vocab, size, blocks = rng.choice((VOCAB, VOCAB, VOCAB // 2)), rng.choice((1, 4)), rng.choice((3, 9, 40))
     seats = rng.choice((1, engine.max_num_seqs))
     fail = {rng.randrange(30): rng.choice(("launch", "half", "wait"))} if rng.random() < 0.2 else {}
-    runner = ReferenceRunner(blocks, size, seats, 0, vocab, fail=fail, drafts_at_once=size == 4)
+    runner = ReferenceRunner(blocks, size, seats, 0, vocab, fail=fail, drafting_positions=80 * (size == 4))
     return DraftModel(runner, open_groups(runner, 1), seats=seats, vocab_size=vocab, longest=rng.choice((12, 1000)))
 
 

@@ -78,6 +78,7 @@ class DraftModel:
         self._readers: dict[Key, _Reader] = {}  # those that were asked about longest ago first
         self._seats = list(range(seats - 1, -1, -1))
         self._next_id = 0
+        self._at_once = False  # whether one step draws all drafts of this round
         self.first_use = False
 
     def draft(self, asked: Sequence[Asked]) -> dict[Key, tuple[int, ...]]:
@@ -86,6 +87,8 @@ class DraftModel:
         Sequences with tokens on the device, and those whose prompts are not read yet, are only read.
         """
         keys = {(a.request.id, a.choice) for a in asked}
+        longest = max((len(a.tokens) for a in asked), default=0)
+        self._at_once = 2 * len(asked) * longest <= self._runner.drafting_positions
         round_ = _Round()
         for a in asked:
             self._add(a, round_, keys)
@@ -95,7 +98,7 @@ class DraftModel:
             s = reader.s
             own = tuple(takewhile(lambda token: token >= 0, drafts[:most]))
             reader.known = s.scheduled
-            reader.computed = () if self._runner.drafts_at_once else own[:-1]
+            reader.computed = () if self._at_once else own[:-1]
             if most:
                 found[s.request.id, s.choice] = own
         return found
@@ -120,7 +123,7 @@ class DraftModel:
         if reader.is_foreign or not chunk or (complete and (asked.unread or not asked.most)):
             return
         most = asked.most if complete else 0
-        positions = first + len(chunk) + (0 if self._runner.drafts_at_once else max(most - 1, 0))
+        positions = first + len(chunk) + (0 if self._at_once else max(most - 1, 0))
         s.tokens, s.scheduled = list(tokens[: first + len(chunk)]), first
         if positions > self._longest or not self._has_room(reader, positions, keys, round_, tokens):
             return
@@ -169,7 +172,7 @@ class DraftModel:
         self.first_use = False
         if not round_.rows:
             return drawn
-        flights = self._launch_at_once(round_) if self._runner.drafts_at_once else self._launch_each(round_)
+        flights = self._launch_at_once(round_) if self._at_once else self._launch_each(round_)
         for members, flight in flights:
             result = self._runner.wait(flight)
             self.first_use = self.first_use or result.first_use

@@ -8,7 +8,7 @@ from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import Row
 from mlx_tandem.model import device
-from mlx_tandem.model.step.shapes import blocks_read, cut, drafting_length, split_by_context
+from mlx_tandem.model.step.shapes import blocks_read, cut, split_by_context
 from mlx_tandem.model.step.verify import goes_with_decodes
 
 COMMON_OFFSET_TOKENS = 256
@@ -82,10 +82,7 @@ class Rectangles:
     def of_drafting(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the indices of the rows of each forward of a plan whose rows draw several tokens each."""
         blocks = {i: blocks_read(r, self._block_size, self._window) for i, r in enumerate(rows)}
-        length = drafting_length(max(len(r.tokens) for r in rows))
-        positions = min(self.limits.positions, self.limits.pairs // length)
-        pieces = split_by_context(range(len(rows)), blocks)
-        return [piece for part in pieces for piece in cut(part, blocks, positions // self._block_size)]
+        return split_by_context(range(len(rows)), blocks)
 
     def _within_states(self, group: list[int], rows: Sequence[Row], length: int) -> list[list[int]]:
         """Return the rows in pieces whose states one forward may hold: one of each row, or of each draft.

@@ -35,11 +35,7 @@ class SharedAngles:
         self._made.clear()
 
     def get(self, offset: mx.array, length: int, dims: int, base: float, scale: float) -> Angles:
-        """Return cosines and sines [rows, 1, length, dims] of the positions that begin at offset [rows].
-
-        Those of the first half of the dimensions come again for the second half, the first half's sines negated: a
-        turned vector is the vector times the cosines plus the vector with its halves exchanged times the sines.
-        """
+        """Return cosines and sines [rows, 1, length, dims / 2] of the positions that begin at offset [rows]."""
         if self._offset is not offset:
             self.clear()
             self._offset = offset
@@ -50,8 +46,7 @@ class SharedAngles:
             frequency = mx.exp(mx.array(-np.arange(half, dtype=np.float32)) * (np.log(base).item() / half))
             position = (offset[:, None] + arange(length)).astype(mx.float32) * scale
             angle = position[:, None, :, None] * frequency
-            cos, sin = mx.cos(angle), mx.sin(angle)
-            self._made[key] = mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
+            self._made[key] = mx.cos(angle), mx.sin(angle)
         return self._made[key]
 
 
@@ -65,8 +60,7 @@ class _SharedRope(nn.RoPE):
             return super().__call__(x, offset)  # type: ignore[no-any-return]
         cos, sin = self._angles.get(offset, x.shape[2], self.dims, self.base, self.scale)
         half = self.dims // 2
-        a, b = x[..., :half], x[..., half : self.dims]
-        whole = x[..., : self.dims] if self.dims < x.shape[-1] else x
-        turned = whole.astype(mx.float32) * cos + mx.concatenate([b, a], axis=-1).astype(mx.float32) * sin
-        turned = turned.astype(x.dtype)
-        return mx.concatenate([turned, x[..., self.dims :]], axis=-1) if self.dims < x.shape[-1] else turned
+        a, b = x[..., :half].astype(mx.float32), x[..., half : self.dims].astype(mx.float32)
+        turned = [(a * cos - b * sin).astype(x.dtype), (a * sin + b * cos).astype(x.dtype)]
+        rest = [x[..., self.dims :]] if self.dims < x.shape[-1] else []
+        return mx.concatenate(turned + rest, axis=-1)
