@@ -12,6 +12,7 @@ from mlx_tandem.model import gated_delta
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
+from mlx_tandem.model.kernel_checks import attention as choice
 from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE, largest_error, problem
 from mlx_tandem.model.kernels.gated_delta import GatedDelta
 from mlx_tandem.model.kernels.store import Store
@@ -95,6 +96,8 @@ def test_layers_that_are_served_use_it(
     if in_place:
         monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker())))
         backends = [Fused("cuda", shim.maker())]
+        monkeypatch.setattr(choice, "STEPS", ((2, 64), (1, 192)))  # emulated, long contexts would take seconds
+        monkeypatch.setattr(choice, "CHAIN", 2)
     folder = tiny_models.make(tmp_path / "model", family, **WIDE[family])
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
     try:
