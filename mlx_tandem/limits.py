@@ -69,7 +69,7 @@ PARAMETERS: dict[str, Range] = {
     "reward": Range(-1e6, 1e6),  # reward of a trajectory
     "reward_weight": Range(-1e3, 1e3),  # weight of one part of a composite reward
     "reward_tokens": Range(1, 1_048_576, integer=True),
-    "fps": Range(0.01, 1000.0),  # frames of a video in a second
+    "fps": Range(0.01, 1000.0),  # frames per second of a video
     "version": Range(0, 2**53, integer=True),  # version of an adapter; 0: the base
 }
 
@@ -341,7 +341,7 @@ MAX_IMAGE_BYTES = 16 << 20  # bytes of one image as it is sent or fetched
 MAX_IMAGE_PIXELS = 50_000_000  # pixels of one image, which are counted before it is decoded
 MAX_IMAGE_RATIO = 200  # length of an image's longer side over that of the shorter one
 MAX_IMAGE_TOKENS = 4096  # tokens of one image, where the model's processor lets the image's size decide
-MAX_VIDEO_TOKENS = 6144  # tokens of one video, which has at least one for each group of its frames
+MAX_VIDEO_TOKENS = 6144  # tokens of one video of the Qwen families, where each group of frames has at least one
 MAX_IMAGE_PLACEHOLDERS = 1 << 16  # tokens of one image in any family; a folder may say how many they are
 MAX_IMAGE_ARRAYS = 128 << 20  # bytes of the arrays that the model's processor makes of one image
 MAX_REQUEST_ARRAYS = 192 << 20  # bytes of those arrays of all images of one request

@@ -1,8 +1,8 @@
 """The images of prompts: where their placeholders are, and which of them the device has encoded.
 
-Each group of a video's frames is an image here. While a prompt is being read, its images are encoded in their order,
-at most one in each step. Its embeddings stay on the device, within a budget, for the chunks that follow, for other
-requests with the same image and for sequences that are computed again.
+Each group of a video's frames counts as an image here. While a prompt is being read, its images are encoded in their
+order, at most one in each step. Their embeddings stay on the device, within a budget, for the chunks that follow, for
+other requests with the same image and for sequences that are computed again.
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ class Images:
 
 
 def _runs(image: Image, places: list[int], columns: int, before: Run | None) -> list[Run]:
-    """Return the runs of an image whose placeholders are at these positions. `before`: the run before them."""
+    """Return the runs of an image whose placeholders are at these positions.
+
+    columns: as in `plan.Shown`; before: the last run of the image before it, None for the first image.
+    """
     shift = after = 0
     if columns:
         shift = 0 if before is None else before.after

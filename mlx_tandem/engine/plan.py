@@ -73,8 +73,8 @@ class Shown(Struct, frozen=True, gc=False):
     The image's embeddings from number `first` on replace those of the placeholders. `image` is the image's digest.
 
     In models whose positions have several axes the image's tokens form a grid with `columns` columns. `shift` is added
-    to the index of the image's first placeholder to get its position, and `after` to those of tokens behind the image.
-    `time` is added to the positions of all of its tokens on the axis of time.
+    to the index of the image's first placeholder to get its position, and `after` to the indices of the tokens behind
+    the image. `time` is added to the positions of all of its tokens on the axis of time.
     """
 
     image: bytes
@@ -164,9 +164,10 @@ class StepPlan:
 
     A plan may have no rows. Rows show only images that an earlier plan has encoded.
 
-    With `drafts` each row draws so many tokens, each after the one before it. Only the rows' own tokens are computed to
-    stay: the drawn ones leave nothing in the cache, and count neither as their seats' newest tokens nor for penalties.
-    All rows are then PROMPT rows of the base model that sample, without masks, logprobs, targets and images.
+    If `drafts` is not 0, each row draws that many tokens, one after the other. Only the keys and values of the rows'
+    own tokens stay in the cache. The drawn tokens leave nothing there; they neither become their seats' newest tokens
+    nor count for penalties. All rows of such a plan are PROMPT rows of the base model that sample, without masks,
+    logprobs, targets or images.
     """
 
     rows: tuple[Row, ...]
@@ -180,7 +181,7 @@ class StepPlan:
     proposes: bool = False  # the model's head for multi-token prediction drafts for the rows that draw
     drops: tuple[bytes, ...] = ()  # digests of images whose embeddings are not kept any longer
     encodes: tuple[Image, ...] = ()  # images whose embeddings are computed and kept
-    drafts: int = 0  # see above
+    drafts: int = 0  # tokens that each row draws, one after the other; 0: a row draws as its kind does
 
     @property
     def has_step(self) -> bool:
@@ -218,9 +219,9 @@ class StepResult:
     """The result of a step: for each row of its plan, in order, the tokens that were drawn and their logprobs.
 
     A row that does not sample has no tokens; a VERIFY row has its accepted drafts and one more token. The last token of
-    a row is NOT_A_NUMBER where the logits of any of its positions, accepted or not, were not finite; of a plan with
-    `drafts` any token is where its own were not. `scores` has the
-    logprobs of the rows' `targets`, by the row's index. `pooled` has for each row with `pooling` the sum of its tokens'
+    a row is NOT_A_NUMBER where the logits of any of its positions, accepted or not, were not finite. In the result of a
+    plan with `drafts`, each token whose own logits were not finite is NOT_A_NUMBER. `scores` has the logprobs of the
+    rows' `targets`, by the row's index. `pooled` has for each row with `pooling` the sum of its tokens'
     hidden states for a mean, or the last token's hidden state. `drafts` has by the row's index what the model's head
     expects after the row's last token, if the plan `proposes`; masked rows have none. `unencoded` has
     the reason why an image could not be encoded, by its digest.
@@ -261,8 +262,8 @@ class Runner(Protocol):
     """Whether a step begins only when the step before it has been read."""
 
     drafting_positions: int
-    """The most positions of a plan with `drafts`: its rows times twice the tokens of the longest sequence. 0: no plan
-    may have drafts."""
+    """The most positions that a plan with `drafts` may have. A plan counts as many as its number of rows times twice
+    the number of tokens of its longest sequence. 0: no plan may have drafts."""
 
     def launch(self, plan: StepPlan) -> Any:
         """Start the step and return a handle at once. Raises DeviceError."""

@@ -180,7 +180,7 @@ class BlockPool:
         for table in tables:
             for b in table:
                 expected[b] += 1
-        expected[SCRATCH] = 0  # it stands for blocks that were given back, and nobody counts those
+        expected[SCRATCH] = 0  # in tables it stands for blocks that were given back, which are not counted
         expected[self.scratch] = 1
         assert expected == self.count, "reference counts and tables differ"
         free = {b for b in range(self.scratch, len(expected)) if expected[b] == 0}

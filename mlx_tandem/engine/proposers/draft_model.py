@@ -1,9 +1,9 @@
 """Drafts from a smaller model, which runs beside the served one on a runner and in a pool of its own.
 
-All sequences of a plan draft together. Where the runner can draw several tokens a row in one step, their newest tokens
-are read and all drafts drawn in one, of which only the keys and values of what was read stay; elsewhere each draft
-behind the first is one more step for all of them. A draft is drawn as its sequence will draw, with the noise of its
-position, so that it is accepted where the two models agree.
+All sequences of a plan draft together. Where the runner can draw several tokens a row in one step, one step reads their
+newest tokens and draws all of their drafts, and only the keys and values of the tokens that were read stay. Elsewhere
+each draft after the first takes one more step for all of them. A draft is drawn as its sequence will draw, with the
+noise of its position, so that it is accepted where the two models agree.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ READ_AT_ONCE = 256
 drafts."""
 
 TOGETHER = 8
-"""Most tokens of a sequence that are read in the forward that draws its first draft with those of all others. Of more,
-all but the last are read in a forward of their own, or all of them where each draft is a step."""
+"""Most tokens of a sequence that are read in the forward that draws the first drafts of all sequences. If a sequence
+has more, a forward of its own reads them: all but the last where one step draws all drafts, all of them where each
+draft is a step."""
 
 Key = tuple[int, int]
 """A request's id and the number of a choice."""
 
 _Launched = tuple[list[int], Any]
-"""The readers that have a row in a step, by their indices in the round, and the step's handle."""
+"""The indices, in the round, of the readers that have a row in a step, and the step's handle."""
 
 
 @dataclass(slots=True)
@@ -41,8 +42,8 @@ class _Reader:
     """One sequence as the draft model has read it. `s` has its blocks, its seat, and how many positions are right."""
 
     s: sequence.Sequence
-    known: int = 0  # tokens that were known when it was read last
-    computed: tuple[int, ...] = ()  # drafts after these whose keys and values are in the pool, too
+    known: int = 0  # number of its tokens when it was read last
+    computed: tuple[int, ...] = ()  # drafts behind these tokens whose keys and values are in the pool, too
     is_foreign: bool = False  # whether a token of it is not in the draft model's vocabulary
 
 
@@ -52,7 +53,7 @@ class _Round:
 
     readers: list[_Reader] = field(default_factory=list)
     most: list[int] = field(default_factory=list)  # drafts of each
-    rows: list[Row] = field(default_factory=list)  # one for each: what is read of it
+    rows: list[Row] = field(default_factory=list)  # one for each reader, with the tokens that are read of it
     seatings: list[Seating] = field(default_factory=list)
 
 
@@ -181,7 +182,7 @@ class DraftModel:
         return drawn
 
     def _launch_at_once(self, round_: _Round) -> list[_Launched]:
-        """Launch a step for what is only read, and one that reads the newest tokens and draws all drafts."""
+        """Launch a step that only reads tokens, and a step that reads the newest tokens and draws all drafts."""
         only_read: list[tuple[int, Row]] = []
         drafting: list[tuple[int, Row]] = []
         for i, (row, most) in enumerate(zip(round_.rows, round_.most, strict=True)):
@@ -201,7 +202,7 @@ class DraftModel:
         return flights
 
     def _launch_each(self, round_: _Round) -> list[_Launched]:
-        """Launch a step that reads and draws the first drafts, and a step for each further one."""
+        """Launch a step that reads tokens and draws the first drafts, and a step for each further draft."""
         first = StepPlan(tuple(round_.rows), copies=self._blocks.writes.take_copies(), seatings=tuple(round_.seatings))
         flights: list[_Launched] = [(list(range(len(round_.rows))), self._runner.launch(first))]
         for n in range(1, max(round_.most)):
@@ -219,7 +220,7 @@ class DraftModel:
 def _agreed(reader: _Reader, tokens: Sequence[int]) -> int:
     """Return how many positions the draft model has computed from these tokens, all but the newest at most.
 
-    It has computed the tokens that were known, and where each draft is a step all drafts after them but the last.
+    It has computed the tokens that were known when it read the sequence last, and the drafts in `computed` behind them.
     """
     news = tokens[reader.known : reader.known + len(reader.computed)]
     pairs = zip(reader.computed, news, strict=False)

@@ -53,7 +53,7 @@ class _Drafter:
     prediction: Prediction | None
     drafts: int  # to copy next
     is_predicted: bool = False  # whether the last drafts are from the prediction
-    is_copied: bool = False  # whether the last drafts are from there or from the sequence's own tokens
+    is_copied: bool = False  # whether the last drafts are copied, from the prediction or the sequence's own tokens
     accepted: float = 0.0  # a row, moving average
     is_copying: bool = False  # whether all of the last drafts were accepted
     misses: int = 0  # rows in a row of which no draft was accepted
@@ -115,9 +115,9 @@ class Speculation:
         return not drafter.is_copying and drafter.accepted >= WORTH_WAITING
 
     def prepare(self, asked: Sequence[Asked]) -> None:
-        """Have the draft model make drafts for all sequences whose tokens are known and that have nothing to copy.
+        """Have the draft model make drafts for the sequences whose tokens are all known and that have nothing to copy.
 
-        It reads the others meanwhile.
+        It only reads the tokens of the others.
         """
         pairs = [(a, self._drafters.get((a.request.id, a.choice)) or self._open(a.request, a.choice)) for a in asked]
         for a, drafter in pairs:
@@ -144,7 +144,7 @@ class Speculation:
     def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:
         """Return what follows the newest tokens in the prediction, or where they stood before if more agree there.
 
-        A draft model has what the prediction and the sequence itself have not.
+        Where neither has the newest tokens, return what the draft model or the model's head has drafted.
         """
         drafter = self._drafters.get((request.id, choice)) or self._open(request, choice)
         if self._pauses(drafter, len(tokens)) or (unread > 1 and not drafter.is_copying):
@@ -166,8 +166,8 @@ class Speculation:
     def _match(self, drafter: _Drafter, tokens: Sequence[int]) -> tuple[int, int, bool]:
         """Return the place from which to copy, how many tokens agree before it, and whether it is in the prediction.
 
-        Nothing is copied where no token agrees. Beside a draft model, that more often knows what follows a short match,
-        a sequence's own tokens count from SURE on.
+        Nothing is copied where no token agrees. A draft model is right more often than a short match: beside one, a
+        match in the sequence's own tokens counts only if at least SURE tokens agree.
         """
         place, length = (-1, 0) if drafter.prediction is None else drafter.prediction.find(tokens)
         if drafter.index is None:
@@ -193,13 +193,14 @@ class Speculation:
             return {}
 
     def _numbers(self, went_on: Sequence[bool]) -> Sequence[int]:
-        """Return how many drafts of the draft model a sequence may get, most first: it gets as many as it has room for.
+        """Return the numbers of drafts that the draft model may make for a sequence, in descending order.
 
-        All sequences get the same number, since one step makes the drafts of all and another verifies as many tokens
-        of each. It is the larger one while most of them accept all drafts. The numbers are few, since each kind of step
-        is traced.
+        Each sequence gets the first number for which it has room. The numbers are those of all sequences, since one
+        step makes the drafts of all, and another step verifies the same number of tokens of each. They begin with the
+        larger number while more than half of the sequences accept all drafts. They are few, since each kind of step is
+        traced.
 
-        went_on: whether all drafts were accepted that a sequence had last, for each that drafts now.
+        went_on: for each sequence that drafts now, whether all of its last drafts were accepted.
         """
         most = self._config.num_tokens
         if not self._config.dynamic:
@@ -241,7 +242,7 @@ class Speculation:
         if not self._config.dynamic:
             return
         if not drafter.is_copied:
-            pass  # the number of a model's drafts is that of all sequences
+            pass  # `_numbers` gives the number of a model's drafts for all sequences
         elif drafter.is_copying:
             drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, MOST_DRAFTS)
         else:
@@ -254,7 +255,7 @@ class Speculation:
         """Take in a step that was just read."""
         if not (self.for_all or self._drafters):
             return
-        # A sequence whose prompt is cached begins with a row like any other, perhaps after a time without work.
+        # A sequence whose prompt is cached begins with a row that decodes, perhaps after a time without work.
         begins = bool(plan.seatings)
         usual = not (begins or plan.saves or plan.loads or plan.masked or plan.slice or plan.background_share)
         usual = usual and bool(plan.rows) and all(row.kind is not RowKind.PROMPT for row in plan.rows)

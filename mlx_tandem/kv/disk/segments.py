@@ -64,7 +64,7 @@ class Segments:
         limit: int,
         segment_bytes: int,
         ttl: float,  # seconds; 0: blocks never expire
-        durable: bool,  # whether `sync` does anything, and names of new segments are brought to the drive
+        durable: bool,  # whether `sync` brings writes to the drive, and new segments bring their names there
         now: Callable[[], float],
         ops: FileOps = DISK,
     ) -> None:
