@@ -32,14 +32,18 @@ class VisionFamily(NamedTuple):
     """The order in which the frequencies of ropes belong to the axes of positions; empty if positions have one axis."""
 
     videos: Literal["", "groups", "seconds", "texts", "clock"] = ""
-    """How the model is told the times of a video's frames; empty if no videos are served. A group of frames becomes one
-    patch in time. Its position on the axis of time is its number, or its time in units of the folder's
-    `tokens_per_second`; or a text before the group has its time. With `clock`, a text has minutes and seconds, and each
-    frame is an image by itself.
+    """How the model is told the times of a video's frames; empty if no videos are served.
+
+    Except with `clock`, a group of frames becomes one patch in time. With `groups`, its position on the axis of time is
+    its number; with `seconds`, its time in seconds times the folder's `tokens_per_second`; with `texts`, a text before
+    the group gives its time in seconds. With `clock`, each frame is an image by itself, and a text before it gives its
+    time in minutes and seconds.
     """
 
     unscaled: bool = False
-    """Whether the language model scales the embeddings of tokens only. mlx-lm's scales all that it is given."""
+    """Whether the family's language model scales the embeddings of tokens but not those of images. mlx-lm's code scales
+    both.
+    """
 
     own_text_part: bool = False
     """Whether mlx-lm loads the language model by the `model_type` of its text part, not of the folder."""

@@ -101,13 +101,15 @@ class Image(Struct, frozen=True, array_like=True):
     Its placeholders are the next `tokens` tokens from `start` on whose id is one that VisionInfo names; other
     tokens may lie between them, such as line breaks. `start` is the index of the first in the prompt. `arrays` is the
     content of a safetensors file with the processor's arrays under their own names: `pixel_values`, `image_grid_thw`
-    and so on, of frames `pixel_values_videos` and `video_grid_thw`. A patch has several frames, which are equal in an
-    image; so the arrays of an image have one of them.
+    and so on; for groups of frames of the Qwen families, `pixel_values_videos` and `video_grid_thw`. The encoders of
+    these families take patches of several frames. In an image these frames are equal, so its `pixel_values` hold only
+    the first.
 
-    Where positions have several axes, `time` is added to the positions of its tokens on the axis of time. An image that
-    `follows` begins where the image before it begins: both are groups of one video.
+    Where positions have several axes, `time` is added to the positions of its tokens on the axis of time. If `follows`
+    is set, its positions begin where those of the image before it begin: both are groups of one video.
 
-    `digest` is 16 bytes of BLAKE2b of the name of the model's family, `arrays`, and the two fields above.
+    `digest` is a BLAKE2b digest of 16 bytes. It depends on the name of the model's family and on `arrays`, and for the
+    groups of a video whose times are positions also on `time` and `follows`.
     """
 
     digest: bytes

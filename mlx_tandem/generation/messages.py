@@ -50,7 +50,7 @@ SHOWN: Mapping[type, tuple[str, str]] = {
     VideoUrlPart: ("video_url", "video"),
     FramesPart: ("video", "video"),
 }
-"""The types of parts that are no texts, and the types by which chat templates know them."""
+"""For each type of part that is not a text: its `type` in requests, and the `type` that chat templates know."""
 
 
 class ChatMessage(Struct):
@@ -88,7 +88,7 @@ def image_field(message: int, part: int) -> str:
 def image_sources(messages: Sequence[Any], fields: Mapping[str, str]) -> list[Source]:
     """Return the images and videos of a conversation that `chat_messages` has checked, in their order.
 
-    `fields` has the names of images' fields where these differ from those of OpenAI's form.
+    `fields` has the names of the images' fields where these differ from the names in OpenAI's form.
     """
     sources: list[Source] = []
     for i, message in enumerate(messages):

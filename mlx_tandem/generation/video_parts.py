@@ -14,7 +14,7 @@ class VideoUrl(Struct):
 
 
 class VideoUrlPart(Struct, tag="video_url", tag_field="type"):
-    """One video of a message of the user, as vLLM's clients send it. `fps`: its frames per second."""
+    """One video of a message of the user in the form of vLLM's clients. `fps`: its frames per second."""
 
     video_url: VideoUrl
     fps: float | None = None
@@ -28,9 +28,11 @@ class FramesPart(Struct, tag="video", tag_field="type"):
 
 
 class VideoSource(NamedTuple):
-    """Where the frames of a video come from, how many a second has, and the field of the request that says it.
+    """Where the frames of a video come from.
 
-    `given` is a URL with all frames, or a list of the URLs of images. `place` is the field of the part of the message.
+    `given` is a URL with all frames, or a list of the URLs of images. `fps` is the number of frames per second, None if
+    the request does not give it. `field` is the field of the request that holds `given`, and `place` is the field of
+    the part of the message.
     """
 
     given: str | list[str]
@@ -40,7 +42,7 @@ class VideoSource(NamedTuple):
 
 
 def video_source(part: dict[str, Any], place: str) -> VideoSource:
-    """Return the video of a part of a message that has been checked. `place` is the part's field."""
+    """Return the video in a part of a message that has been checked. `place` is the part's field."""
     kind = part["type"]
     given = part["video_url"]["url"] if kind == "video_url" else part["video"]
     return VideoSource(given, part.get("fps"), f"{place}.{kind}", place)

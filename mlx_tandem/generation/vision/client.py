@@ -42,8 +42,8 @@ IMAGE_PROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """The files of a folder that describe its image processor. The second one may contain the first."""
 
 VIDEO_PROCESSOR = "video_preprocessor_config.json"
-"""The file that describes its video processor, which PROCESSOR may contain, and which IMAGE_PROCESSOR replaces if it is
-missing.
+"""The file that describes a folder's video processor where PROCESSOR does not contain it. If neither exists, the values
+of the image processor are used.
 """
 
 ROOM = 1 << 20
@@ -64,8 +64,8 @@ _DATA = re.compile(r"data:image/[a-z0-9.+*-]{1,32}(?:;[a-z0-9.+=-]{1,64})*;base6
 class Images:
     """The images of requests for the model in a folder. It belongs to one event loop.
 
-    No process is started before the first image. A folder whose images cannot be served has no `family`, and one whose
-    family has no videos no `videos`. `cache` holds the images that were processed last.
+    No process is started before the first image. `family` is None if the folder's images cannot be served, and `videos`
+    is None if its videos cannot. `cache` holds the images that were processed last.
     """
 
     def __init__(self, folder: Path, hosts: Sequence[str] = ()):
@@ -118,7 +118,7 @@ class Images:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """What chat templates print for images and videos."""
+        """The texts that chat templates print for images and videos."""
         assert self.family is not None
         return (*(() if self.videos is None else self.videos.places), self.family.placeholder)
 
@@ -150,7 +150,7 @@ class Images:
         An image becomes one piece, and a video one for each group of frames.
 
         Raises:
-            InvalidRequest: An image cannot be used; the error names its field.
+            InvalidRequest: An image or a video cannot be used; the error names its field.
             Overloaded: Too many images wait.
             EngineError: No process can be started.
         """
@@ -158,7 +158,7 @@ class Images:
             return await self._all_made(sources)
 
     async def _all_made(self, sources: Sequence[Source]) -> list[list[Made]]:
-        """Return what the processor makes of the images, one after the other. Raises the errors of `made`."""
+        """Return what the processor makes of images and videos, one after the other. Raises the errors of `made`."""
         made: list[list[Made]] = []
         size = 0
         for source in sources:  # A request uses one process at a time.
@@ -168,8 +168,8 @@ class Images:
                 size += len(piece.arrays)
                 if size > limits.MAX_REQUEST_ARRAYS:
                     raise InvalidRequest(
-                        f"{source.field}: the images of a request may become at most {limits.MAX_REQUEST_ARRAYS} bytes "
-                        "of arrays: send fewer or smaller images",
+                        f"{source.field}: the images and frames of a request may become at most "
+                        f"{limits.MAX_REQUEST_ARRAYS} bytes of arrays: send fewer or smaller ones",
                         param=source.field,
                     )
                 if own and piece.size != own[0].size:

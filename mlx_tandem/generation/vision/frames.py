@@ -1,7 +1,7 @@
-"""Turns frames of videos into arrays, as the video processors of transformers do, but without PyTorch.
+"""The video processors, which turn frames into arrays as those of transformers do, but without PyTorch.
 
-The frames of a group become one patch in time in the Qwen families, whose encoders compute each group by itself. Other
-families have one frame in a group.
+In the Qwen families the frames of a group become one patch in time, and the encoders compute each group by itself. In
+Gemma 4 a group is one frame.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BadFrame(BadImage):
 
 
 class StillProcessor:
-    """The video processor of a folder whose frames are images with fewer tokens, as those of Gemma 4.
+    """The video processor of a folder of Gemma 4, whose frames are images with fewer tokens.
 
     The constructor raises the errors of transformers, of any type.
     """
@@ -44,7 +44,7 @@ class StillProcessor:
         self._processor = class_of("Gemma4ImageProcessor")(**{"max_soft_tokens": 70} | values)
 
     def __call__(self, frames: Sequence[Image], count: int) -> dict[str, np.ndarray]:
-        """Return the arrays of the only one of `frames`, which do not depend on the number of frames of its video."""
+        """Return the arrays of a group, which is one frame. They do not depend on `count`, the video's frames."""
         (frame,) = frames
         made = self._processor(images=[np.asarray(frame)], input_data_format="channels_last", return_tensors="np")
         return {name: np.ascontiguousarray(made[name]) for name in ("pixel_values", "image_position_ids")}
@@ -79,9 +79,9 @@ class FrameProcessor:
         )
 
     def __call__(self, frames: Sequence[Image], count: int) -> dict[str, np.ndarray]:
-        """Return the arrays of a group of frames in RGB, of a video of `count` frames, as `types.Image` has them.
+        """Return the arrays of a group of RGB frames, in a video of `count` frames, as `types.Image` has them.
 
-        The last frame is repeated where frames are missing. Raises BadFrame for a frame of another size than the first.
+        If frames are missing, the last one is repeated. Raises BadFrame if a frame has another size than the first.
         """
         for number, frame in enumerate(frames):
             if frame.size != frames[0].size:
@@ -115,7 +115,7 @@ class FrameProcessor:
         return fitted(height, width, side, min(least, largest), largest, count, counted)
 
     def _patches(self, frame: Image) -> np.ndarray:
-        """Return the patches of one frame, with their channels."""
+        """Return the patches of one frame [patches, channels · side · side]."""
         made = self._processor(images=[np.asarray(frame)], input_data_format="channels_last", return_tensors="np")
         return one_frame(made["pixel_values"], 1, self._patch)
 
@@ -131,10 +131,10 @@ def frame_processor(setup: Setup) -> FrameProcessor | StillProcessor | None:
 def fitted(
     height: int, width: int, side: int, least: int, most: int, frames: int = 1, counted: int = 1
 ) -> tuple[int, int]:
-    """Return the multiples of `side` that are nearest to a height and a width, within limits on pixels of all frames.
+    """Return the height and width, multiples of `side`, to which frames are scaled within limits on all frames' pixels.
 
-    The processors of transformers compare the limits with the pixels of `counted` frames, and scale to those of
-    `frames`.
+    They are the multiples that are nearest to the given ones if these are within the limits. As in transformers, the
+    limits are compared with the pixels of `counted` frames, and the scale is computed from those of `frames`.
     """
     high, wide = round(height / side) * side, round(width / side) * side
     if counted * high * wide > most:

@@ -9,9 +9,10 @@ from mlx_tandem.generation.vision.messages import GroupJob, Job, Made
 
 
 def key_of(job: Job | GroupJob) -> bytes:
-    """Return the digest of an image as its request gives it. Base64 and bytes of one file have different digests.
+    """Return the digest of an image or a group of frames as its request gives it.
 
-    That of a group of frames depends on how many frames the video has, since these share its pixels.
+    Base64 and bytes of one file have different digests. The digest of a group of frames also depends on the number of
+    frames of its video, since the limits on a video's pixels are shared among them.
     """
     if isinstance(job, GroupJob):
         files = b"".join(map(key_of, job.frames))

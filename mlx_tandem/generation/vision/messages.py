@@ -17,7 +17,7 @@ class Setup(Struct, frozen=True, array_like=True):
     config: dict[str, Any]  # config.json
     image_processor: dict[str, Any]  # preprocessor_config.json, or the same part of processor_config.json
     processor: dict[str, Any]  # processor_config.json
-    video_processor: dict[str, Any] = {}  # video_preprocessor_config.json, or the same part of processor_config.json
+    video_processor: dict[str, Any] = {}  # a part of processor_config.json, or video_preprocessor_config.json
 
 
 class Job(Struct, frozen=True, array_like=True, tag=True):
@@ -28,7 +28,7 @@ class Job(Struct, frozen=True, array_like=True, tag=True):
 
 
 class GroupJob(Struct, frozen=True, array_like=True, tag=True):
-    """Frames that become one patch in time, of a video of `count` frames. The last group may have too few frames."""
+    """The files of a group of frames, in a video of `count` frames. The last group may have fewer than the others."""
 
     frames: list[Job]
     count: int
@@ -39,7 +39,8 @@ class Made(Struct, frozen=True, array_like=True, tag=True):
 
     `arrays` is the content of a safetensors file. `text` takes the place of the template's placeholder in the prompt.
     Each placeholder token in `text` stands for a run of them, and `runs` has the lengths of these runs. `size` is the
-    width and height of frames as they were sent. `time` and `follows` are those of `types.Image`.
+    width and height of a group's frames as they were sent; (0, 0) for an image. `time` and `follows` are those of
+    `types.Image`.
     """
 
     digest: bytes

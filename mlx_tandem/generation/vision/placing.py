@@ -12,10 +12,10 @@ from mlx_tandem.types import Image
 
 
 def with_texts(parts: Sequence[Part], places: Sequence[str], texts: Sequence[str]) -> list[Part]:
-    """Return a prompt's text in which each of `places` is replaced by the next of the texts of images and videos.
+    """Return a prompt's text in which the text of an image or a video replaces each place for one.
 
-    `places` is what templates print for an image or a video; IMAGE_MARK is one, too. Raises InvalidRequest when the
-    template does not print one for each of `texts`.
+    places: the texts that chat templates print for an image or a video; IMAGE_MARK is a place, too. texts: those of the
+    images and videos, in their order. Raises InvalidRequest unless there are as many places as `texts`.
     """
     pattern = re.compile("|".join(map(re.escape, (*places, IMAGE_MARK))))
     found = sum(len(pattern.findall(text)) for text, plain in parts if not plain)
@@ -38,8 +38,8 @@ def with_runs(
 ) -> tuple[list[int], tuple[Image, ...]]:
     """Return the ids of a prompt with as many placeholders as its images take, and the images with their places.
 
-    `ids` have one placeholder, one of `tokens`, for each run. Raises InvalidRequest when the text of a message adds
-    others.
+    `ids` have one placeholder for each run, and `tokens` are the ids of placeholders. Raises InvalidRequest when the
+    text of a message adds others.
     """
     at = [i for i, found in enumerate(ids) if found in tokens]
     if len(at) != sum(len(image.runs) for image in images):

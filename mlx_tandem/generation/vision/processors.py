@@ -137,9 +137,10 @@ def _limit_pixels(values: dict[str, Any]) -> None:
 
 
 def pixel_limits(values: Mapping[str, Any], least: int, most: int) -> tuple[int, int]:
-    """Return the limits on pixels in the values of one of Qwen's processors, which calls them edges or pixels.
+    """Return the least and the largest number of pixels in the values of one of Qwen's processors.
 
-    least, most: the usual limits.
+    The values name them `min_pixels` and `max_pixels`, or `shortest_edge` and `longest_edge`. least, most: the limits
+    where the values have none.
     """
     given = values.get("size")
     size = given if isinstance(given, Mapping) else {}

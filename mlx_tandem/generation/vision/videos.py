@@ -1,6 +1,6 @@
 """Videos of requests: the images of their frames, and how the model is told the times of groups of frames.
 
-The forms are those of the families' processors in transformers.
+Texts and times have the form that the families' processors in transformers give them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlx_tandem.generation.vision.messages import Made, Setup
 from mlx_tandem.model_folder import VISION_FAMILIES
 
 FRAMES = "data:video/jpeg;base64,"
-"""The beginning of a URL with frames, which are separated by commas."""
+"""The beginning of a URL that holds frames. Commas separate the frames."""
 
 TOKEN, CLOCK_TOKEN = "<|video_pad|>", "<|video|>"
 """The placeholders of videos in the Qwen families and in Gemma 4."""
@@ -30,19 +30,20 @@ BLOCK = f"<|vision_start|>{TOKEN}<|vision_end|>"
 """What chat templates of the Qwen families print for a video."""
 
 USUAL_GROUP = 2
-"""Frames of a group where a folder does not have them."""
+"""Frames of a group if the folder does not say how many."""
 
 USUAL_RATE = 2.0
-"""Frames per second of a video where neither its request nor the folder has them, which is the families' own rate."""
+"""Frames per second of a video if neither its request nor the folder says how many: the families' own rate."""
 
 USUAL_POSITIONS = 4.0
-"""Positions in a second where a folder does not have them, as in transformers."""
+"""Positions per second if the folder does not say how many, as in transformers."""
 
 
 class Unit(NamedTuple):
     """What becomes one `types.Image`: an image, or a group of frames.
 
-    The first of its files is number `first` of the `frames` frames of a video; `frames` is 0 for an image.
+    The files of a group are those from number `first` on, from 0, of a video of `frames` frames. For an image, `frames`
+    is 0.
     """
 
     files: Sequence[ImageSource]
@@ -73,7 +74,7 @@ class Videos:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """What the texts of a video replace in the output of a chat template."""
+        """The texts that a chat template prints for a video; the longest that fits is replaced."""
         if self.way == "clock":
             return (CLOCK_TOKEN,)
         return (BLOCK, TOKEN) if self.way == "texts" else (TOKEN,)
@@ -91,14 +92,14 @@ class Videos:
             ]
         times = list(range(len(groups)))
         if self.way == "seconds":
-            # In single precision like the original, since a product close to an integer is cut off.
+            # In single precision, as in transformers: a product close to an integer is rounded down.
             step = _single(_single(self.positions) * _single(self.frames / rate))
             times = [int(_single(n * step)) for n in times]
         return [_at(g, time, n > 0) for n, (g, time) in enumerate(zip(groups, times, strict=True))]
 
 
 def videos_of(setup: Setup) -> Videos | None:
-    """Return how videos are shown to a folder's model, whose numbers have been checked; None if they are not."""
+    """Return how videos are shown to the model of a folder whose numbers have been checked; None if it takes none."""
     way = VISION_FAMILIES[setup.family].videos
     if not way:
         return None
@@ -112,12 +113,12 @@ def videos_of(setup: Setup) -> Videos | None:
 
 
 def _number(value: object, usual: float) -> float:
-    """Return a setting if it is one number, else the usual one."""
+    """Return a setting if it is a number, else `usual`."""
     return float(value) if isinstance(value, int | float) else usual
 
 
 def check_video(video: VideoSource) -> None:
-    """Raise InvalidRequest, naming the field, unless a video is sent as frames with a rate that is possible."""
+    """Raise InvalidRequest, naming the field, unless a video is sent as frames and its rate is in range."""
     if video.fps is not None:
         limits.check("fps", video.fps, f"{video.place}.fps")
     if isinstance(video.given, str) and not video.given.startswith(FRAMES):
@@ -132,12 +133,12 @@ def check_video(video: VideoSource) -> None:
 
 
 def count_of(video: VideoSource) -> int:
-    """Return how many frames a video has that `check_video` has let through."""
+    """Return the number of frames of a video that `check_video` has accepted."""
     return video.given.count(",") if isinstance(video.given, str) else len(video.given)
 
 
 def units_of(source: Source, frames: int) -> Iterator[Unit]:
-    """Yield the parts of an image or a video that the processor makes one by one. frames: of a group."""
+    """Yield the units of an image or a video, which are processed one by one. `frames`: the frames of a group."""
     if isinstance(source, ImageSource):
         yield Unit([source])
         return
@@ -151,12 +152,12 @@ def units_of(source: Source, frames: int) -> Iterator[Unit]:
 
 
 def _clock(seconds: float) -> str:
-    """Return the text of a frame at this time."""
+    """Return the text that a prompt has for a frame of Gemma 4 at this time."""
     return f"{int(seconds // 60):02d}:{int(seconds % 60):02d} <|image>{CLOCK_TOKEN}<image|>"
 
 
 def _at(group: Made, time: int, follows: bool) -> Made:
-    """Return a group at its place in time, which its digest tells from other places."""
+    """Return a group at its place in time. Its digest differs from that of the same group at another place."""
     digest = blake2b(group.digest + pack("<q?", time, follows), digest_size=16).digest()
     return structs.replace(group, digest=digest, text=TOKEN, time=time, follows=follows)
 

@@ -44,7 +44,7 @@ class Worker:
         self._frames = frame_processor(setup)
 
     def answer(self, raw: bytes) -> Made | Failed:
-        """Return what the model's processor makes of an encoded image. A lack of memory ends the process."""
+        """Return what the model's processor makes of an encoded job. A lack of memory ends the process."""
         try:
             with time_limit(signal.ITIMER_PROF, self._seconds):
                 job = decode_job(raw)
@@ -66,7 +66,7 @@ class Worker:
         return Made(*self._saved(kept), layout.text, layout.runs)
 
     def _group(self, job: GroupJob) -> Made:
-        """Return what is made of a group of frames, whose text its client knows. Raises BadImage."""
+        """Return what is made of a group of frames, without the text, which the client adds. Raises BadImage."""
         assert self._frames is not None, "the client refuses videos for this family"
         frames: list[Image] = []
         for number, each in enumerate(job.frames):
@@ -78,7 +78,7 @@ class Worker:
         return Made(*self._saved(arrays), "", [self._frames.tokens(arrays)], frames[0].size)
 
     def _saved(self, arrays: dict[str, np.ndarray]) -> tuple[bytes, bytes]:
-        """Return the digest of arrays and their safetensors file. Raises BadImage for too many bytes."""
+        """Return the digest of arrays and their safetensors file. Raises BadImage if they have too many bytes."""
         size = sum(array.nbytes for array in arrays.values())
         if size > MAX_IMAGE_ARRAYS:
             raise BadImage(
@@ -91,7 +91,7 @@ class Worker:
 
 
 def _image(job: Job) -> Image:
-    """Return the image of a file. Raises BadImage."""
+    """Return the image in a file. Raises BadImage."""
     try:
         data = binascii.a2b_base64(job.data, strict_mode=True) if job.base64 else job.data
     except binascii.Error:

@@ -1,8 +1,8 @@
-"""The cache of the forwards that compute tokens drawn in the same step, one after the other.
+"""The caches of forwards that compute the tokens that a step itself has drawn, one after the other.
 
 A step that draws several tokens a row gathers each layer's keys and values from the pool once, in its first forward.
-The keys and values of the drawn tokens are kept beside them for the rest of the step and never reach the pool: MLX's
-own scatter would copy an array of the pool that the forward before still reads.
+The keys and values of the drawn tokens are kept beside them for the rest of the step and never reach the pool: to write
+them there, MLX's own scatter would copy the pool's arrays, which the forward before still reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DraftedView:
         self._whole: dict[int | None, mx.array] = {}
 
     def mask(self, window: int | None) -> mx.array:
-        """Return [rows, 1 (, 1), 1, positions] bool: which of the gathered positions each row's token sees."""
+        """Return [rows, 1 (, 1), 1, positions] bool: the gathered positions that each row's token sees."""
         if window not in self._masks:
             key = self._view.positions()
             seen = key <= self._newest[:, None, None]
@@ -49,7 +49,7 @@ class DraftedView:
         return self._masks[window]
 
     def drawn(self, window: int | None) -> int:
-        """Return how many of the drawn tokens the token sees, its own among them."""
+        """Return how many of the drawn tokens this forward's token sees, including itself."""
         return self._number if window is None else min(self._number, window)
 
     def whole(self, window: int | None) -> mx.array:
@@ -67,7 +67,7 @@ class DraftedView:
 
 
 class DraftedCache:
-    """The cache of one layer in the forwards of drawn tokens."""
+    """The cache of one layer in the forwards that compute drawn tokens."""
 
     def __init__(self, shape: LayerShape):
         self.shape = shape
@@ -126,7 +126,8 @@ class DraftedCache:
     ) -> mx.array:
         """Return the attention of a layer, which the hook sends here.
 
-        Over the keys just fetched it is computed in two parts, so that the gathered ones are not copied.
+        Attention over the keys just fetched is computed in two parts if there are many scores, so that the gathered
+        keys are not copied.
         """
         v = self._view
         assert v is not None
@@ -141,7 +142,7 @@ class DraftedCache:
 
     @staticmethod
     def _update(form: RowFormat, own: list[mx.array], new: mx.array) -> list[mx.array]:
-        """Add keys or values as the pool would hold them to those of the tokens before; return them all."""
+        """Append keys or values, as the pool would hold them, to those of the tokens drawn before; return all."""
         lines = [line.reshape(*new.shape[:3], -1) for line in form.encode(new.reshape(-1, form.dim))]
         own.append(form.decode(lines))
         return own

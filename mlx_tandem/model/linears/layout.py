@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 
 def lay_out(module: nn.Module) -> None:
-    """Lay the float32 weights of all linears out anew, one after the other; their values and shapes stay."""
+    """Lay the float32 weights of all linears out in this way, one after the other; their values and shapes stay."""
     for each in module.modules():
         own: Any = each
         if isinstance(each, nn.Linear) and own.weight.dtype == mx.float32:

@@ -1,4 +1,4 @@
-"""The part of a step in which each row draws several tokens, one after the other, in the step's one graph."""
+"""The part of a step in which each row draws several tokens, one after the other, all in the graph of the step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Model = Callable[[mx.array, list[Any]], mx.array]
 
 
 class Chain:
-    """The forwards of a model behind the first one of a step.
+    """The draws of a step in which each row draws several tokens, with the forwards behind the step's first one.
 
-    shapes: those of the layers; pool_of: the index of each layer's pool.
+    shapes: the shape of each layer's cache; pool_of: the index of each layer's pool.
     """
 
     def __init__(self, module: Any, shapes: Sequence[LayerShape], pool_of: Sequence[int], greedy: Greedy):
@@ -43,9 +43,15 @@ class Chain:
     ) -> mx.array:
         """Return the tokens [rows, chained] int32 that the rows draw.
 
-        logits: [rows, vocabulary], those of the first forward; fetched: each layer's keys and values, as that forward
-        has gathered them; views: what each pool's layers shared in it; seen: the token counts of all seats, which do
-        not change.
+        Args:
+            key: The step's key.
+            given: The inputs of the first forward.
+            logits: The logits [rows, vocabulary] of the first forward.
+            fetched: Each layer's keys and values, as the first forward has gathered them.
+            views: The views of the first forward, one for each pool.
+            sampling: The sampling parameters of the rows, as `SamplingArrays.unflatten` takes them.
+            seen: The token counts of all seats, which do not change.
+            model: The model that computes the further forwards.
         """
         newest = given.offset + given.last
         how = SamplingArrays.unflatten(sampling, key.flags)
@@ -67,7 +73,7 @@ class Chain:
         return mx.stack(drawn, 1)
 
     def _bind(self, views: Sequence[StepView], newest: mx.array, number: int) -> None:
-        """Bind the caches for the forward of the drawn token of this number, from 1."""
+        """Bind the caches for the forward that computes the drawn token with this number, from 1."""
         each = [DraftedView(view, newest, number) for view in views]
         for cache, own in zip(self._caches, self._pool_of, strict=True):
             cache.bind(each[own])
