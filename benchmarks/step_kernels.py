@@ -1,11 +1,11 @@
-"""Measure the engine's decode steps, and the time that each kernel of a GPU takes of them.
+"""Measure the engine's decode steps, and how much of a step each kernel takes on a GPU.
 
     python benchmarks/step_kernels.py --shape qwen3.5-9b --rows 1,16,64 --json-out benchmarks/results/step_kernels.json
 
 The engine's loop runs in this process, without HTTP. For each number of rows the milliseconds of a step are the median
 of the rounds, while all rows decode greedily. One more round runs under PyTorch's profiler, which sees the kernels of
-every library in the process; they are left out where PyTorch is not installed or there is no NVIDIA GPU. The kernels of
-the round's prompts are among them, and the profiler slows steps down.
+every library in the process. Without PyTorch or an NVIDIA GPU, no kernels are listed. The listed kernels include those
+of the round's prompts, and the profiler slows the steps of its round down.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class Kernels:
             self._profile.start()
 
     def stop(self, steps: int, most: int) -> list[dict[str, Any]]:
-        """Return the `most` kernels that took longest: the milliseconds and the number of each in one of `steps`."""
+        """Return the `most` kernels that took longest, with the milliseconds and the number of runs of each per step.
+
+        steps: the number of steps since `start`.
+        """
         if self._profile is None:
             return []
         self._profile.stop()
@@ -93,7 +96,7 @@ class Bench:
             self._results.add(device=info.device, attention=info.attention_backend, results=found)
 
     def _work(self, rows: int) -> Work:
-        """Return the requests of one round, which have the same prompts in each."""
+        """Return the requests of one round. All rounds have the same prompts."""
         prompt = [tuple(3 + (row + n) % 200 for n in range(self._args.prompt_tokens)) for row in range(rows)]
         params = SamplingParams(self._args.max_tokens, temperature=0.0, ignore_eos=True)
         return Work([m.Submit(Request(next(self._ids), own, params)) for own in prompt])

@@ -73,10 +73,10 @@ def attend_behind(
     scale: float,
     mask: mx.array,
 ) -> mx.array:
-    """Return `attend` of one query a row over keys and values in two parts, without joining these.
+    """Return the attention of one query a row over two parts of keys and values, without joining the parts.
 
-    context: keys and values [rows, kv heads, positions, dim], of which `mask` says what is seen; own: those of the last
-    positions, all of which are seen.
+    context: the keys and values [rows, kv heads, positions, dim] of the first part, whose positions are seen by `mask`,
+    bool [rows, 1 (, 1), 1, positions]; own: the keys and values of the second part, whose positions are all seen.
     """
     rows, heads, _, dim = queries.shape
     kv_heads, positions = context[0].shape[1:3]
@@ -84,16 +84,18 @@ def attend_behind(
     mask = mask.reshape(rows, 1, 1, positions)
     before, last = mx.where(mask, q @ context[0].swapaxes(-1, -2), -1e30), q @ own[0].swapaxes(-1, -2)
     top = mx.maximum(before.max(-1, keepdims=True), last.max(-1, keepdims=True))
-    before, last = mx.where(mask, exp(before - top), 0.0), mx.exp(last - top)  # few of the latter
+    # The second part has few scores, for which MLX's own exp has fewer operations.
+    before, last = mx.where(mask, exp(before - top), 0.0), mx.exp(last - top)
     total = before.sum(-1, keepdims=True) + last.sum(-1, keepdims=True)
     return ((before @ context[1] + last @ own[1]) / total).reshape(rows, heads, 1, -1)
 
 
 WORTH = 2048
-"""Number of scores from which `attend` is faster than MLX's softmax, which has fewer operations to launch."""
+"""Number of scores from which `attend` is faster than MLX's own attention, which has fewer operations to launch."""
 
 SMALL = 2048
-"""Number of elements below which MLX's own SwiGLU, a single operation, takes a step less time than several."""
+"""Number of elements below which a step uses MLX's own SwiGLU: its single operation then takes less time than several
+operations of this module."""
 
 LARGE = 1 << 15
 """Number of elements from which learning uses the functions of this module: each new size is traced once."""

@@ -1,6 +1,6 @@
-"""A fused path through layers of Qwen3.5's kind, which compute the gated delta rule, on CUDA.
+"""A fused path on CUDA through layers of Qwen3.5's kind, which compute the gated delta rule.
 
-One kernel leads from the layer's products to the inputs of the rule, the rule's kernel follows, and one kernel computes
+One kernel computes the inputs of the rule from the layer's products, the rule's kernel follows, and one kernel computes
 the norm behind it. A layer's own code is kept and runs whenever the fused path cannot: for rows that begin, for long
 chunks of prompts, and to verify drafts.
 """
@@ -29,8 +29,8 @@ from mlx_tandem.model.mixin import mix_in, unmix
 log = logging.getLogger(__name__)
 
 MOST_TOKENS = 8
-"""Most tokens of a row on the fused path. Its kernel takes the tokens of a row one after the other, so that MLX's
-operations are faster from some length on."""
+"""Most tokens of a row on the fused path. Its first kernel takes the tokens of a row one after the other, so MLX's own
+operations are faster for long rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class Kernels:
 
     @classmethod
     def made(cls, make: dialect.Make, rule: GatedDelta) -> Kernels:
-        """Return the kernels that `make` makes, with that of the rule."""
+        """Return the kernels: those that `make` makes, and the given kernel of the rule."""
         return cls(DeltaNetInputs(make), rule, GatedNorm(make))
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a layer that the fused path needs. `merged`: its four linears as one, if they are that."""
+    """The parts of a layer that the fused path needs. `merged`: its four linears as one, if they were merged."""
 
     mixer: Mixer
     merged: Merged | None
 
 
 def install(model: nn.Module) -> None:
-    """Let the model's layers of known kinds take the fused path, if this device can run it and it is right."""
+    """Let the model's layers of known kinds take the fused path if this device can run it and its results are right."""
     rule = gated_delta.kernel()
     layers = fusable(model)
     if rule is None or not layers or inplace.writing().store is None:
@@ -72,7 +72,7 @@ def install(model: nn.Module) -> None:
 
 
 def fusable(model: nn.Module) -> list[tuple[nn.Module, Parts]]:
-    """Return the model's layers of known kinds that can take the fused path, with what it needs of them."""
+    """Return the model's layers of known kinds that can take the fused path, each with the parts that it needs."""
     found = [(m, _parts(m)) for m in model.modules() if type(m) is qwen3_5.GatedDeltaNet]
     return [(module, parts) for module, parts in found if parts is not None]
 
@@ -86,7 +86,7 @@ def use(layers: Sequence[tuple[nn.Module, Parts]], kernels: Kernels) -> None:
 
 
 def _parts(layer: Any) -> Parts | None:
-    """Return what the fused path needs of a layer; None if its dimensions or types are not those of the kernels."""
+    """Return what the fused path needs of a layer; None if the kernels do not support its dimensions or types."""
     dim, dtype = layer.head_k_dim, layer.conv1d.weight.dtype
     weights = layer.dt_bias, layer.norm.weight
     if dim != layer.head_v_dim or dim % 32 or dim > 256 or any(w.dtype != dtype for w in weights):
@@ -134,7 +134,10 @@ class FusedDeltaNet:
         return output
 
     def _products(self, x: mx.array) -> list[Product]:
-        """Return the products of `_linears`, each in an array of its own if an adapter changes one of them."""
+        """Return the products of `_linears`: parts of one array if they are merged and no adapter changes any of them.
+
+        Otherwise each product is an array of its own.
+        """
         linears, merged = _linears(self), self._parts.merged
         if merged is None or not merged.joins(x) or any(getattr(own, "is_changed", False) for own in linears):
             return [Product(own(x)) for own in linears]

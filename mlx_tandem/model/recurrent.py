@@ -77,9 +77,9 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module] | None:
 
 
 def gathered_bytes(model: nn.Module, states: Sequence[StateShape]) -> int:
-    """Return how many bytes of states a forward of one token gathers and writes for each row that goes on.
+    """Return the bytes of states that a forward of one token gathers and writes back for each row that goes on.
 
-    Kernels read and write the other states where they lie. Nothing is evaluated; call it when the model's modules are
+    Kernels read and write the other states in the pool. Nothing is evaluated. Call it only once the model's modules are
     those that are served.
     """
     module: Any = model

@@ -41,7 +41,7 @@ from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob
 
 LONGEST_READ = 8
-"""Most tokens of a row that draws several tokens."""
+"""Most tokens that are read of a row that draws several tokens."""
 
 LONG_TOKENS = 1024
 """Tokens from which on a forward waits for the GPU while it is built."""

@@ -178,7 +178,8 @@ def _verify_some(runner: MLXRunner, info: EngineInfo, tokens: int, *, proposes: 
     """Run steps that verify drafts in rows of so many tokens, each behind the one before it, so that their kernels are
     compiled.
 
-    A kind of such steps is traced when it has run a few times, or at once. proposes: whether they make drafts, too.
+    Each kind of step runs once more than the number of runs before it is traced. proposes: whether the steps make
+    drafts, too.
     """
     size = info.block_size
     blocks = range(1, 1 + -(-(1 + 2 * tokens) // size))

@@ -2,8 +2,8 @@
 pool, attention.
 
 A block's own code is kept and runs whenever the fused path cannot. The known kinds are those whose code was read:
-query, key and value linears, an optional norm over each head, rotation of a part or all of each head, attention, an
-optional gate of its output, which is a part of the queries' product, an output linear, and nothing else.
+query, key and value linears, an optional norm over each head, rotation of each head or a part of it, attention, an
+optional gate of its output, an output linear, and nothing else. The gates are a part of the queries' product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlx_tandem.model.linears.merged import Merged, whole_of
 from mlx_tandem.model.mixin import mix_in
 
 GATED = (qwen3_next.Qwen3NextAttention,)
-"""The attention classes of mlx-lm whose output is gated, and that the fused path may replace."""
+"""The attention classes of mlx-lm with a gated output that the fused path may replace."""
 
 KINDS = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention, *GATED)
 """The attention classes of mlx-lm that the fused path may replace."""
@@ -37,7 +37,7 @@ class Parts:
     """Weights of the queries' and the keys' norms, and epsilon; None: the block has no norms."""
 
     gated: tuple[int, int] | None
-    """Number and width of the heads of queries, if each has a gate of that width behind it; else None."""
+    """Number and width of the queries' heads if each head is followed by a gate of its width; else None."""
 
 
 def fusable_blocks(model: nn.Module) -> list[tuple[nn.Module, Parts]]:
@@ -98,7 +98,9 @@ class FusedBlock:
 
 
 def _gates(product: mx.array, heads: int, dim: int) -> mx.array:
-    """Return the gates [rows, length, heads · dim] in a product that begins with each query and its gate."""
+    """Return the gates [rows, length, heads · dim] in a product that begins with the queries' heads, each followed by
+    its gate.
+    """
     rows, length, _ = product.shape
     both = product[..., : 2 * heads * dim].reshape(rows, length, heads, 2 * dim)
     return both[..., dim:].reshape(rows, length, heads * dim)

@@ -109,8 +109,8 @@ class StepView:
             fused attention is fastest.
         kept, block_size: As in `PoolLayout`.
         turns_by_index: Whether each token's position is its index, so that a kernel may apply the rotary embedding.
-        each: So many rows that follow one another are tokens of one sequence, or padding behind these. Its keys and
-            values are gathered once for all of them where attention is computed here.
+        each: The number of adjacent rows that belong to one sequence: its tokens, and padding behind them. Where no
+            kernel reads the pool, the sequence's keys and values are gathered once for all of them.
 
     pause: after how many layers the host waits for the device; 0: never. MLX keeps the inputs of every operation until
     its graph is done, and the host issues a whole forward long before that, so that of a long chunk the numbers of all
@@ -168,7 +168,7 @@ class StepView:
         return made
 
     def positions(self) -> mx.array:
-        """Return [positions] or [rows, 1, positions] int32: the positions whose keys are read by tables."""
+        """Return [positions] or [rows, 1, positions] int32: the positions whose keys are gathered by the tables."""
         key = arange(self._blocks * self.block_size)
         if self.kept is None:
             return key
@@ -219,13 +219,13 @@ class StepView:
         return self._writes[heads]
 
     def runs(self, heads: int, each: int = 1) -> mx.array:
-        """Return [rows, heads, blocks]: the indices of the blocks of each head that one of `each` rows reads."""
+        """Return [rows / each, heads, blocks]: the indices of each head's blocks that every `each`-th row reads."""
         if (heads, each) not in self._runs:
             self._runs[heads, each] = self.tables[::each, None] + arange(heads)[:, None] * self._num_blocks
         return self._runs[heads, each]
 
     def together(self, mask: mx.array) -> mx.array:
-        """Return a mask made by `mask` with the rows of one sequence as its queries."""
+        """Return a mask made by `mask`, rearranged so that the rows of each sequence are queries of one row."""
         key = id(mask)
         if key not in self._joined:
             whole = mask.reshape(-1, self.each, mask.shape[-1])
@@ -340,7 +340,7 @@ class PagedCache:
     def _attend_together(
         self, queries: mx.array, scale: float, mask: mx.array, sinks: mx.array | None, v: StepView
     ) -> mx.array:
-        """Return `attend` of rows of one query, of which each sequence has several."""
+        """Return what `attend` does for rows of one query, where each sequence has several adjacent rows."""
         rows, heads, _, dim = queries.shape
         keys, values = (
             form.decode([self._seen(array, form.heads, v, self._after, v.each) for array in pool])
@@ -440,8 +440,8 @@ class PagedCache:
 
     @staticmethod
     def _seen(array: mx.array, heads: int, v: StepView, zeros: Sequence[mx.array], each: int = 1) -> mx.array:
-        """Return [rows, heads, positions, width] of an array, read after the writes that gave these zeros, for one of
-        `each` rows.
+        """Return [rows / each, heads, positions, width] of an array, read after the writes that gave these zeros, for
+        every `each`-th row.
         """
         width = array.shape[1]
         if v.in_place is not None:

@@ -98,7 +98,10 @@ class StateCache(ArraysCache):
         self._written: set[int] = set()  # arrays whose new states are in the pool already
 
     def gathered_bytes(self) -> int:
-        """Return the bytes of one row's state that this forward has gathered from the pool so far, or will write."""
+        """Return the bytes of one row's state that no kernel has written in place in this forward so far.
+
+        The forward gathers these from the pool, and writes them back at its end.
+        """
         halves = enumerate(self.shape.halves)
         return StateShape(tuple(own for i, own in halves if i not in self._written)).nbytes()
 
@@ -113,14 +116,14 @@ class StateCache(ArraysCache):
 
     def lines_of(self, state: mx.array) -> PoolLines | None:
         """Return the lines of an array that this cache gave to its layer. Return None if `state` is not such an array,
-        or where `lines` does.
+        or if `lines` returns None.
         """
         index = next((i for i, own in enumerate(self._read) if own is state), None)
         return None if index is None else self.lines(index)
 
     def lines(self, number: int) -> PoolLines | None:
-        """Return the lines of the state array with this number. Return None if the rows begin, or if drafts are
-        verified, since the states after each turn are then kept outside of the pool.
+        """Return the lines of the state array with this number. Return None if the rows begin, since there is no state
+        to read, and if drafts are verified, since the states after each turn are then kept outside of the pool.
         """
         view = self._view
         if view is None or view.read is None or view.written_to is None:

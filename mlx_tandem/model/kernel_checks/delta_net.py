@@ -1,4 +1,4 @@
-"""Check of the fused path through gated delta nets: it must agree with the layer's own code."""
+"""The check of the fused path through gated delta nets, which must agree with the layer's own code."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def problem(layer: nn.Module) -> str:
 
 
 def largest_error(layer: Any) -> tuple[float, mx.Dtype]:
-    """Return the largest difference of outputs and states over a few tokens, as a fraction of the largest number, and
-    the type of the layer.
+    """Return the largest relative difference of outputs and states over a few tokens, and the type of the layer.
 
-    The layer's own code gets its states from one of mlx-lm's caches, from which it does not take the fused path.
+    The reference is the layer's own code, which also runs on the fused layer if its cache is one of mlx-lm's own.
     """
     rng = np.random.default_rng(0)
     dtype = layer.conv1d.weight.dtype
@@ -70,5 +69,5 @@ def largest_error(layer: Any) -> tuple[float, mx.Dtype]:
 
 
 def _apart(lines: mx.array) -> mx.array:
-    """Return a pool whose first two lines and last ROWS lines are zeros, with these lines between them."""
+    """Return a pool that holds two lines of zeros, then these lines, then as many lines of zeros."""
     return mx.concatenate([mx.zeros_like(lines[:2]), lines, mx.zeros_like(lines)])

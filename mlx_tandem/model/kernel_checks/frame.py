@@ -57,8 +57,9 @@ def checked(name: str, check: Callable[[], T], otherwise: Callable[[str], T]) ->
 
 
 def relative_error(ours: mx.array, theirs: mx.array) -> float:
-    """Return the largest difference of two arrays as a fraction of the largest number of the second; infinity if a
-    number is not finite.
+    """Return the largest difference of two arrays, divided by the largest absolute value of the second.
+
+    It is infinity if the result is not finite.
     """
     a, b = (np.array(x.astype(mx.float32)) for x in (ours, theirs))
     error = float(np.abs(a - b).max() / np.abs(b).max())

@@ -1,10 +1,11 @@
-"""Kernels around the gated delta rule: all elementwise work of a layer before the rule, and all of it behind.
+"""Kernels around the gated delta rule: one for all work of a layer between its products and the rule, one for the norm
+behind the rule.
 
 Before the rule, a layer convolves its products with those of the tokens before, applies SiLU, gives queries and keys
 unit length, and computes decay and strength. MLX's own operations need some twenty kernels for that, most of which take
 longer to start than to run. `DeltaNetInputs` does it in one kernel, which reads the last products of each row from a
-line of the pool and writes the new ones there. `GatedNorm` is the norm behind the rule. Numbers are rounded where
-mlx-lm's operations round them.
+line of the pool and writes the new ones to a line of the pool. `GatedNorm` is the norm behind the rule. Both kernels
+round numbers where mlx-lm's operations round them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mlx_tandem.model.kernels.gated_delta import RuleInputs
 from mlx_tandem.model.kernels.paged_attention import floats
 
 WARPS = 4
-"""Warps of a block of threads."""
+"""Warps in a block of threads."""
 
 _FUNCTIONS = r"""
 DEVICE float exponential(float x) { return EXP2(x * 1.44269504f); }
@@ -43,7 +44,7 @@ _INPUTS = r"""
   }
   // A warp has the DIM channels of one head, and a lane every 32nd of them.
   const int first = line * DIM + LANE;
-  const size_t width = (size_t)(TAPS - 1) * CHANNELS;  // of a line of the pool
+  const size_t width = (size_t)(TAPS - 1) * CHANNELS;  // the width of a line of the pool
   float past[TAPS - 1][EACH], taps[TAPS][EACH];
   UNROLL
   for (int j = 0; j < EACH; j++) {
@@ -117,24 +118,25 @@ _NORM = r"""
 
 
 class Product(NamedTuple):
-    """The output of a linear, or the part of a wider array that holds it.
+    """The output of a linear, which may be a part of a wider array.
 
-    whole: [rows, length, width]; at: where the part begins in `width`.
+    whole: the array [rows, length, width]; at: the first column of the part.
     """
 
     whole: mx.array
     at: int = 0
 
     def template(self, name: str) -> dict[str, Constant]:
-        """Return the constants by which a kernel finds the part."""
+        """Return the constants with which a kernel finds the part."""
         return {f"{name}_AT": self.at, f"{name}_WIDTH": self.whole.shape[-1]}
 
 
 class Mixer(NamedTuple):
     """The weights and dimensions of a layer that the kernels need.
 
-    weight: of the convolution, [channels, taps, 1]; a_log, dt_bias: [heads]; norm: [dim]; epsilon: of the norm behind
-    the rule; key_heads, heads: of keys and of values; dim: of every head.
+    weight: the weight [channels, taps, 1] of the convolution; a_log, dt_bias: [heads], the weights of the decay; norm,
+    epsilon: the weight [dim] and the epsilon of the norm behind the rule; key_heads: the number of heads of keys, and
+    of queries; heads: the number of heads of values; dim: the width of every head.
     """
 
     weight: mx.array
@@ -148,7 +150,7 @@ class Mixer(NamedTuple):
 
 
 class DeltaNetInputs:
-    """The kernel from the products of a layer to the inputs of the gated delta rule; `make` makes it."""
+    """The kernel that computes the inputs of the gated delta rule from a layer's products; `make` makes it."""
 
     def __init__(self, make: Make):
         names = ["qkv", "a", "b", "weight", "a_log", "dt_bias", "pool", "read", "write"]
@@ -167,10 +169,10 @@ class DeltaNetInputs:
 
         Args:
             mixer: The layer.
-            products: Those of queries, keys and values side by side, of the decay, and of the strength.
-            pool: [lines, (taps - 1) · channels], the last products of each row, the oldest first.
+            products: The products of queries, keys and values side by side, of the decay, and of the strength.
+            pool: [lines, (taps - 1) · channels], the last inputs of the convolution of each row, the oldest first.
             read: int32 [rows], the line of each row before the step.
-            write: int32 [rows], the line of each row after it. No line that is written belongs to another row.
+            write: int32 [rows], the line of each row after the step. No line that is written belongs to another row.
         """
         qkv, a, b = products
         dtype, (rows, length) = qkv.whole.dtype, qkv.whole.shape[:2]
@@ -198,7 +200,7 @@ class DeltaNetInputs:
 
 
 class GatedNorm:
-    """The kernel of the norm behind the rule, whose output is gated; `make` makes it."""
+    """The kernel of the norm behind the rule, with its gates; `make` makes it."""
 
     def __init__(self, make: Make):
         names = ["y", "z", "weight", "epsilons"]

@@ -1,9 +1,9 @@
 """One kernel from the products of q, k and v to attention: norms of the heads, rotation, and the write into the KV
 pool.
 
-A warp has one head of one token, and a lane has pairs of numbers. The first TURNED pairs are rotated together; where
-only a part of a head is rotated, the other pairs are from the rest of it. Queries come out in the
-layout that attention wants; keys and values go into the pool in its format, quantised if need be. The kernel writes
+A warp has one head of one token, and a lane has pairs of numbers. The two numbers of each of the first TURNED pairs are
+rotated together; if only a part of a head is rotated, the other pairs are those of the rest of it. Queries come out in
+the layout that attention wants; keys and values go into the pool in its format, quantised if need be. The kernel writes
 the pool in place, although MLX takes it for an input: an operation that reads the new positions must also depend on
 another output of this kernel, which orders it behind the write.
 """
@@ -38,7 +38,7 @@ _BODY = r"""
   const int row = token / length, at = token % length;
   const int kind = head < HEADS ? 0 : head < HEADS + KV_HEADS ? 1 : 2;
   const int own = head - (kind == 0 ? 0 : kind == 1 ? HEADS : HEADS + KV_HEADS);
-  // Side by side in one array, or each in its own. Behind each query there may be its gate.
+  // q, k and v are side by side in one array, or each in its own. Each query may be followed by its gate.
   constexpr int QUERY = GATED ? 2 * D : D, QUERIES = HEADS * QUERY, KEYS = KV_HEADS * D;
   const int before = kind == 0 ? own * QUERY : own * D + (JOINED ? QUERIES + (kind - 1) * KEYS : 0);
   const int width = JOINED ? QUERIES + 2 * KEYS : kind == 0 ? QUERIES : KEYS;
@@ -190,13 +190,13 @@ class Rotary:
 
         Args:
             parts: The products of q, k and v [rows, length, heads or kv heads · dim], or one array that holds them all.
-            angles: Cosines and sines, float32 [rows, 1, length, rotated / 2]; the first `rotated` numbers of a head are
-                rotated, a multiple of four if these are not all.
+            angles: Cosines and sines, float32 [rows, 1, length, rotated / 2]. The first `rotated` numbers of each head
+                are rotated; if these are not all of them, `rotated` is a multiple of four.
             slots: int32 [rows, length], as in `StepView`.
             pool: The arrays of the layer's pool.
             norms: Weights of the queries' and keys' norms, and epsilon; None: no norms.
             fetched: Whether to return new keys and values, each [rows, kv heads, length, dim].
-            gated: Whether the product of q has a gate of `dim` numbers behind each head, which is left out.
+            gated: Whether the product of q has a gate of `dim` numbers behind each head. The kernel skips the gates.
         """
         form = self._form
         joined = len(parts) == 1

@@ -19,7 +19,7 @@ MAX_COMPILED = 256
 combinations, and a step takes 0.2 MB of the host's memory for each layer."""
 
 USUAL = 3
-"""Number of times that a rare kind of step runs before it is traced: most such kinds occur only a few times."""
+"""Number of times that a rare kind of step runs before it is traced. Most such kinds occur only a few times."""
 
 MET = 1024
 """Most rare kinds of steps that are counted."""
@@ -29,9 +29,9 @@ class CompiledSteps:
     """The steps and draws of a forward, compiled by their keys.
 
     Attributes:
-        first_uses: Number of steps since the start that were traced first, or run as they are.
+        first_uses: Number of steps since the start that were traced, or that ran untraced since their kind is rare.
         untraced: Number of times that a kind of mixed steps runs before it is traced. On a CPU it is 0 unless the owner
-            changes it, since a step takes no longer there when it is traced.
+            changes it, since tracing costs little there (docs/decisions/speculation.md).
     """
 
     def __init__(self, forward: Forward):
@@ -58,8 +58,8 @@ class CompiledSteps:
     def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, *, untraced: int, pauses: bool) -> Step:
         """Return the step with this key, compiled unless it pauses or is of one of too many kinds to trace each.
 
-        numbers: its inputs, whose specs follow from the key; untraced: how often it runs before it is traced; pauses:
-        whether it waits for the device while it is built.
+        numbers: its inputs, whose specs follow from the key; untraced: how often its kind runs before it is traced;
+        pauses: whether it waits for the device while it is built.
         """
         if any(in_place) or key.common_offset or pauses or (untraced and not self._is_usual(key, untraced)):
             self.first_uses += bool(untraced)

@@ -116,8 +116,8 @@ class Forward:
     its cache is the last of `caches`.
 
     Attributes:
-        gathered_share: The share of its state that a row which decodes has in the step's memory; kernels read and write
-            the rest in the pool.
+        gathered_share: The share of a row's state that a step gathers if the row decodes. Kernels read and write the
+            rest in the pool.
     """
 
     def __init__(
@@ -166,8 +166,9 @@ class Forward:
 
     @property
     def chains(self) -> bool:
-        """Whether rows can draw several tokens each in one step: where MLX's own operations write the pool and no
-        kernel reads it in place.
+        """Whether rows can draw several tokens each in one step.
+
+        They can if MLX's own operations write the pool, no kernel reads it in place, and the model keeps no states.
         """
         return self._chain is not None
 
@@ -275,9 +276,11 @@ class Forward:
         pool: Sequence[list[mx.array]],
         images: list[mx.array],
     ) -> tuple[mx.array, list[mx.array], list[list[mx.array]], mx.array | None, list[Sequence[mx.array]]]:
-        """Return the logits [sampled rows, vocabulary], the scores or pooled hidden states, and each layer's arrays;
-        the hidden states [rows, length, dim] where something reads them; and the keys and values that each layer has
-        gathered if the rows draw several tokens.
+        """Return the results of the model and its caches.
+
+        They are the logits [sampled rows, vocabulary]; the scores or pooled hidden states; each layer's arrays; the
+        hidden states [rows, length, dim] where something reads them; and the keys and values that each layer has
+        gathered, if the rows draw several tokens.
         """
         for cache, arrays, own in zip(self._caches, pool, self._pool_of, strict=True):
             cache.bind(arrays, views[own])
@@ -308,7 +311,7 @@ class Forward:
         return self._output(tokens, caches)[:, 0]
 
     def _output(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Return the output of the model's own code."""
+        """Return the output of the model for these tokens, and drop what its layers shared."""
         try:
             with cpu.serving():
                 output: mx.array = self._module(tokens, cache=caches)

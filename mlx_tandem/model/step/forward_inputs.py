@@ -174,10 +174,10 @@ class InputBuilder:
         return ForwardInputs(key, operands, draws.arrays, route, indices, rows, every, in_place, mixed, verifies, turns)
 
     def _rows_of_each(self, rows: Sequence[Row]) -> int:
-        """Return how many rows of one token each of these rows becomes, so that its keys are gathered once; 1: it has
-        as many as tokens, and each gathers its own.
+        """Return how many rows of one token each of these rows is padded to, so that its keys are gathered once.
 
-        They are as many for each, unless that takes more than a quarter more rows.
+        It is 1 if each token gathers its keys by itself. This is the case if padding would take more than a quarter
+        more rows, if a kernel reads the pool, and if the model keeps states.
         """
         if not self._rectangles.gathers or self._index_arrays.keeps_states:
             return 1
@@ -189,7 +189,7 @@ class InputBuilder:
     def _extent(self, rows: Sequence[Row], mixed: bool, each: int, *, chains: bool) -> Extent:
         """Return the padded sizes of a forward of these rows.
 
-        each: as many rows are one sequence's; chains: whether each row draws several tokens.
+        each: the number of adjacent rows that belong to one sequence; chains: whether each row draws several tokens.
         """
         longest = max([len(r.tokens) for r in rows])
         length = drafting_length(longest) if chains else self._rectangles.length(longest)

@@ -30,5 +30,5 @@ class StepKey(NamedTuple):
     masked: bool = False  # whether rows wait for masks, so that the step ends with the logits
     images: bool = False  # whether embeddings of images take the places of those of tokens
     shifted: bool = False  # whether positions differ from indices in a step whose rows have no images
-    each: int = 1  # rows of one token that follow one another and are one sequence's, so that its keys are read once
-    chained: int = 0  # tokens that each row draws, each after the one before it; 0: a row draws one at most
+    each: int = 1  # as in `StepView`
+    chained: int = 0  # tokens that each row draws, one after the other; 0: a row draws one at most

@@ -22,7 +22,7 @@ class Rectangles:
         fused_length: Up to so many tokens per row, kernels read the pool in place: the forward needs no memory for
             gathered keys, and short contexts are not padded to the length of long ones. 0: no kernels do.
         limits: The most positions and pairs of query and key of one forward.
-        gathered_share: As in `Forward`, where rows have states.
+        gathered_share: As in `Forward`; 1 until the owner sets it.
         common_offsets: Whether rows that begin at one position are read without a mask. On a CPU there is no fused
             attention that a mask would prevent.
     """
@@ -85,9 +85,9 @@ class Rectangles:
         return split_by_context(range(len(rows)), blocks)
 
     def _within_states(self, group: list[int], rows: Sequence[Row], length: int) -> list[list[int]]:
-        """Return the rows in pieces whose states one forward may hold: one of each row, or of each draft.
+        """Return the rows in pieces whose states one forward may hold: one for each row, or for each draft.
 
-        Of rows that go on and verify nothing, it holds only what it gathers.
+        If all rows have one token, go on from a state and verify nothing, only the share that is gathered counts.
         """
         apart = any(len(rows[i].tokens) > 1 or rows[i].slack or rows[i].start == 0 for i in group)
         share = 1.0 if apart else self.gathered_share

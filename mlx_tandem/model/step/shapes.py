@@ -50,14 +50,15 @@ def _padded(rows: int, steps: Sequence[tuple[int, int]], beyond: int) -> int:
 
 
 def drafting_length(tokens: int) -> int:
-    """Return the padded length of rows with so many tokens that draw several: a power of two, at least SHORTEST."""
+    """Return the padded length of rows that have so many tokens and draw several: a power of two, at least SHORTEST."""
     return max(1 << (tokens - 1).bit_length(), SHORTEST)
 
 
 def drafting_width(blocks: int) -> int:
     """Return the padded number of blocks of the tables of such rows: a power of two, at least NARROWEST.
 
-    A small model gathers the keys and values, once for several tokens, and each width is traced for each length.
+    The widths are few, since each is traced for each length. Padding costs little, since a small model gathers keys and
+    values once for several tokens.
     """
     return max(1 << (blocks - 1).bit_length(), NARROWEST)
 

@@ -123,9 +123,8 @@ def token_by_token(
 ) -> tuple[list[int], list[Row]]:
     """Return a row for each token of these rows, with the index in the plan of the row that it comes from.
 
-    All tokens of a VERIFY row draw, and of other rows the last one does if the row samples. `indices`: the rows' own
-    indices in the plan; each: the least rows of each row of the plan, to which it is padded; nobody: the seat of
-    padding.
+    All tokens of a VERIFY row draw; in other rows the last one draws if the row samples. indices: the rows' own indices
+    in the plan; each: the number of rows to which the rows of one index are padded; nobody: the seat of padding.
     """
     every = [
         (
@@ -154,7 +153,7 @@ def token_by_token(
 
 
 def _padded_groups(every: Sequence[tuple[int, Row]], each: int, nobody: int) -> Iterator[tuple[int, Row]]:
-    """Yield these rows with their indices in the plan, and behind those of one index padding up to `each` of them."""
+    """Yield these rows with their indices in the plan, with the rows of each index padded to `each` rows."""
     for i, own in groupby(every, key=itemgetter(0)):
         several = list(own)
         yield from several

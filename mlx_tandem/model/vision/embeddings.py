@@ -94,7 +94,7 @@ class ShownImages:
                 return
 
     def _mix(self, embedding: Any, kind: type) -> None:
-        """Let an embedding of tokens read these images."""
+        """Mix `kind` into an embedding of tokens, which then reads these images."""
         embedding._shown_images = self
         if not isinstance(embedding, kind):
             mix_in(embedding, kind)
@@ -117,7 +117,7 @@ class ShownImages:
         return mx.where(where[..., None], images[..., : tokens.shape[-1]].astype(tokens.dtype), tokens)
 
     def hide(self, ids: mx.array) -> mx.array:
-        """Return the ids of tokens [rows, length], with the first id of the vocabulary at placeholders."""
+        """Return the ids of tokens [rows, length], with 0 at placeholders."""
         return mx.where(self._given[1], 0, ids) if self._given else ids
 
     def add(self, number: int, hidden: mx.array) -> mx.array:
@@ -152,9 +152,9 @@ class _ImageEmbedding:
 
 
 class _PlainEmbedding:
-    """The mix-in for an embedding of tokens for each layer, in which images have no part.
+    """The mix-in for the embedding of tokens that each layer of Gemma 4 reads, which has no embeddings of images.
 
-    Gemma 4's models read the embedding of padding at placeholders.
+    It takes placeholders for padding, whose id is 0.
     """
 
     _shown_images: ShownImages

@@ -71,7 +71,7 @@ class Encoder:
         self.width: int = config.text_config.hidden_size
         self.depth = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._dtype = dtype
-        # By which the language model will multiply the embeddings, although the family does not do that to images.
+        # The factor by which mlx-lm's code multiplies the embeddings of images, although the family does not.
         self._scale = self.width**0.5 if family.unscaled else 1.0
         # Patches on each side of a square that becomes one token.
         self._merged: int = config.vision_config.spatial_merge_size if axes else 1
@@ -109,7 +109,7 @@ class Encoder:
         model: Any = self.module
         try:
             given = {name: mx.array(array) for name, array in load(arrays).items()}
-            if "pixel_values_videos" in given:  # A group of frames is computed like an image whose frames differ.
+            if "pixel_values_videos" in given:  # A group of frames is computed like an image, but its frames differ.
                 pixels, given["image_grid_thw"] = given.pop("pixel_values_videos"), given.pop("video_grid_thw")
             else:
                 pixels = given.pop("pixel_values")
@@ -185,7 +185,10 @@ def _config(family: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _token(config: Any, kind: str, missing: int | None = None) -> int:
-    """Return the id of placeholders of images or videos. Raises ValueError if it is missing and `missing` is None."""
+    """Return the id of placeholders of a kind, "image" or "video", or `missing` if the configuration has none.
+
+    Raises ValueError if the id is not that of a token, or if it is missing and `missing` is None.
+    """
     token = getattr(config, f"{kind}_token_index", None)
     token = getattr(config, f"{kind}_token_id", None) if token is None else token
     token = missing if token is None else token

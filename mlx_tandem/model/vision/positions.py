@@ -2,9 +2,8 @@
 
 A token of text has the same number on all axes. Behind an image this number differs from the token's index, because an
 image takes only as many numbers as its longer side has placeholders. The groups of a video's frames have the same lines
-and columns, and differ in their times. So each row says by how much its positions are
-shifted, and rows with images have three positions for each token. Rows without images or shifts use the model's own
-code.
+and columns, and differ in their times. So each row says by how much its positions are shifted, and rows with images
+have three positions for each token. Rows without images or shifts use the model's own code.
 """
 
 from __future__ import annotations
