@@ -1,4 +1,4 @@
-"""The check of the fused path through gated delta nets, which must agree with the layer's own code."""
+"""Check of the fused path through gated delta nets: it must agree with the layer's own code."""
 
 from __future__ import annotations
 
