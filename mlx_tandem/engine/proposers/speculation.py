@@ -209,7 +209,7 @@ class Speculation:
         return (most, half, 1) if 2 * sum(went_on) > len(went_on) else (half, 1)
 
     def _number(self, drafter: _Drafter, most: int, length: int) -> int:
-        """Return how many drafts, `most` at most, to propose where so many tokens agree."""
+        """Return how many drafts, `most` at most, to copy where so many tokens agree."""
         if not self._config.dynamic:
             return min(most, self._config.num_tokens)
         most = min(most, drafter.drafts if length >= SURE else 7 if length >= LIKELY else 3)
@@ -241,11 +241,9 @@ class Speculation:
         drafter.is_copying = accepted == drafts
         if not self._config.dynamic:
             return
-        if not drafter.is_copied:
-            pass  # `_numbers` gives the number of a model's drafts for all sequences
-        elif drafter.is_copying:
+        if drafter.is_copied and drafter.is_copying:
             drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, MOST_DRAFTS)
-        else:
+        elif drafter.is_copied:
             drafter.drafts = max(2 * accepted + 1, 1)
         drafter.misses = 0 if accepted else drafter.misses + 1
         if drafter.misses > self._patience:

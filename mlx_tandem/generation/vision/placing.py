@@ -43,7 +43,7 @@ def with_runs(
     """
     at = [i for i, found in enumerate(ids) if found in tokens]
     if len(at) != sum(len(image.runs) for image in images):
-        raise InvalidRequest("the text of the messages contains a placeholder of an image", param="messages")
+        raise InvalidRequest("the text of the messages contains a placeholder of an image or video", param="messages")
     made: list[int] = []
     placed: list[Image] = []
     done, places = 0, iter(at)

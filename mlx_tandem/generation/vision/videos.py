@@ -134,6 +134,7 @@ def check_video(video: VideoSource) -> None:
 
 def count_of(video: VideoSource) -> int:
     """Return the number of frames of a video that `check_video` has accepted."""
+    # The beginning of a URL with frames has one comma, so that there are as many commas as frames.
     return video.given.count(",") if isinstance(video.given, str) else len(video.given)
 
 
