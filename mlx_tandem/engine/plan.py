@@ -29,6 +29,9 @@ Mask = bytes | memoryview
 Its length is a multiple of 4 bytes.
 """
 
+LONGEST_READ = 8
+"""Most tokens of a row in a plan with `drafts`. If a sequence has more to read, a forward of its own does it first."""
+
 
 def mask_words(vocab_size: int) -> int:
     """Return how many words of 32 bits a mask has."""

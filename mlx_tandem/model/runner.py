@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
-from mlx_tandem.engine.plan import Mask, RowKind, StepPlan, StepResult
+from mlx_tandem.engine.plan import LONGEST_READ, Mask, RowKind, StepPlan, StepResult
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model import compiler, device
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
@@ -39,9 +39,6 @@ from mlx_tandem.model.step.sampler import Greedy, by_argmax
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob
-
-LONGEST_READ = 8
-"""Most tokens that are read of a row that draws several tokens."""
 
 LONG_TOKENS = 1024
 """Tokens from which on a forward waits for the GPU while it is built."""

@@ -17,18 +17,13 @@ from msgspec import structs
 
 from mlx_tandem.engine import sequence
 from mlx_tandem.engine.block_manager import BlockManager
-from mlx_tandem.engine.plan import CARRY, Row, RowKind, Runner, Seating, StepPlan
+from mlx_tandem.engine.plan import CARRY, LONGEST_READ, Row, RowKind, Runner, Seating, StepPlan
 from mlx_tandem.engine.proposers import Asked
 from mlx_tandem.kv.groups import CacheGroup
 
 READ_AT_ONCE = 256
 """Most tokens of one sequence that the draft model reads before a plan. Until it has read the others, there are no
 drafts."""
-
-TOGETHER = 8
-"""Most tokens of a sequence that are read in the forward that draws the first drafts of all sequences. If a sequence
-has more, a forward of its own reads them: all but the last where one step draws all drafts, all of them where each
-draft is a step."""
 
 Key = tuple[int, int]
 """A request's id and the number of a choice."""
@@ -130,7 +125,9 @@ class DraftModel:
             return
         if complete and asked.request.params.counts_tokens and not any(x.seat == s.seat for x in round_.seatings):
             round_.seatings.append(_seating(s, tokens))  # the runner has counted drafts that were rejected
-        row = Row(RowKind.PROMPT, s.id, s.seat, 0, first, chunk, s.tables, complete, piggybacked=len(chunk) <= TOGETHER)
+        row = Row(
+            RowKind.PROMPT, s.id, s.seat, 0, first, chunk, s.tables, complete, piggybacked=len(chunk) <= LONGEST_READ
+        )
         s.scheduled = first + len(chunk)
         round_.rows.append(row)
         round_.readers.append(reader)
@@ -186,7 +183,7 @@ class DraftModel:
         only_read: list[tuple[int, Row]] = []
         drafting: list[tuple[int, Row]] = []
         for i, (row, most) in enumerate(zip(round_.rows, round_.most, strict=True)):
-            before = len(row.tokens) if not most else len(row.tokens) - 1 if len(row.tokens) > TOGETHER else 0
+            before = len(row.tokens) if not most else len(row.tokens) - 1 if len(row.tokens) > LONGEST_READ else 0
             if before:
                 only_read.append((i, structs.replace(row, tokens=row.tokens[:before], sample=False)))
             if most:
