@@ -61,7 +61,7 @@ def test_however_a_prompt_is_cut_its_tokens_are_where_its_images_put_them(
         now += max(lines, columns)
     prompt.append(1)
     expected.append((now,) * 3)
-    images = Images(9, 1000, lambda image: sizes[image.digest])
+    images = Images((9,), 1000, lambda image: sizes[image.digest])
     runs = images.runs(Request(0, tuple(prompt), SamplingParams(4), images=tuple(made)))
     s: Any = SimpleNamespace(runs=runs)
     borders = {at for run in runs for at in (run.start, run.end)}
