@@ -236,6 +236,7 @@ def bench_engine(
             "--draft-model-path", metavar="MODEL", help="Folder of the model for --spec draft.", rich_help_panel=_ENGINE
         ),
     ] = "",
+    ngram_max: Annotated[int, typer.Option(min=1, max=64, help="As for `tandem serve`.", rich_help_panel=_ENGINE)] = 8,
     text: Annotated[
         Literal["free", "chat", "repeats", "random"],
         typer.Option(
@@ -280,6 +281,7 @@ def bench_engine(
             peer=not no_peer,
             spec=spec,
             draft_model=draft_model,
+            ngram_max=ngram_max,
             text=text,
         ),
         model=model,

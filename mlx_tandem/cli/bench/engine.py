@@ -80,6 +80,7 @@ class EngineLoad:
     peer: bool = True
     spec: Literal["none", "ngram", "draft", "mtp"] = "none"
     draft_model: str = ""  # folder, for drafts by a smaller model
+    ngram_max: int = 8  # most tokens that are compared to copy drafts; below 8, nothing is copied beside a draft model
     text: Text = "free"
 
     @property
@@ -130,7 +131,7 @@ def run(
                 max_num_seqs=most if load.spec == "none" else max(most, 64), max_chunk_tokens=max_chunk_tokens
             ),
             lora=LoraConfig(max_loras=load.adapters, max_cpu_lora_gb=64.0),
-            speculation=SpeculationConfig(load.spec, load.draft_model),
+            speculation=SpeculationConfig(load.spec, load.draft_model, ngram_max=load.ngram_max),
         )
         result = describe() | {"model": shape or model, "load": msgspec.to_builtins(load)}
 
