@@ -14,7 +14,8 @@ from mlx_lm.models import qwen3_5
 from mlx_tandem.model import delta_net, gated_delta
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
-from mlx_tandem.model.kernel_checks.delta_net import TOLERANCE, largest_error, problem
+from mlx_tandem.model.kernel_checks.delta_net import largest_error, problem
+from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE
 from mlx_tandem.model.kernels.delta_net import GatedNorm
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.gated_delta import GatedDelta

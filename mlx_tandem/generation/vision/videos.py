@@ -27,7 +27,7 @@ TOKEN, CLOCK_TOKEN = "<|video_pad|>", "<|video|>"
 """The placeholders of videos in the Qwen families and in Gemma 4."""
 
 BLOCK = f"<|vision_start|>{TOKEN}<|vision_end|>"
-"""What chat templates of the Qwen families print for a video."""
+"""The text that chat templates of the Qwen families print for a video."""
 
 USUAL_GROUP = 2
 """Frames of a group if the folder does not say how many."""
@@ -40,7 +40,7 @@ USUAL_POSITIONS = 4.0
 
 
 class Unit(NamedTuple):
-    """What becomes one `types.Image`: an image, or a group of frames.
+    """The files of one `types.Image`: an image, or a group of frames.
 
     The files of a group are those from number `first` on, from 0, of a video of `frames` frames. For an image, `frames`
     is 0.
@@ -61,7 +61,7 @@ class Videos:
     """How prompts for a folder's model show videos."""
 
     way: Literal["groups", "seconds", "texts", "clock"]
-    """As in `VisionFamily.videos`."""
+    """The way in which the family takes videos, as `VisionFamily.videos` names it."""
 
     frames: int
     """Frames of a group."""

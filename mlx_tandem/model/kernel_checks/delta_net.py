@@ -11,9 +11,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_tandem.model.cache.states import StateArray, StateCache, StateShape, StateView
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
-
-TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Largest difference from the layer's own code, as a fraction of the largest number."""
+from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE
 
 ROWS, TOKENS = 3, 2
 
