@@ -67,8 +67,8 @@ class Device:
 @pytest.mark.parametrize(
     ("target", "best"),
     [
-        ("cuda", Division(99)),
-        ("cuda", Division(1584)),
+        ("cuda", Division(99, dense=True)),
+        ("cuda", Division(1584, dense=True)),
         ("metal", Division(24, queries=2, depth=4)),
         ("metal", Division(96, queries=1, depth=2)),
         ("metal", Division(384, queries=4, depth=2)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.kernels.dialect import Kernel, Source
 from mlx_tandem.model.kernels.division import Division, start
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
 from tests.kernels import shim
@@ -133,6 +135,43 @@ def test_it_is_attention(
     given_ = np.array(got.astype(mx.float32))[:real]
     tolerance = TOLERANCE[kind.dtype] * (1 + (kind.bits > 0))
     assert np.linalg.norm(given_ - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def test_four_blocks_are_held_at_once_where_they_need_fewer_turns() -> None:
+    """And the answers are the same, bit for bit."""
+    device = Division(12, dense=True)
+    assert [blocks for blocks in range(1, 40) if device.held(blocks) == 4] == [
+        *range(13, 17),
+        *range(25, 33),
+        *range(37, 40),
+    ]
+    assert {replace(device, dense=False).held(blocks) for blocks in range(1, 40)} == {3}
+    made: list[str] = []
+
+    def make(source: Source) -> Kernel:
+        kernel = shim.maker()(source)
+
+        def call(*given: Any) -> list[mx.array]:
+            made.append(source.name)
+            return kernel(*given)
+
+        return call
+
+    rng = np.random.default_rng(3)
+    form, rows = RowFormat(2, 64, mx.bfloat16, 0, 64), 7
+    pool = [mx.array(rng.standard_normal((2 * 8 * 16, 64)).astype(np.float32)).astype(mx.bfloat16) for _ in range(2)]
+    queries = mx.array(rng.standard_normal((rows, 4, 1, 64)).astype(np.float32)).astype(mx.bfloat16)
+    tables, offsets = mx.array(1 + np.arange(rows, dtype=np.int32)[:, None]), mx.array(np.full(rows, 9, np.int32))
+    each = [
+        np.array(
+            PagedAttention(make, form, 16, division)(queries, pool, tables, offsets, 0.1, splits=splits).view(mx.uint16)
+        )
+        for splits in (1, 2)
+        for division in (replace(device, blocks=12 * splits), Division(12))
+    ]
+    assert made[::2] != made[1::2]
+    assert [name for name in made if "dense" in name] == ["paged_attention_dense", "paged_attention_part_dense"]
+    assert (each[0] == each[1]).all() and (each[2] == each[3]).all()
 
 
 def plain(

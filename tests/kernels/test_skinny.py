@@ -161,10 +161,10 @@ def test_a_model_says_what_it_said(make: Make, family: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("microseconds", "steps"), [(5, "all"), (12.9, "all"), (13.1, "adapted"), (18.9, "adapted"), (19.1, "none")]
+    ("microseconds", "steps"), [(5, "all"), (13.2, "all"), (13.4, "adapted"), (19.2, "adapted"), (19.4, "none")]
 )
 def test_it_is_taken_where_it_is_hardly_slower(make: Make, microseconds: float, steps: str) -> None:
-    """In steps with adapters, which have the host to wait for, it may be slower."""
+    """In steps with adapters, which have the host to wait for, it may be slower. 0.3 µs are noise."""
     linear = nn.Linear(64, 40)
     assert choose(candidates(linear, []), make, Says(microseconds), ROOM).chosen is None  # float32
     linear.set_dtype(mx.float16)

@@ -222,6 +222,7 @@ def bench_engine(
     kv_bits: Annotated[
         Literal["16", "8", "4"], typer.Option(help="As for `tandem serve`.", rich_help_panel=_ENGINE)
     ] = "16",
+    num_blocks: Annotated[int, typer.Option(min=0, help="As for `tandem serve`.", rich_help_panel=_ENGINE)] = 0,
     attention_backend: Annotated[
         Literal["auto", "portable", "cuda", "metal"],
         typer.Option(help="As for `tandem serve`.", rich_help_panel=_ENGINE),
@@ -287,7 +288,9 @@ def bench_engine(
         model=model,
         shape=shape,
         random_weights=random_weights,
-        cache=CacheConfig(kv_bits=cast("Any", int(kv_bits)), attention_backend=attention_backend),
+        cache=CacheConfig(
+            num_blocks=num_blocks, kv_bits=cast("Any", int(kv_bits)), attention_backend=attention_backend
+        ),
         max_chunk_tokens=max_chunk_tokens,
         json_out=json_out,
         picture=picture,

@@ -34,11 +34,13 @@ class Division:
         blocks: Blocks of threads that fill the device; with fewer, the keys of each row are split.
         queries: Queries of one KV head that a block answers together, at most.
         depth: Keys that a team of lanes reads ahead; 0 means as many as the format and the context suggest.
+        dense: Whether a processor may hold four blocks at once, of threads with fewer registers, instead of three.
     """
 
     blocks: int
     queries: int = MOST_TOGETHER
     depth: int = 0
+    dense: bool = False
 
     def together(self, queries: int, dim: int) -> int:
         """Return how many of a KV head's `queries`, with heads of `dim` numbers, a block answers together."""
@@ -57,6 +59,16 @@ class Division:
         if together > 4:
             return 1 if wide else 2
         return 4 if form.dim in (128, 256) and not wide and positions >= LONG else 2
+
+    def held(self, blocks: int) -> int:
+        """Return how many blocks a processor of the device should hold at once, 3 or 4, if the step has `blocks`.
+
+        Threads with fewer registers are slower, so four are worth it only if the blocks then run in fewer turns. With
+        three, `Division.blocks` blocks run at once. Microseconds on an H200 with four and with three (one layer of 192
+        positions with 8 heads, with its launch): 22 and 28 for 64 rows, 39 and 42 for 128, but 32 and 30 for 80.
+        """
+        dense = 4 * self.blocks // 3
+        return 4 if self.dense and -(-blocks // dense) < -(-blocks // self.blocks) else 3
 
     def splits(self, blocks: int, positions: int) -> int:
         """Return into how many splits each row's keys are cut if the step has `blocks` blocks without splits."""
@@ -77,7 +89,7 @@ def start(target: str, form: RowFormat) -> Division:
     queries and keys than registers hold.
     """
     if target != "metal":
-        return Division(132 * 3)
+        return Division(132 * 3, dense=True)
     return Division(96, queries=4, depth=2 if live_floats(form, 4, 2) <= LIVE_FLOATS else 1)
 
 

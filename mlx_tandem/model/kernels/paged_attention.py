@@ -119,7 +119,8 @@ template <class T> DEVICE float4 quarter(Part<2> part, int i) {
 }
 """
 
-_FEW_REGISTERS = "#define MOST_REGISTERS 168  // three blocks of four warps on a processor of 65,536\n"
+REGISTERS = {3: 168, 4: 128}
+"""Most registers of a thread, by the number of blocks of four warps that a processor with 65,536 registers holds."""
 
 _BODY = r"""
 #if CODED
@@ -412,13 +413,15 @@ class PagedAttention:
         inputs = ["q", *pool, "tables", "offsets", "windows", "sinks"]
         functions = _SPANS + (_CODED if form.bits else _PLAIN)
 
-        def kernel(part: bool, many: bool) -> Kernel:
-            name = "paged_attention" + "_part" * part + "_many" * many
+        def kernel(part: bool, held: int) -> Kernel:
+            name = "paged_attention" + "_part" * part + {0: "_many", 3: "", 4: "_dense"}[held]
             outputs = ["part_sums", "part_states"] if part else ["out"]
-            defined = f"#define PARTIAL {int(part)}\n" + _FEW_REGISTERS * (not many)
+            defined = f"#define PARTIAL {int(part)}\n"
+            if held:
+                defined += f"#define MOST_REGISTERS {REGISTERS[held]}\n"
             return make(Source(name, inputs, outputs, _BODY, functions + defined))
 
-        self._kernels = {(part, many): kernel(part, many) for part in (False, True) for many in (False, True)}
+        self._kernels = {(part, held): kernel(part, held) for part in (False, True) for held in (0, *REGISTERS)}
         states = ["part_sums", "part_states", "tables", "offsets", "windows", "sinks"]
         self._together = make(Source("paged_attention_together", states, ["out"], _TOGETHER, _SPANS))
 
@@ -481,13 +484,14 @@ class PagedAttention:
         sinks = windows if sinks is None else sinks
         inputs = [queries, *pool, tables, offsets, windows, sinks]
         shape = (rows, length, heads, dim)
+        held = 0 if together > 4 else division.held(rows * across * splits)
         if splits == 1:
-            (out,) = self._kernels[False, together > 4](
+            (out,) = self._kernels[False, held](
                 inputs, template, (across, rows, 1), 32 * warps, [(shape, queries.dtype)]
             )
             return out.swapaxes(1, 2)
         lines = (rows, heads, length, splits)
-        parts = self._kernels[True, together > 4](
+        parts = self._kernels[True, held](
             inputs,
             template,
             (across, rows, splits),

@@ -1,0 +1,35 @@
+"""Check of the kernel that adds and norms: it must agree with MLX's own operations."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
+from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
+
+TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+"""Largest difference by type: two steps of a number of the largest size."""
+
+ROWS = 5
+
+
+def problem(kernel: AddNorm, norm: Norm) -> str:
+    """Return why the kernel must not be used for norms of this kind; empty if it may."""
+
+    def check() -> str:
+        error = largest_error(kernel, norm)
+        if not error <= TOLERANCE[norm.weight.dtype]:
+            raise Rejected(f"the kernel is wrong by {error:.1e} in {norm.weight.dtype}")
+        return ""
+
+    return checked("the kernel that adds and norms", check, lambda reason: reason)
+
+
+def largest_error(kernel: AddNorm, norm: Norm) -> float:
+    """Return the largest relative difference between the kernel's results and those of MLX's own operations."""
+    rng = np.random.default_rng(0)
+    dim, dtype = norm.weight.size, norm.weight.dtype
+    a, b = (mx.array(rng.standard_normal((ROWS, 1, dim)).astype(np.float32)).astype(dtype) for _ in range(2))
+    total, normed = kernel(a, b, norm)
+    return max(relative_error(total, a + b), relative_error(normed, mx.fast.rms_norm(a + b, norm.weight, norm.epsilon)))
