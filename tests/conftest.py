@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -14,6 +15,11 @@ import pytest
 # spend half of the machine on waiting for one another. Read when BLAS is loaded, by this process and those it starts.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # MLX wakes a thread for each operation, and Linux lets that thread push aside the one that woke it if no core is
+    # free: millions of switches in a run. Under the batch policy, which servers inherit, the waking thread goes on.
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 from mlx_tandem.model import device  # noqa: F401  first of all: it loads a fast BLAS before MLX
 from tests.serving import RunningServer, demo_config, serving
