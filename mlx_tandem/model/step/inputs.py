@@ -2,8 +2,9 @@
 
 On CUDA an array made by the host lies in memory that both sides share. Its page moves to the device when a step first
 reads it, and back when the host writes there again; each move takes longer than the kernels that read it (20 to 60 µs
-on an H200). So all numbers of a forward travel as one array, which is copied once on the device. On a CPU the numbers
-are where they are needed, and each further node of a graph would only take time.
+on an H200). So all numbers of a forward travel as one array, which stays with the host (`staging.py`) and is copied
+once to the device's own memory. On a CPU the numbers are where they are needed, and each further node of a graph would
+only take time.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_tandem.model.step import staging
 from mlx_tandem.model.step.inputs import KEPT, Inputs, constant, receive, specs
 
 SHAPES = st.lists(st.one_of(st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 5), st.integers(1, 7))), min_size=2)
@@ -53,6 +56,26 @@ def test_a_buffer_is_used_again_once_it_was_read_and_not_before(steps: list[tupl
     assert read >= len(steps) - 1
     classes = {max(256, 1 << (-(-size // 4) * 4 + 3).bit_length()) for size, _ in steps}
     assert len(made) <= 2 * len(classes)
+
+
+def test_the_driver_is_asked_to_leave_each_buffer_with_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int | None, int, int, int]] = []
+
+    class Driver:
+        def cuMemAdvise(self, pointer: Any, size: Any, advice: int, place: int) -> int:
+            asked.append((pointer.value, size.value, advice, place))
+            return 1  # an error changes nothing
+
+    monkeypatch.setattr(staging, "_driver", Driver)
+    buffers = staging.Staging()
+    first = buffers.take(700)
+    at = first.numbers.ctypes.data, 4096
+    assert asked == [(*at, 3, -1), (*at, 5, 0)]
+    buffers.give_back(first)
+    assert buffers.take(513).array is first.array
+    assert len(asked) == 2
+    monkeypatch.setattr(staging, "_driver", lambda: None)
+    assert buffers.take(5).numbers.size == 256
 
 
 def test_what_never_changes_is_made_once_for_the_device() -> None:
