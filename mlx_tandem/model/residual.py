@@ -20,7 +20,7 @@ from mlx_lm.models import llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_tandem.model.kernel_checks import residual as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import EACH, AddNorm, Norm
-from mlx_tandem.model.mixin import mix_in, unmix
+from mlx_tandem.model.mixin import mix_in
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +98,6 @@ def use(layers: Sequence[tuple[nn.Module, Parts]], kernel: AddNorm) -> None:
         following: Any = parts.following
         following._handed = Handed()
         mix_in(following, HandedNorm)
-
-
-def leave(layers: Sequence[tuple[nn.Module, Parts]]) -> None:
-    """Undo `use`."""
-    for layer, parts in layers:
-        unmix(layer)
-        unmix(parts.following)
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[list[Any], Any]]:
