@@ -29,6 +29,7 @@ from mlx_tandem.model.kernels.skinny import Form
 from mlx_tandem.model.linears import skinny
 from mlx_tandem.model.linears.merged import Merged
 from mlx_tandem.model.linears.skinny import FewRows, Forms
+from mlx_tandem.model.linears.transposed import use_views
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
@@ -83,6 +84,7 @@ def choose(
     if given is not None:
         return _install(config, model, merged, candidates, given)
     report("checking products", 0.0)
+    merged = use_views(model.module, merged) if candidates else merged
     modules = skinny.candidates(model.module, merged)
     products = skinny_check.choose(modules)
     if products.chosen is not None:
@@ -113,6 +115,7 @@ def _install(
 ) -> tuple[probe.Examined, Kernels]:
     """Build the functions that another process chose, and change the model's modules so that they use them."""
     inplace.given(given.store_problem)
+    merged = use_views(model.module, merged) if candidates else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:
         few = skinny_check.made(_forms(given.products.base), _forms(given.products.adapted))

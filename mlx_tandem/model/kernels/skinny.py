@@ -67,20 +67,21 @@ class Skinny:
         self._kernel = cache(lambda biased, room: _kernel(make, biased, room))
 
     def __call__(self, x: mx.array, weight: mx.array, bias: mx.array | None, form: Form) -> mx.array:
-        """Return x @ weight.T + bias for x [rows, length, inputs], weight [outputs, inputs] and bias [outputs].
+        """Return x @ weight.T + bias for x [..., inputs], weight [outputs, inputs] and bias [outputs].
 
         The arrays are contiguous and of one type; x has no more tokens than 8 · EIGHTHS[-1].
         """
-        rows, length, _ = x.shape
-        outputs, many = weight.shape[0], eighths(rows * length)
+        outputs, inputs = weight.shape
+        flat = x.reshape(-1, inputs)
+        many = eighths(len(flat))
         template: dict[str, Constant] = {"T": x.dtype, "EIGHTS": many}
         template |= {"TILES": form.tiles, "WARPS": form.warps, "STAGES": form.stages}
         (y,) = self._kernel(bias is not None, form.room(many))(
-            [x, weight] if bias is None else [x, weight, bias],
+            [flat, weight] if bias is None else [flat, weight, bias],
             template,
             (-(-outputs // (16 * form.tiles)), 1, 1),
             32 * form.warps,
-            [((rows, length, outputs), x.dtype)],
+            [((*x.shape[:-1], outputs), x.dtype)],
         )
         return y
 
@@ -121,7 +122,7 @@ _BODY = """
   constexpr int OUTPUTS = 16 * TILES, TOKENS = 8 * EIGHTS, WIDTH = 4 * WARPS, SLICE = (OUTPUTS + TOKENS) * WIDTH;
   constexpr int ALL = 32 * WARPS, LINE = OUTPUTS + 4;
   ROOM(uint4, room);
-  const int K = weight_shape[1], N = weight_shape[0], M = x_shape[0] * x_shape[1];
+  const int K = weight_shape[1], N = weight_shape[0], M = x_shape[0];
   const int g = LANE / 4, t = LANE % 4, first = GROUP_X * OUTPUTS, slices = (K + 8 * WIDTH - 1) / (8 * WIDTH);
   const GLOBAL T* own = weight + (size_t)first * K;
   float4 sums[TILES][EIGHTS];

@@ -48,13 +48,17 @@ class Merged:
         self._ends = list(accumulate(member["weight"].shape[0] for member in members))
         self._ready: dict[int, tuple[mx.array, mx.array]] = {}  # by member: an input, and the member's output for it
 
-    def give_to_members(self, linear: nn.Module) -> None:
-        """Let the members compute by `linear`, which has the same arrays. Clones of the members keep this object."""
+    def give_to_members(self, linear: nn.Module) -> Merged:
+        """Let the members compute by `linear`, which has the same arrays, and return the object that they use then.
+
+        Clones of the members keep this object.
+        """
         other = copy(self)
         other.linear, other._ready = linear, {}
         for member in self.members:
             own: Any = member
             own._merged = other
+        return other
 
     def whole(self, x: mx.array) -> mx.array:
         """Return the outputs of all members for x [..., inputs], side by side."""

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths, fits
 from mlx_tandem.model.linears.merged import Merged
+from mlx_tandem.model.linears.transposed import TransposedLinear
 from mlx_tandem.model.mixin import mix_in
 
 
@@ -54,9 +55,9 @@ class FewRows:
     def product(self, linear: Any, x: mx.array) -> mx.array | None:
         """Return the output of a linear with `weight` and optional `bias` for x; None if MLX is to compute it."""
         weight = linear["weight"]
-        if x.ndim != 3 or x.dtype != weight.dtype:
+        if x.dtype != weight.dtype:
             return None
-        tokens = x.shape[0] * x.shape[1]
+        tokens = x.size // x.shape[-1]
         if tokens == 1:  # MLX has a kernel of its own for one token, which is as fast
             return None
         form = self._forms.get(Shape.of(linear), {}).get(eighths(tokens))
@@ -92,7 +93,8 @@ def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
     modules = list({id(m): m for _, m in reversed(model.named_modules()) if id(m) not in parts}.values())
     kinds = (nn.Linear,) if any("lm_head" in m for m in model.modules()) else (nn.Linear, nn.Embedding)
     modules += [one.linear for one in merged]
-    return [m for m in modules if type(m) in kinds and fits(m["weight"], m.get("bias"))]
+    own = [m for m in modules if type(m) in kinds or isinstance(m, TransposedLinear)]
+    return [m for m in own if fits(m["weight"], m.get("bias"))]
 
 
 def speed_up(modules: Iterable[nn.Module], merged: Iterable[Merged], few: FewRows) -> None:
