@@ -169,8 +169,9 @@ class MLXRunner:
             # Reads of saved blocks are dispatched before anything that writes the pool.
             parts = saving(self._pool, plan.saves) if plan.saves else []
             for slot, digest in plan.uploads:
-                if self._lora.install(slot, self._weights[digest]):
+                if self._lora.grows(self._weights[digest]):
                     self.compiled.clear()
+                self._lora.install(slot, self._weights[digest])
             first_uses = self.compiled.first_uses
             parts += copying(self._pool, plan.copies) if plan.copies else []
             parts += loading(self._pool, plan.loads) if plan.loads else []

@@ -251,7 +251,8 @@ def test_a_compiled_step_sees_what_is_installed_later() -> None:
         routes[slots] = (mx.compile(step), step)
     for weights in (None, adapter(state.linears(), 12, 9), adapter(state.linears(), 3, 10, "o_proj")):
         if weights is not None:
-            assert not state.install(1, weights)
+            assert not state.grows(weights)
+            state.install(1, weights)
         for slots, (compiled, step) in routes.items():
             route = state.route(slots, 3)
             ids = mx.array(route.ids)
@@ -260,6 +261,41 @@ def test_a_compiled_step_sees_what_is_installed_later() -> None:
             if weights is not None:
                 want = merged("qwen3", 0, weights)(x[:1])
                 assert far(got[:1], want) < TOLERANCE
+
+
+class InPlace:
+    """Writes slots where they lie, as the kernel on CUDA does."""
+
+    is_right = True
+
+    def write(self, arrays: list[mx.array], slot: int, contents: list[mx.array]) -> bool:
+        for x, own in zip(arrays, contents, strict=True):
+            np.asarray(x)[slot] = np.asarray(own)
+        return True
+
+
+def test_a_step_that_captures_the_arrays_reads_what_is_written_later() -> None:
+    model = build("qwen3")
+    state = LoraState(model, LoraConfig(max_loras=2, max_lora_rank=8, backend="gather"), mx.float32)
+    state._writer = InPlace()  # type: ignore[assignment]
+    x, slots = prompts(2, 3), [1, 2]
+    state.install(2, adapter(state.linears(), 8, 5))
+    route = state.route(slots, 3)
+    assert route.arrays == []
+
+    def step(x: mx.array, ids: mx.array) -> mx.array:
+        state.bind(route.arrays, ids, route.layout)
+        out: mx.array = model(x)
+        state.unbind()
+        return out
+
+    compiled = mx.compile(step)
+    compiled(x, mx.array(route.ids))
+    for seed in (6, 7):
+        weights = adapter(state.linears(), 8, seed)
+        assert not state.grows(weights)
+        state.install(1, weights)
+        assert far(compiled(x, mx.array(route.ids))[0], merged("qwen3", 0, weights)(x[:1])[0]) < TOLERANCE
 
 
 def test_growth_keeps_what_is_there() -> None:
@@ -276,7 +312,8 @@ def test_growth_keeps_what_is_there() -> None:
     x = prompts(3, 4)
     for i, (slot, rank, only, rebuilt) in enumerate(steps):
         now[slot] = adapter(state.linears(), rank, 20 + i, only)
-        assert state.install(slot, now[slot]) == rebuilt
+        assert state.grows(now[slot]) == rebuilt
+        state.install(slot, now[slot])
         got = run(model, state, x, [1, 2, 3], 4)
         for s, installed_now in now.items():
             assert far(got[s - 1], merged("qwen3", 0, installed_now)(x[s - 1 : s])[0]) < TOLERANCE

@@ -1,9 +1,10 @@
 """LoRA adapters on the device: stacked arrays, and linears of the served model that add each row's delta.
 
 An adapted module calls the original and adds `x @ A[slot] @ B[slot]`. Its weights are neither copied nor renamed,
-and a module that no adapter ever targeted is left as it was. The arrays are never captured by a compiled step:
-inside a trace, `bind` puts the step's own (function arguments) where the modules look for them. A step of base rows
-binds nothing, and its graph has no delta operation at all.
+and a module that no adapter ever targeted is left as it was. Inside a trace, `bind` puts the arrays where the modules
+look for them. They are arguments of the step, except on CUDA where a kernel writes the slots in place: there the arrays
+stay the same until they grow, and a compiled step captures them, since handing on hundreds of arguments takes the host
+0.1 µs each. A step of base rows binds nothing, and its graph has no delta operation at all.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Route(NamedTuple):
     """The way of a step's rows to their adapters.
 
     `layout` is static. `ids` (made by `lay_out`) and `arrays` are arguments of the compiled step, which passes them
-    to `bind`. For the base, `ids` is None and `arrays` is empty.
+    to `bind`. For the base, `ids` is None and `arrays` is empty; it is also empty where a step captures the arrays.
     """
 
     layout: Layout
@@ -125,19 +126,26 @@ class LoraState:
 
     # --- Contents of the slots -----------------------------------------------------------------------------------
 
-    def install(self, slot: int, weights: AdapterWeights) -> bool:
+    def grows(self, weights: AdapterWeights) -> bool:
+        """Return whether `install` would change the set of adapted modules or the shape of any array.
+
+        Compiled steps must be dropped before it is called then. They may hold the present arrays, for which there is
+        no room beside the new ones.
+        """
+        paths = (path for path in weights.tensors if path in self._targets)
+        return bucket(weights.info.rank) > self.rank or any(path not in self._stacks for path in paths)
+
+    def install(self, slot: int, weights: AdapterWeights) -> None:
         """Write `weights` into `slot` (1 … slots), in place of everything that it held.
 
-        Return True if the set of adapted modules or the shape of any array changed, so that compiled steps must be
-        rebuilt. Where MLX's own operations write, this waits for the device first: arrays that a step in flight
-        reads would be copied whole.
+        Where MLX's own operations write, this waits for the device first: arrays that a step in flight reads would be
+        copied whole.
         """
         self._check(slot)
         if weights.info.rank > self.max_rank:
             raise ValueError(f"rank {weights.info.rank} is over the limit of {self.max_rank}")
-        changed = self._grow(weights)
+        self._grow(weights)
         self._write(slot, weights)
-        return changed
 
     def clear(self, slot: int) -> None:
         """Make `slot` the base again."""
@@ -169,8 +177,8 @@ class LoraState:
             x[slot] = own
         mx.eval(arrays)  # at once: nobody else holds the old arrays, so each slot is written in place
 
-    def _grow(self, weights: AdapterWeights) -> bool:
-        """Make room for the rank and the modules of `weights`; return whether any array or module changed."""
+    def _grow(self, weights: AdapterWeights) -> None:
+        """Make room for the rank and the modules of `weights`."""
         rank = max(self.rank, bucket(weights.info.rank))
         wider = rank > self.rank
         self.rank = rank
@@ -190,7 +198,6 @@ class LoraState:
             self._stacks = {path: self._stacks[path] for path in self._targets if path in self._stacks}
             if self._fused is not None:
                 self._fused.adapted(self._stacks)
-        return changed
 
     def _adapt(self, target: Target) -> None:
         adapt(target, self)
@@ -228,7 +235,14 @@ class LoraState:
             own = [x[at : at + 1].squeeze(0) for x in self.arrays()]
             mx.eval(own)  # squeezed slices are views; an index would copy
             return Route(layout, ids, own)
-        return Route(layout, ids, self.arrays())
+        return Route(layout, ids, [] if self._captures else self.arrays())
+
+    @property
+    def _captures(self) -> bool:
+        """Whether compiled steps capture the arrays, which stay the same: slots are written in place, and the device
+        orders a step behind the writes before it.
+        """
+        return self._writer is not None and self._writer.is_right and not self.order.zeros
 
     def _in_tiles(self, slots: Ints, length: int) -> bool:
         """Return whether the fused kernels compute a step. With experts, a step of one adapter is faster as a
@@ -249,6 +263,7 @@ class LoraState:
         self.unbind()
         if ids is None or layout.kind == "base":
             return
+        arrays = arrays or self.arrays()
         if layout.kind == "uniform" and [x.ndim for x in arrays] == [x.ndim for x in self.arrays()]:
             arrays = [x[ids[0]] for x in arrays]
         if self._few is not None:

@@ -34,6 +34,11 @@ class SlotWriter:
         )
         self._is_right: bool | None = None  # unknown until the first slot is written
 
+    @property
+    def is_right(self) -> bool:
+        """Whether a slot was written, and the kernel was found to be right."""
+        return bool(self._is_right)
+
     def write(self, arrays: Sequence[mx.array], slot: int, contents: Sequence[mx.array]) -> bool:
         """Write `contents[i]` into `arrays[i][slot]`; return False if the kernel is wrong, and then the slot's
         contents are undefined.
