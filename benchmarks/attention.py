@@ -105,7 +105,7 @@ def check(make: dialect.Make, combination: Combination, seed: int) -> float:
             sinks=sinks,
             cap=cap,
             splits=splits,
-        )
+        ).swapaxes(1, 2)
         error = np.linalg.norm(np.array(got.astype(mx.float32)) - expected) / np.linalg.norm(expected)
         worst = max(worst, float(error) if np.isfinite(error) else float("inf"))
     return worst
@@ -151,7 +151,7 @@ def decode(
             cut: dict[str, Any] = cut,
         ) -> mx.array:
             for pool in pools:
-                queries = attention(queries, pool, tables, offsets, form.dim**-0.5, **cut)
+                queries = attention(queries, pool, tables, offsets, form.dim**-0.5, shape=queries.shape, **cut)
             return queries
 
         run = mx.compile(layers)

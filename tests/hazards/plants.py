@@ -118,8 +118,8 @@ PLANTS: dict[str, Plant] = {
         text(
             PagedCache,
             "attend_products",
-            "fused.attention(queries,",
-            "fused.attention(mx.zeros(queries.shape, queries.dtype),",
+            "queries, self._arrays, v.tables",
+            "mx.zeros(queries.shape, queries.dtype), self._arrays, v.tables",
         ),
         "short blocks",
         (decode,),

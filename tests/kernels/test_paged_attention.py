@@ -132,7 +132,7 @@ def test_it_is_attention(
         warps=warps,
     )
     expected = plain(np.array(queries.astype(mx.float32)), halves, tables, offsets, window, sinks, kind.cap)[:real]
-    given_ = np.array(got.astype(mx.float32))[:real]
+    given_ = np.array(got.swapaxes(1, 2).astype(mx.float32))[:real]
     tolerance = TOLERANCE[kind.dtype] * (1 + (kind.bits > 0))
     assert np.linalg.norm(given_ - expected) <= tolerance * np.linalg.norm(expected)
 
@@ -172,6 +172,23 @@ def test_four_blocks_are_held_at_once_where_they_need_fewer_turns() -> None:
     assert made[::2] != made[1::2]
     assert [name for name in made if "dense" in name] == ["paged_attention_dense", "paged_attention_part_dense"]
     assert (each[0] == each[1]).all() and (each[2] == each[3]).all()
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_result_has_the_shape_that_is_asked_for(length: int, splits: int) -> None:
+    """By default that of its lines in memory: a head beside the other of the same position."""
+    rng = np.random.default_rng(length)
+    form, rows, heads = RowFormat(2, 64, mx.float32), 3, 4
+    pool = [mx.array(rng.standard_normal((2 * 8 * 16, 64)).astype(np.float32)) for _ in range(2)]
+    queries = mx.array(rng.standard_normal((rows, heads, length, 64)).astype(np.float32))
+    tables, offsets = mx.array(1 + np.arange(rows, dtype=np.int32)[:, None]), mx.array([9, 0, 12], mx.int32)
+    attention = PagedAttention(shim.maker(), form, 16, start("cuda", form))
+    plainly = attention(queries, pool, tables, offsets, 0.1, splits=splits)
+    assert plainly.shape == (rows, length, heads, 64)
+    for shape in ((rows, length, heads * 64), (rows * length, heads * 64)):
+        shaped = attention(queries, pool, tables, offsets, 0.1, splits=splits, shape=shape)
+        assert mx.array_equal(shaped, plainly.reshape(shape)) and shaped.shape == shape
 
 
 def plain(

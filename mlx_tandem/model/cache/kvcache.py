@@ -330,9 +330,8 @@ class PagedCache:
             window = v.window(mask)
             if window is not None and queries.dtype == self.shape.keys.dtype:
                 attention, tables = self._fused.attention, after(self._after, v.tables)
-                return attention(
-                    queries, self._arrays, tables, v.offset, scale, window=window, kept=v.kept, sinks=sinks
-                )
+                out = attention(queries, self._arrays, tables, v.offset, scale, window=window, kept=v.kept, sinks=sinks)
+                return out.swapaxes(1, 2)
         if v.each > 1 and fetched and isinstance(mask, mx.array) and v.window(mask) is not None:
             return self._attend_together(queries, scale, mask, sinks, v)
         return portable.attend(queries, keys, values, scale, mask, sinks)
@@ -383,20 +382,20 @@ class PagedCache:
         queries, keys, values = fused.rotary(
             products, v.angles(rotation), v.slot_mapping, self._arrays, norms=norms, fetched=not few, gated=gated
         )
+        shape = *products[0].shape[:-1], queries.shape[1] * queries.shape[3]
         if few:
             window = v.window(mask)
             assert window is not None
-            out = fused.attention(queries, self._arrays, v.tables, v.offset, scale, window=window, kept=v.kept)
-        else:
-            if v.common_offset:
-                zeros = [zero_of([queries])] if inplace.writing().by_outputs else []
-                keys, values = (
-                    mx.concatenate([self._before(form, pool, v, zeros), new], axis=2)
-                    for form, pool, new in zip(self.shape.halves, self._halves(), (keys, values), strict=True)
-                )
-            out = portable.attend(queries, keys, values, scale, mask, None)
-        rows, heads, length, dim = out.shape
-        return out.swapaxes(1, 2).reshape(rows, length, heads * dim)
+            return fused.attention(
+                queries, self._arrays, v.tables, v.offset, scale, window=window, kept=v.kept, shape=shape
+            )
+        if v.common_offset:
+            zeros = [zero_of([queries])] if inplace.writing().by_outputs else []
+            keys, values = (
+                mx.concatenate([self._before(form, pool, v, zeros), new], axis=2)
+                for form, pool, new in zip(self.shape.halves, self._halves(), (keys, values), strict=True)
+            )
+        return portable.attend(queries, keys, values, scale, mask, None).swapaxes(1, 2).reshape(shape)
 
     def _halves(self) -> tuple[list[mx.array], list[mx.array]]:
         """Return the arrays of keys, and those of values."""

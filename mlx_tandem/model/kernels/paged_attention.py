@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source
 from mlx_tandem.model.kernels.division import ALIGN, Division
 
 MOST_QUERIES = 8
@@ -439,8 +439,9 @@ class PagedAttention:
         cap: float = 0.0,
         splits: int = 0,
         warps: int = 0,
+        shape: Sequence[int] | None = None,
     ) -> mx.array:
-        """Return attention [rows, heads, length, dim]; query i of a row is at position offset + i and sees no later
+        """Return attention [rows, length, heads, dim]; query i of a row is at position offset + i and sees no later
         position.
 
         Args:
@@ -455,6 +456,7 @@ class PagedAttention:
             cap: If not 0, scores become cap · tanh(score / cap).
             splits: Splits of each row's keys; 0: as the division says.
             warps: Warps of a block of threads; 0: MOST_WARPS.
+            shape: The shape of the result, which has the same numbers in the same order, if it is to be another one.
         """
         form, block, division = self._form, self._block_size, self.division
         rows, heads, length, dim = queries.shape
@@ -483,13 +485,11 @@ class PagedAttention:
             template |= {"BITS": form.bits, "GRIDS": form.groups}
         sinks = windows if sinks is None else sinks
         inputs = [queries, *pool, tables, offsets, windows, sinks]
-        shape = (rows, length, heads, dim)
+        output = shape or (rows, length, heads, dim), queries.dtype
         held = 0 if together > 4 else division.held(rows * across * splits)
         if splits == 1:
-            (out,) = self._kernels[False, held](
-                inputs, template, (across, rows, 1), 32 * warps, [(shape, queries.dtype)]
-            )
-            return out.swapaxes(1, 2)
+            (out,) = self._kernels[False, held](inputs, template, (across, rows, 1), 32 * warps, [output])
+            return out
         lines = (rows, heads, length, splits)
         parts = self._kernels[True, held](
             inputs,
@@ -498,23 +498,19 @@ class PagedAttention:
             32 * warps,
             [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
         )
-        return self._combine([*parts, tables, offsets, windows, sinks], template, shape, queries.dtype)
+        return self._combine([*parts, tables, offsets, windows, sinks], template, output)
 
     def _combine(
         self,
         inputs: Sequence[mx.array],
         template: Mapping[str, Constant],
-        shape: tuple[int, int, int, int],
-        dtype: mx.Dtype,
+        output: Shaped,
     ) -> mx.array:
-        """Return attention [rows, heads, length, dim] combined from its splits.
-
-        `shape` is (rows, length, heads, dim).
-        """
-        rows, length, heads, _ = shape
+        """Return attention combined from its splits, whose arrays are the first of the inputs."""
+        rows, heads, length = inputs[0].shape[:3]
         own = {name: template[name] for name in ("T", "D", "BLOCK", "WINDOWED", "SINKS")}
-        (out,) = self._together(inputs, own, (heads * length, rows, 1), 128, [(shape, dtype)])
-        return out.swapaxes(1, 2)
+        (out,) = self._together(inputs, own, (heads * length, rows, 1), 128, [output])
+        return out
 
 
 def unreadable_rows(form: RowFormat) -> str:
