@@ -81,7 +81,10 @@ class FusedBlock:
     _parts: Parts
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """Return the block's output, by the fused path if the cache offers it."""
+        """Return the block's output, by the fused path if the cache offers it.
+
+        x: [rows, length, inputs], or [rows, inputs] if the length is 1. The output has the same leading axes.
+        """
         block: Any = self
         if isinstance(cache, PagedCache) and cache.offers(x, mask):
             own, linears = self._parts, (block.q_proj, block.k_proj, block.v_proj)
@@ -93,14 +96,13 @@ class FusedBlock:
                 out = out * mx.sigmoid(_gates(products[0], *own.gated))
             output: mx.array = block.o_proj(out)
             return output
-        output = super().__call__(x, mask, cache)  # type: ignore[misc]
-        return output
+        # The block's own code knows inputs of three axes only.
+        output = super().__call__(x if x.ndim > 2 else x[:, None], mask, cache)  # type: ignore[misc]
+        return output if x.ndim > 2 else output[:, 0]
 
 
 def _gates(product: mx.array, heads: int, dim: int) -> mx.array:
-    """Return the gates [rows, length, heads · dim] in a product that begins with the queries' heads, each followed by
-    its gate.
-    """
-    rows, length, _ = product.shape
-    both = product[..., : 2 * heads * dim].reshape(rows, length, heads, 2 * dim)
-    return both[..., dim:].reshape(rows, length, heads * dim)
+    """Return the gates [..., heads · dim] in a product that begins with the queries' heads, each before its gate."""
+    lead = product.shape[:-1]
+    both = product[..., : 2 * heads * dim].reshape(*lead, heads, 2 * dim)
+    return both[..., dim:].reshape(*lead, heads * dim)

@@ -148,6 +148,11 @@ class StepView:
         self._joined: dict[int, mx.array] = {}
         self._masks: dict[tuple[int, int | None], mx.array] = {}
 
+    @property
+    def length(self) -> int:
+        """The number of tokens of each row."""
+        return self.slot_mapping.shape[1]
+
     def mask(self, length: int, window: int | None) -> mx.array:
         """Return [rows, 1 (, 1), length, positions] bool: which positions each query sees, none after itself.
 
@@ -198,7 +203,7 @@ class StepView:
         if rotation not in self._angles:
             half = rotation.dims // 2
             frequency = np.exp2(np.arange(half) / -half * np.log2(rotation.base)).astype(np.float32)
-            position = (self.offset[:, None] + arange(self.slot_mapping.shape[1])).astype(mx.float32) * rotation.scale
+            position = (self.offset[:, None] + arange(self.length)).astype(mx.float32) * rotation.scale
             angle = position[:, None, :, None] * mx.array(frequency)
             self._angles[rotation] = mx.cos(angle), mx.sin(angle)
         return self._angles[rotation]
@@ -352,11 +357,14 @@ class PagedCache:
     # called by blocks with fused projections instead
 
     def offers(self, x: mx.array, mask: mx.array | str | None) -> bool:
-        """Return whether `attend_products` can serve a block's input x [rows, length, …] under this mask."""
+        """Return whether `attend_products` can serve a block's input x under this mask.
+
+        x: [rows, length, …], or [rows, …] if the length is 1.
+        """
         v = self._view
         if v is None or self._fused is None or x.dtype != self.shape.keys.dtype or not v.turns_by_index:
             return False
-        if x.shape[1] <= MOST_QUERIES:
+        if v.length <= MOST_QUERIES:
             return v.window(mask) is not None
         return v.common_offset is not None and isinstance(mask, str)
 
@@ -370,15 +378,15 @@ class PagedCache:
         mask: mx.array | str | None,
         gated: bool = False,
     ) -> mx.array:
-        """Return the attention [rows, length, heads · dim] of the products of q, k and v, as `Rotary` takes them.
+        """Return the attention [..., heads · dim] of the products of q, k and v, as `Rotary` takes them.
 
-        The keys and values are written into the pool.
+        Its leading axes are those of the products. The keys and values are written into the pool.
         """
         v, fused = self._view, self._fused
         assert v is not None
         assert fused is not None
         v.arrive(products[0])
-        few = products[0].shape[1] <= MOST_QUERIES
+        few = v.length <= MOST_QUERIES
         queries, keys, values = fused.rotary(
             products, v.angles(rotation), v.slot_mapping, self._arrays, norms=norms, fetched=not few, gated=gated
         )

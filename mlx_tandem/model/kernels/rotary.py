@@ -189,7 +189,8 @@ class Rotary:
         them.
 
         Args:
-            parts: The products of q, k and v [rows, length, heads or kv heads · dim], or one array that holds them all.
+            parts: The products of q, k and v [rows, length, heads or kv heads · dim], or one array that holds them all;
+                [rows, …] will do if the length is 1.
             angles: Cosines and sines, float32 [rows, 1, length, rotated / 2]. The first `rotated` numbers of each head
                 are rotated; if these are not all of them, `rotated` is a multiple of four.
             slots: int32 [rows, length], as in `StepView`.
@@ -201,8 +202,8 @@ class Rotary:
         form = self._form
         joined = len(parts) == 1
         q, k, v = (parts[0],) * 3 if joined else parts
-        rows, length, width = q.shape
-        heads = (width // form.dim - (2 * form.heads if joined else 0)) // (2 if gated else 1)
+        rows, length = slots.shape
+        heads = (q.shape[-1] // form.dim - (2 * form.heads if joined else 0)) // (2 if gated else 1)
         template: dict[str, Constant] = {
             "T": q.dtype,
             "D": form.dim,

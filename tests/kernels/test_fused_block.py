@@ -1,0 +1,140 @@
+"""Attention blocks on the fused path, for inputs with an axis for the tokens of a row and without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import llama, qwen3, qwen3_next
+
+from mlx_tandem.model.attention import hook
+from mlx_tandem.model.attention.fused import Fused
+from mlx_tandem.model.attention.fused_block import FusedBlock, fusable_blocks, use_fused_path
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.blocks import KVArrays
+from mlx_tandem.model.cache.inplace import Writing
+from mlx_tandem.model.cache.kvcache import LayerShape, PagedCache, PoolLayout, StepView
+from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.linears.groups import find_groups
+from mlx_tandem.model.linears.merged import merge
+from tests.kernels import shim
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+
+HEADS, KV_HEADS, DIM, WIDTH, BLOCK, ROWS, BLOCKS = 4, 2, 16, 32, 4, 3, 13
+OFFSETS = np.array([5, 0, 14], np.int32)
+
+COMMON = {
+    "model_type": "tiny",
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 1,
+    "intermediate_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 8,
+    "max_position_embeddings": 64,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+}
+MIXTURE: dict[str, Any] = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "num_experts_per_tok": 1,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": WIDTH,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": WIDTH,
+    "partial_rotary_factor": 0.5,
+    "full_attention_interval": 1,
+}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (llama, COMMON),
+    "normed": (qwen3, COMMON),
+    "gated": (qwen3_next, COMMON | MIXTURE),
+}
+
+
+@pytest.fixture(autouse=True)
+def _writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker())))
+
+
+def block_of(name: str) -> Any:
+    """Return the attention block of a model of one layer, on the fused path."""
+    module, config = MODELS[name]
+    mx.random.seed(7)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    mx.eval(model.parameters())  # type: ignore[no-untyped-call]
+    hook.install()
+    merge(find_groups(model))
+    blocks = fusable_blocks(model)
+    use_fused_path(blocks)
+    ((block, _),) = blocks
+    assert isinstance(block, FusedBlock)
+    return block
+
+
+def outputs(block: Any, x: mx.array, *, fused: bool) -> tuple[list[mx.array], int]:
+    """Return the block's output in one step with what is in the pool afterwards, and the number of calls of
+    `attend_products`.
+    """
+    form = RowFormat(KV_HEADS, DIM, mx.float32)
+    shape = LayerShape(form, form)
+    rng = np.random.default_rng(3)
+    pool = KVArrays([shape], BLOCKS, BLOCK)
+    for array in pool.layers[0]:
+        array[:] = mx.array(rng.standard_normal(array.shape).astype(np.float32))
+    tables = 1 + np.arange(BLOCKS - 1, dtype=np.int32).reshape(ROWS, -1)
+    slots = tables[np.arange(ROWS), OFFSETS // BLOCK] * BLOCK + OFFSETS % BLOCK
+    view = StepView(
+        mx.array(OFFSETS), mx.array(slots[:, None]), mx.array(tables), PoolLayout(BLOCKS, BLOCK, mask_axes=1)
+    )
+    calls = 0
+
+    class Counted(PagedCache):
+        def attend_products(self, *args: Any, **options: Any) -> mx.array:
+            nonlocal calls
+            calls += 1
+            return super().attend_products(*args, **options)
+
+    cache = Counted(shape, Fused("cuda", shim.maker()).kernels(shape, BLOCK) if fused else None)
+    cache.bind(pool.layers[0], view)
+    out = block(x, cache.make_mask(1), cache)
+    mx.eval(out)
+    return [out, *cache.release()], calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_of_one_token_may_lack_the_axis_of_tokens(name: str, apart: bool, fused: bool) -> None:
+    """On the fused path with one product and with three, and where the block's own code runs."""
+    block = block_of(name)
+    block.q_proj.is_changed = apart
+    x = mx.random.normal((ROWS, 1, WIDTH))
+    (whole, *pool), calls = outputs(block, x, fused=fused)
+    (flat, *same), more = outputs(block, x[:, 0], fused=fused)
+    assert (calls, more) == (int(fused), int(fused))
+    assert whole.shape == (ROWS, 1, WIDTH) and flat.shape == (ROWS, WIDTH)
+    assert mx.array_equal(whole[:, 0], flat)
+    assert all(mx.array_equal(a, b) for a, b in zip(pool, same, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_fused_path_gives_what_the_block_s_own_code_gives(name: str) -> None:
+    block = block_of(name)
+    x = mx.random.normal((ROWS, WIDTH))
+    (ours, *pool), _ = outputs(block, x, fused=True)
+    (theirs, *same), _ = outputs(block, x, fused=False)
+    assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert all(mx.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(pool, same, strict=True))
