@@ -117,14 +117,22 @@ class FusedDeltaNet:
     _parts: Parts
     _kernels: Kernels
 
+    def takes_tokens(self, x: mx.array, length: int, mask: mx.array | None, cache: Any) -> bool:
+        """Return whether the layer takes x as [tokens, dim] in a step whose rows have this length."""
+        return _offered(x, length, mask, cache, self._parts.mixer) is not None
+
     def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        """Return the layer's output, by the fused path if the cache offers it."""
-        lines = _offered(inputs, mask, cache, self._parts.mixer)
+        """Return the layer's output, by the fused path if the cache offers it.
+
+        inputs: [rows, length, dim], or [rows · length, dim] where `takes_tokens` says so.
+        """
+        mixer = self._parts.mixer
+        lines = _offered(inputs, inputs.shape[1] if inputs.ndim == 3 else 1, mask, cache, mixer)
         if lines is None:
             output: mx.array = super().__call__(inputs, mask, cache)  # type: ignore[misc]
             return output
         layer: Any = self
-        (products, state), mixer, kernels = lines, self._parts.mixer, self._kernels
+        (products, state), kernels = lines, self._kernels
         qkv, a, b, z = self._products(inputs)
         given, done = kernels.inputs(mixer, (qkv, a, b), products.pool, products.read, products.write)
         cache.wrote(products, done)
@@ -145,12 +153,14 @@ class FusedDeltaNet:
         return [Product(whole, at) for at in merged.places(linears)[:-1]]
 
 
-def _offered(inputs: mx.array, mask: mx.array | None, cache: Any, mixer: Mixer) -> tuple[PoolLines, PoolLines] | None:
-    """Return the lines of the last products and of the state of the rule, if the fused path can use them."""
-    if not isinstance(cache, StateCache) or mask is not None or inputs.shape[1] > MOST_TOKENS:
+def _offered(
+    x: mx.array, length: int, mask: mx.array | None, cache: Any, mixer: Mixer
+) -> tuple[PoolLines, PoolLines] | None:
+    """Return the lines of the last products and of the state of the rule, if the fused path can use them for x."""
+    if not isinstance(cache, StateCache) or mask is not None or length > MOST_TOKENS:
         return None
     products, state = cache.lines(0), cache.lines(1)
     if products is None or state is None:
         return None
-    types = inputs.dtype, products.pool.dtype
+    types = x.dtype, products.pool.dtype
     return (products, state) if all(dtype == mixer.weight.dtype for dtype in types) else None

@@ -4,6 +4,10 @@ Between the layers the sum belongs to one layer and the norm to the next. So a l
 which returns it when it is called with this very sum. A layer's own code is kept for devices and models without the
 path. The known kinds of layers are those whose code was read: attention behind a norm, a sum, an MLP behind a norm, a
 sum, and nothing else.
+
+In a step with few tokens a row, neighbouring layers hand on arrays [tokens, dim] instead of [rows, length, dim]. MLX
+multiplies only the former without an operation that changes the shape before each product and one behind it. Such an
+operation takes no time on a GPU, but as much on the host as a small kernel (docs/decisions/gpu-steps.md).
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 
+from mlx_tandem.model.attention.fused_block import FusedBlock
+from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import residual as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import EACH, AddNorm, Norm
@@ -37,6 +43,10 @@ KINDS = (
 """The known layers of mlx-lm."""
 
 
+BY_TOKENS = (FusedBlock, FusedDeltaNet)
+"""Mixins of attention that takes [tokens, dim] in steps for which its `takes_tokens` says so."""
+
+
 class Parts(NamedTuple):
     """The parts of a layer that the path needs. `following`: the norm behind the layer."""
 
@@ -46,15 +56,20 @@ class Parts(NamedTuple):
 
 
 class Handed:
-    """The sum that a layer handed to a norm, with its normed numbers."""
+    """The sum that a layer handed to a norm, with its normed numbers.
+
+    Attributes:
+        lead: The rows and the length of the step, which the shape of a sum [tokens, dim] does not say.
+    """
 
     def __init__(self) -> None:
+        self.lead = (0, 0)
         self._sum: mx.array | None = None
         self._normed: mx.array | None = None
 
-    def put(self, total: mx.array, normed: mx.array) -> None:
+    def put(self, total: mx.array, normed: mx.array, lead: tuple[int, int]) -> None:
         """Keep a sum and its norm."""
-        self._sum, self._normed = total, normed
+        self._sum, self._normed, self.lead = total, normed, lead
 
     def take(self, x: mx.array) -> mx.array | None:
         """Forget what was handed; return the normed numbers if x is the sum."""
@@ -91,9 +106,11 @@ def fusable(model: nn.Module) -> list[tuple[nn.Module, Parts]]:
 
 def use(layers: Sequence[tuple[nn.Module, Parts]], kernel: AddNorm) -> None:
     """Let these layers take the path from here on."""
+    norms = {id(layer.input_layernorm) for layer, parts in layers if isinstance(parts.attention, BY_TOKENS)}
     for layer, parts in layers:
         own: Any = layer
         own._parts, own._add_norm = parts, kernel
+        own._hands_tokens = id(parts.following) in norms
         mix_in(layer, FusedLayer)
         following: Any = parts.following
         following._handed = Handed()
@@ -122,22 +139,38 @@ class FusedLayer:
 
     _parts: Parts
     _add_norm: AddNorm
+    _hands_tokens: bool
+    """Whether the layer behind takes [tokens, dim], too."""
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        """Return the layer's output for x [rows, length, dim]."""
+        """Return the layer's output for x [rows, length, dim], or for x [tokens, dim] from the layer before."""
         layer: Any = self
         attention, middle, following = self._parts
-        total, normed = self._added(x, attention(layer.input_layernorm(x), mask, cache), middle)
+        norm: Any = layer.input_layernorm
+        lead = (x.shape[0], x.shape[1]) if x.ndim == 3 else norm._handed.lead
+        if x.ndim == 3 and isinstance(attention, BY_TOKENS) and attention.takes_tokens(x, lead[1], mask, cache):
+            x = x.reshape(-1, x.shape[-1])
+        total, normed = self._added(x, self._attended(norm(x), lead, mask, cache), middle, x.shape)
+        shape = x.shape if self._hands_tokens else (*lead, x.shape[-1])
+        total, normed = self._added(total, layer.mlp(normed), _norm(following), shape)
         handed: Any = following
-        total, normed = self._added(total, layer.mlp(normed), _norm(following))
-        handed._handed.put(total, normed)
+        handed._handed.put(total, normed, lead)
         return total
 
-    def _added(self, a: mx.array, b: mx.array, norm: Norm) -> tuple[mx.array, mx.array]:
-        """Return the sum of a and b and its norm. The kernel is for arrays of the weight's type."""
+    def _attended(self, x: mx.array, lead: tuple[int, int], mask: mx.array | None, cache: Any) -> mx.array:
+        """Return the attention of x in the shape of x, computed with all axes if it does not take [tokens, dim]."""
+        attention: Any = self._parts.attention
+        if x.ndim == 3 or attention.takes_tokens(x, lead[1], mask, cache):
+            attended: mx.array = attention(x, mask, cache)
+            return attended
+        apart: mx.array = attention(x.reshape(*lead, -1), mask, cache)
+        return apart.reshape(x.shape)
+
+    def _added(self, a: mx.array, b: mx.array, norm: Norm, shape: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """Return the sum of a and b and its norm, in this shape. The kernel is for arrays of the weight's type."""
         if a.dtype == b.dtype == norm.weight.dtype and a.shape == b.shape:
-            return self._add_norm(a, b, norm)
-        total = a + b
+            return self._add_norm(a, b, norm, shape)
+        total = (a + b).reshape(shape)
         return total, mx.fast.rms_norm(total, norm.weight, norm.epsilon)
 
 

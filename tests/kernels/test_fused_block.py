@@ -1,4 +1,4 @@
-"""Attention blocks on the fused path, for inputs with an axis for the tokens of a row and without one."""
+"""Attention blocks on the fused path, for inputs [rows, length, dim] and [rows · length, dim]."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.kernels import shim
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
 HEADS, KV_HEADS, DIM, WIDTH, BLOCK, ROWS, BLOCKS = 4, 2, 16, 32, 4, 3, 13
-OFFSETS = np.array([5, 0, 14], np.int32)
+OFFSETS = np.array([5, 0, 12], np.int32)
 
 COMMON = {
     "model_type": "tiny",
@@ -84,7 +84,7 @@ def block_of(name: str) -> Any:
     return block
 
 
-def outputs(block: Any, x: mx.array, *, fused: bool) -> tuple[list[mx.array], int]:
+def outputs(block: Any, x: mx.array, length: int = 1, *, fused: bool = True) -> tuple[list[mx.array], int]:
     """Return the block's output in one step with what is in the pool afterwards, and the number of calls of
     `attend_products`.
     """
@@ -95,10 +95,9 @@ def outputs(block: Any, x: mx.array, *, fused: bool) -> tuple[list[mx.array], in
     for array in pool.layers[0]:
         array[:] = mx.array(rng.standard_normal(array.shape).astype(np.float32))
     tables = 1 + np.arange(BLOCKS - 1, dtype=np.int32).reshape(ROWS, -1)
-    slots = tables[np.arange(ROWS), OFFSETS // BLOCK] * BLOCK + OFFSETS % BLOCK
-    view = StepView(
-        mx.array(OFFSETS), mx.array(slots[:, None]), mx.array(tables), PoolLayout(BLOCKS, BLOCK, mask_axes=1)
-    )
+    at = OFFSETS[:, None] + np.arange(length, dtype=np.int32)
+    slots = np.take_along_axis(tables, at // BLOCK, axis=1) * BLOCK + at % BLOCK
+    view = StepView(mx.array(OFFSETS), mx.array(slots), mx.array(tables), PoolLayout(BLOCKS, BLOCK, mask_axes=1))
     calls = 0
 
     class Counted(PagedCache):
@@ -109,32 +108,32 @@ def outputs(block: Any, x: mx.array, *, fused: bool) -> tuple[list[mx.array], in
 
     cache = Counted(shape, Fused("cuda", shim.maker()).kernels(shape, BLOCK) if fused else None)
     cache.bind(pool.layers[0], view)
-    out = block(x, cache.make_mask(1), cache)
+    out = block(x, cache.make_mask(length), cache)
     mx.eval(out)
     return [out, *cache.release()], calls
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("fused", [True, False])
-def test_rows_of_one_token_may_lack_the_axis_of_tokens(name: str, apart: bool, fused: bool) -> None:
-    """On the fused path with one product and with three, and where the block's own code runs."""
+@pytest.mark.parametrize("length", [1, 3])
+def test_rows_and_tokens_may_share_an_axis(name: str, apart: bool, length: int) -> None:
+    """With one product and with three."""
     block = block_of(name)
     block.q_proj.is_changed = apart
-    x = mx.random.normal((ROWS, 1, WIDTH))
-    (whole, *pool), calls = outputs(block, x, fused=fused)
-    (flat, *same), more = outputs(block, x[:, 0], fused=fused)
-    assert (calls, more) == (int(fused), int(fused))
-    assert whole.shape == (ROWS, 1, WIDTH) and flat.shape == (ROWS, WIDTH)
-    assert mx.array_equal(whole[:, 0], flat)
+    x = mx.random.normal((ROWS, length, WIDTH))
+    (whole, *pool), calls = outputs(block, x, length)
+    (flat, *same), more = outputs(block, x.reshape(-1, WIDTH), length)
+    assert calls == more == 1
+    assert whole.shape == (ROWS, length, WIDTH) and flat.shape == (ROWS * length, WIDTH)
+    assert mx.array_equal(whole.reshape(-1, WIDTH), flat)
     assert all(mx.array_equal(a, b) for a, b in zip(pool, same, strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_fused_path_gives_what_the_block_s_own_code_gives(name: str) -> None:
     block = block_of(name)
-    x = mx.random.normal((ROWS, WIDTH))
-    (ours, *pool), _ = outputs(block, x, fused=True)
+    x = mx.random.normal((ROWS, 1, WIDTH))
+    (ours, *pool), _ = outputs(block, x)
     (theirs, *same), _ = outputs(block, x, fused=False)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     assert all(mx.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(pool, same, strict=True))

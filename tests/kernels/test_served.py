@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,10 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_tandem.model import delta_net, gated_delta, residual
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
+from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
+from mlx_tandem.model.kernels.delta_net import DeltaNetInputs, GatedNorm
+from mlx_tandem.model.kernels.gated_delta import GatedDelta
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.types import Request, SamplingParams
@@ -101,6 +105,42 @@ def test_it_says_what_mlx_lm_says(
     assert loop.piggybacked == 2
     assert set(calls) == {1, 8}  # the prompts of 70 and 12 tokens, each token a row of its own
     assert_agrees(loop, oracle, "prompts beside rows that decode", **near)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_layers_hand_on_tokens(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with few tokens a row have arrays [tokens, dim] between all layers, and prompts have three axes."""
+    axes: list[tuple[int, int]] = []
+
+    class Watched(AddNorm):
+        def __call__(self, a: mx.array, b: mx.array, norm: Norm, shape: Sequence[int]) -> tuple[mx.array, mx.array]:
+            axes.append((a.ndim, len(shape)))
+            return super().__call__(a, b, norm, shape)
+
+    rule = GatedDelta(shim.maker())
+    kernels = delta_net.Kernels(DeltaNetInputs(shim.maker()), rule, GatedNorm(shim.maker()))
+    monkeypatch.setattr(gated_delta, "kernel", lambda: rule)
+    monkeypatch.setattr(delta_net.Kernels, "made", lambda *_: kernels)
+    changes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if family == "qwen3_5" else {}
+    folder = tiny_models.make(tmp_path / "model", family, **changes)
+    made = {"attention_backend": "cuda", "backends": [Fused("cuda", shim.maker())], "dtype": "float16"}
+    apart = make_engine(folder, **made)
+    monkeypatch.setattr(residual, "install", lambda model: residual.use(residual.fusable(model), Watched(shim.maker())))
+    engine = make_engine(folder, **made)
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=3)
+    asked = [Request(i, prompt, params) for i, prompt in enumerate((*PROMPTS, PROMPTS[0][:3]))]
+    axes.clear()
+    loops = [each.run(asked, chunks=9, stagger=1) for each in (apart, engine)]
+    layers = len(engine.built.runner.module.layers)
+    step = [*[(2, 2)] * (2 * layers - 1), (2, 3)]
+    parts = [axes[i : i + len(step)] for i in range(0, len(axes), len(step))]
+    assert step in parts
+    assert all(part[-1][1] == 3 for part in parts), "the head takes rows"
+    if family != "qwen3_5":  # where rows begin, only some of its layers take tokens
+        assert all(part in (step, [(3, 3)] * len(step)) for part in parts)
+    assert loops[0].tokens == loops[1].tokens
+    for key, own in loops[0].logprobs.items():
+        assert np.allclose([o.model for o in own], [o.model for o in loops[1].logprobs[key]], atol=2e-2)
 
 
 def test_blocks_whose_output_is_gated_take_the_short_way(tmp_path: Path, calls: list[int]) -> None:

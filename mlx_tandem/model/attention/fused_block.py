@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 
 from mlx_tandem.model.cache.kvcache import PagedCache, Rotation
+from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.linears.merged import Merged, whole_of
 from mlx_tandem.model.mixin import mix_in
 
@@ -80,10 +81,15 @@ class FusedBlock:
 
     _parts: Parts
 
+    def takes_tokens(self, x: mx.array, length: int, mask: Any, cache: Any) -> bool:
+        """Return whether the block takes x as [tokens, dim] in a step whose rows have this length."""
+        return length <= MOST_QUERIES and isinstance(cache, PagedCache) and cache.offers(x, mask)
+
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Return the block's output, by the fused path if the cache offers it.
 
-        x: [rows, length, inputs], or [rows, inputs] if the length is 1. The output has the same leading axes.
+        x: [rows, length, inputs], or [rows · length, inputs] where `takes_tokens` says so. The output has the same
+        leading axes.
         """
         block: Any = self
         if isinstance(cache, PagedCache) and cache.offers(x, mask):
@@ -96,9 +102,8 @@ class FusedBlock:
                 out = out * mx.sigmoid(_gates(products[0], *own.gated))
             output: mx.array = block.o_proj(out)
             return output
-        # The block's own code knows inputs of three axes only.
-        output = super().__call__(x if x.ndim > 2 else x[:, None], mask, cache)  # type: ignore[misc]
-        return output if x.ndim > 2 else output[:, 0]
+        output = super().__call__(x, mask, cache)  # type: ignore[misc]
+        return output
 
 
 def _gates(product: mx.array, heads: int, dim: int) -> mx.array:

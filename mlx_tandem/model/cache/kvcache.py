@@ -359,7 +359,7 @@ class PagedCache:
     def offers(self, x: mx.array, mask: mx.array | str | None) -> bool:
         """Return whether `attend_products` can serve a block's input x under this mask.
 
-        x: [rows, length, …], or [rows, …] if the length is 1.
+        x: [rows, length, …] or [rows · length, …].
         """
         v = self._view
         if v is None or self._fused is None or x.dtype != self.shape.keys.dtype or not v.turns_by_index:

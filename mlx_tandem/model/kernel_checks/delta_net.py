@@ -28,8 +28,10 @@ def problem(layer: nn.Module) -> str:
     return checked("the fused path through gated delta nets", check, lambda reason: reason)
 
 
-def largest_error(layer: Any) -> tuple[float, mx.Dtype]:
+def largest_error(layer: Any, *, by_tokens: bool = True) -> tuple[float, mx.Dtype]:
     """Return the largest relative difference of outputs and states over a few tokens, and the type of the layer.
+
+    by_tokens: whether the layer is given [tokens, dim] instead of [rows, length, dim].
 
     The reference is the layer's own code, which also runs on the fused layer if its cache is one of mlx-lm's own.
     """
@@ -52,7 +54,9 @@ def largest_error(layer: Any) -> tuple[float, mx.Dtype]:
     cache = StateCache(shape)
     view = StateView(mx.arange(2, 2 + ROWS, dtype=mx.int32), mx.arange(2 + ROWS, 2 + 2 * ROWS, dtype=mx.int32))
     cache.bind(pool, view)
-    got = layer(x, None, cache)
+    if by_tokens and not layer.takes_tokens(x, TOKENS, None, cache):
+        raise Rejected("the fused path does not take tokens")
+    got = layer(x.reshape(-1, x.shape[-1]) if by_tokens else x, None, cache).reshape(x.shape)
     if cache.gathered_bytes():
         raise Rejected("the fused path was not taken")
     cache.release()

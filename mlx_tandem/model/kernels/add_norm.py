@@ -7,6 +7,7 @@ do. For few rows both operations take longer to start than to run, so one kernel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -85,18 +86,20 @@ class AddNorm:
     def __init__(self, make: Make):
         self._kernel = make(Source("add_norm", ["a", "b", "weight"], ["sum", "normed"], _BODY, _FUNCTIONS))
 
-    def __call__(self, a: mx.array, b: mx.array, norm: Norm) -> tuple[mx.array, mx.array]:
-        """Return a + b and its norm for two arrays [..., dim] of one shape and of the weight's type.
+    def __call__(
+        self, a: mx.array, b: mx.array, norm: Norm, shape: Sequence[int] | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Return a + b and its norm, both in this shape, for two arrays [..., dim] of one shape and the weight's type.
 
-        The type has 16 bits, and `dim` is a multiple of EACH.
+        The type has 16 bits, and `dim` is a multiple of EACH. `shape`: None means the shape of a.
         """
-        dim = a.shape[-1]
+        dim, shape = a.shape[-1], a.shape if shape is None else shape
         threads = min(MOST_THREADS, -(-dim // (32 * EACH)) * 32)
         total, normed = self._kernel(
             [a, b, norm.weight],
             {"T": a.dtype, "D": dim, "WIDTH": threads, "EPSILON": bits_of(norm.epsilon)},
             (a.size // dim, 1, 1),
             threads,
-            [(a.shape, a.dtype), (a.shape, a.dtype)],
+            [(shape, a.dtype), (shape, a.dtype)],
         )
         return total, normed

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
 from mlx_tandem.model.kernels.gated_delta import RuleInputs
-from mlx_tandem.model.kernels.paged_attention import floats
+from mlx_tandem.model.kernels.paged_attention import bits_of
 
 WARPS = 4
 """Warps in a block of threads."""
@@ -28,7 +28,7 @@ DEVICE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 _INPUTS = r"""
   constexpr int EACH = DIM / 32, LINES = 2 * HK + HV, CHANNELS = LINES * DIM;
-  const int line = GROUP_X * (THREADS / 32) + WARP, row = GROUP_Y, length = qkv_shape[1];
+  const int line = GROUP_X * (THREADS / 32) + WARP, row = GROUP_Y, length = LENGTH;
   if (line > LINES) return;
   if (line == LINES) {  // one warp computes decay and strength of all heads
     for (int i = LANE; i < length * HV; i += 32) {
@@ -107,7 +107,7 @@ _NORM = r"""
   }
   UNROLL
   for (int mask = 1; mask < 32; mask *= 2) squares += SHUFFLE_XOR(squares, mask);
-  const float norm = RSQRT(squares / DIM + epsilons[0]);
+  const float norm = RSQRT(squares / DIM + FLOAT_BITS((uint)EPSILON));
   UNROLL
   for (int j = 0; j < EACH; j++) {
     const float gate = float(z[token * Z_WIDTH + Z_AT + head * DIM + LANE + 32 * j]);
@@ -120,7 +120,7 @@ _NORM = r"""
 class Product(NamedTuple):
     """The output of a linear, which may be a part of a wider array.
 
-    whole: the array [rows, length, width]; at: the first column of the part.
+    whole: the array [rows, length, width] or [rows · length, width]; at: the first column of the part.
     """
 
     whole: mx.array
@@ -175,9 +175,11 @@ class DeltaNetInputs:
             write: int32 [rows], the line of each row after the step. No line that is written belongs to another row.
         """
         qkv, a, b = products
-        dtype, (rows, length) = qkv.whole.dtype, qkv.whole.shape[:2]
+        dtype, rows = qkv.whole.dtype, read.shape[0]
+        length = qkv.whole.size // qkv.whole.shape[-1] // rows
         template: dict[str, Constant] = {
             "T": dtype,
+            "LENGTH": length,
             "HK": mixer.key_heads,
             "HV": mixer.heads,
             "DIM": mixer.dim,
@@ -203,20 +205,26 @@ class GatedNorm:
     """The kernel of the norm behind the rule, with its gates; `make` makes it."""
 
     def __init__(self, make: Make):
-        names = ["y", "z", "weight", "epsilons"]
+        names = ["y", "z", "weight"]
         self._kernel = make(Source("gated_norm", names, ["out"], _NORM, _FUNCTIONS))
 
     def __call__(self, mixer: Mixer, y: mx.array, z: Product) -> mx.array:
         """Return the outputs [rows, length, heads · dim] for the outputs y [rows, length, heads, dim] of the rule and
-        the product of the gates.
+        the product of the gates. They are [rows · length, heads · dim] if the product has as many axes.
         """
         rows, length, heads, dim = y.shape
-        template: dict[str, Constant] = {"T": y.dtype, "HV": heads, "DIM": dim, **z.template("Z")}
+        template: dict[str, Constant] = {
+            "T": y.dtype,
+            "HV": heads,
+            "DIM": dim,
+            "EPSILON": bits_of(mixer.epsilon),
+            **z.template("Z"),
+        }
         (out,) = self._kernel(
-            [y, z.whole, mixer.norm, floats(mixer.epsilon)],
+            [y, z.whole, mixer.norm],
             template,
             (-(-rows * length * heads // WARPS), 1, 1),
             32 * WARPS,
-            [((rows, length, heads * dim), y.dtype)],
+            [((*z.whole.shape[:-1], heads * dim), y.dtype)],
         )
         return out

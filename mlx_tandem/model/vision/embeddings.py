@@ -121,13 +121,13 @@ class ShownImages:
         return mx.where(self._given[1], 0, ids) if self._given else ids
 
     def add(self, number: int, hidden: mx.array) -> mx.array:
-        """Return the output [rows, length, width] of layer `number` with what images add to it."""
+        """Return the output [rows, length, width] or [tokens, width] of layer `number` with what images add to it."""
         if not self._given:
             return hidden
         images, where = self._given
         width = hidden.shape[-1]
-        own = images[..., (1 + number) * width : (2 + number) * width].astype(hidden.dtype)
-        return mx.where(where[..., None], hidden + own, hidden)
+        own = images[..., (1 + number) * width : (2 + number) * width].astype(hidden.dtype).reshape(hidden.shape)
+        return mx.where(where.reshape(hidden.shape[:-1])[..., None], hidden + own, hidden)
 
 
 class _ImageLayer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.images import Images, shift_at, shown
 from mlx_tandem.engine.plan import Row, RowKind, Shown
 from mlx_tandem.model.step.rectangles import Rectangles
+from mlx_tandem.model.vision.embeddings import ShownImages
 from mlx_tandem.model.vision.positions import alternating, consecutive, positions_of
 from mlx_tandem.types import Image, Request, SamplingParams
 
@@ -78,3 +81,13 @@ def test_however_a_prompt_is_cut_its_tokens_are_where_its_images_put_them(
 def test_frequencies_belong_to_axes() -> None:
     assert consecutive([2, 3, 3]) == [0, 0, 1, 1, 1, 2, 2, 2]
     assert alternating([4, 2, 2]) == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+def test_layers_add_images_to_rows_and_to_tokens() -> None:
+    shown = ShownImages(nn.Module(), SimpleNamespace(axes=(), depth=0))  # type: ignore[arg-type]
+    images, where = mx.random.normal((2, 3, 8)), mx.array([[True, False, True], [False, False, True]])
+    shown.bind([images, where])
+    hidden = mx.random.normal((2, 3, 4))
+    rows = shown.add(0, hidden)
+    assert mx.array_equal(rows, mx.where(where[..., None], hidden + images[..., 4:], hidden)).item()
+    assert mx.array_equal(shown.add(0, hidden.reshape(-1, 4)), rows.reshape(-1, 4)).item()
