@@ -9,6 +9,9 @@ rounds.
 its turn. `http` starts the server of each tree and measures both with the client of this tree. `ratio` is the median
 over the rounds of this tree's figure divided by the other's in the neighbouring round. `ratio_of_best` compares the
 best round of each tree: it says more where the speed of the host changes from round to round.
+
+On a GPU, give `--blocks` and `--chunk-tokens`: the tree that starts second finds less free memory, and would otherwise
+take a smaller pool and shorter chunks of prompts.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ def main() -> None:
     engine.add_argument("--batch", default="1,8,32")
     engine.add_argument("--prompt-tokens", type=int, default=64)
     engine.add_argument("--blocks", type=int, help="of each tree's KV pool; by default as many as fit")
+    engine.add_argument("--chunk-tokens", type=int, default=0, help="most prompt tokens of a step; by default by memory")
     engine.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     http = kinds.add_parser("http", parents=[common])
     http.add_argument("--concurrency", default="1,16,32,64")
@@ -109,7 +113,7 @@ class Child:
 
     def __init__(self, tree: Path, args: argparse.Namespace):
         words = [sys.executable, __file__, "engine", "--child", "--before", str(tree), "--shape", args.shape]
-        for name in ("batch", "prompt_tokens", "max_tokens", "adapters", "repeats", "blocks"):
+        for name in ("batch", "prompt_tokens", "max_tokens", "adapters", "repeats", "blocks", "chunk_tokens"):
             if getattr(args, name) is not None:
                 words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         self.results: list[dict[str, Any]] = []
@@ -183,7 +187,9 @@ def run_child(args: argparse.Namespace) -> None:
         config = EngineConfig(
             model=ModelConfig(path=model, random_weights=drawn),
             cache=CacheConfig(num_blocks=args.blocks) if args.blocks else CacheConfig(),
-            scheduler=SchedulerConfig(max_num_seqs=max(batch.rows for batch in batches)),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max(batch.rows for batch in batches), max_chunk_tokens=args.chunk_tokens
+            ),
             lora=LoraConfig(max_loras=args.adapters, max_cpu_lora_gb=64.0),
         )
         EngineBench(config, load, adapters, kept.update, rest).measure()
