@@ -52,7 +52,7 @@ def main() -> None:
     engine.add_argument("--batch", default="1,8,32")
     engine.add_argument("--prompt-tokens", type=int, default=64)
     engine.add_argument("--blocks", type=int, help="of each tree's KV pool; by default as many as fit")
-    engine.add_argument("--chunk-tokens", type=int, default=0, help="most prompt tokens of a step; by default by memory")
+    engine.add_argument("--chunk-tokens", type=int, default=0, help="most prompt tokens of a step")
     engine.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     http = kinds.add_parser("http", parents=[common])
     http.add_argument("--concurrency", default="1,16,32,64")
