@@ -10,6 +10,7 @@
 #include <ucontext.h>
 
 extern "C" {
+float expf(float);
 float exp2f(float);
 float log2f(float);
 float tanhf(float);
@@ -308,6 +309,7 @@ DEVICE float2 pair(uint w, float16) {
   a.raw = w, b.raw = w >> 16;
   return {float(a), float(b)};
 }
+template <class T> DEVICE T EXP(T x) { return T(expf(x)); }
 DEVICE float2 pair(uint w, float) { return {bits<float>(w), 0.0f}; }
 
 template <class T> DEVICE void mma(float4& sum, uint4 a, uint2 b, T) {

@@ -25,6 +25,10 @@ Metal lacks the following words. Tensor cores, with the layout of numbers over l
   (g, 2t + 8), (g + 8, 2t + 8); uint2 `b` holds (column g, k = 2t), (g, 2t + 8); `sum` is (row g, columns 2t, 2t + 1),
   (g + 8, the same).
 
+MLX's exponential function on CUDA:
+
+- `EXP(x)` is e to the power of x, for an x of a 16-bit type T and in that type.
+
 Memory of the block that is filled while the thread does something else:
 
 - `ROOM(type, name)`: memory of the size that the kernel's source asks for. It may be larger than SHARED_BYTES;
@@ -119,6 +123,7 @@ typedef unsigned int uint;
 #define LOG2(x) log2f(x)
 #define TANH(x) tanhf(x)
 #define RSQRT(x) rsqrtf(x)
+#define EXP(x) hexp(x)
 #define FLOAT4(a, b, c, d) make_float4(a, b, c, d)
 #define WORDS4(a, b, c, d) make_uint4(a, b, c, d)
 #define WORDS2(a, b) make_uint2(a, b)

@@ -6,7 +6,7 @@ wide product is faster than three. The linears' own weights become views of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import Any
@@ -114,6 +114,17 @@ def whole_of(linears: Iterable[nn.Module]) -> Merged | None:
     if merged is None or len(merged.members) != len(linears):
         return None
     return merged if all(a is b for a, b in zip(merged.members, linears, strict=True)) else None
+
+
+def joined_product(linears: Sequence[nn.Module], x: mx.array) -> mx.array | None:
+    """Return the outputs of these linears for x side by side, as one product gives them.
+
+    None if there is no such product, if it is slower than theirs, or if one of them has an adapter in this forward.
+    """
+    merged = whole_of(linears)
+    if merged is None or not merged.joins(x) or any(getattr(linear, "is_changed", False) for linear in linears):
+        return None
+    return merged.whole(x)
 
 
 def home_of(linears: Iterable[nn.Module]) -> Merged | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
-from mlx_tandem.model import cpu, delta_net, depthwise, device, gated_delta, residual
+from mlx_tandem.model import cpu, delta_net, depthwise, device, gated_delta, mlp, residual
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
@@ -147,6 +147,7 @@ class Forward:
             if not isinstance(recurrent, ServedRecurrent):
                 mix_in(recurrent, ServedRecurrent)
         residual.install(module)
+        mlp.install(module, model.dtype)
         whole = sum(cache.shape.nbytes() for cache in states)
         self.gathered_share = gathered_bytes(module, [cache.shape for cache in states]) / whole if states else 0.0
         self._lora = lora
