@@ -16,12 +16,16 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model.attention.fused import Fused
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.kernel_checks.frame import Choice
 from mlx_tandem.model.kernel_checks.lora import UNLIMITED, choose
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.kernels.lora import LoraKernels
+from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.model.linears.groups import find_groups
-from mlx_tandem.model.linears.merged import merge
+from mlx_tandem.model.linears.merged import joined_product, merge
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import TILE, cut_tiles
 from mlx_tandem.model.lora.state import LoraState
@@ -145,6 +149,17 @@ def test_own_outputs_may_lie_side_by_side(make: Make) -> None:
         assert mx.array_equal(one, own)
 
 
+@pytest.mark.parametrize("outputs", [(264, 8, 16), (16, 520), (40,)])
+def test_the_sums_of_all_members_may_be_one_array(make: Make, outputs: tuple[int, ...]) -> None:
+    """They have the bits of the sums that are an array each."""
+    work = Work([0, 1, 1, 2], 3, 1032, outputs, [16, 7], mx.bfloat16)
+    want = mx.concatenate(work.add(make), -1)
+    for order in shim.ORDERS:
+        kernels = LoraKernels(shim.maker(order))
+        got = kernels.add_joined(work.x, work.tiles(), work.a, work.b, mx.concatenate(work.y, -1))
+        assert mx.array_equal(got, want)
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=70), st.integers(1, 20))
 @settings(max_examples=200)
 def test_tiles_cover_every_token_once(slots: list[int], length: int) -> None:
@@ -242,6 +257,67 @@ def test_sums_are_added_to_one_product_of_all_members(make: Make, bits: int, onl
     assert far(got[:1], build("qwen3", bits)(x[:1])) < TOLERANCE
 
 
+def joined_and_apart(
+    model: Any, state: LoraState, linears: Sequence[nn.Module], x: mx.array
+) -> tuple[mx.array | None, mx.array]:
+    """Return the joined product of merged linears for three rows with adapters, and the linears' own outputs."""
+    route = state.route([0, 1, 1], x.shape[1])
+    state.bind(route.arrays, mx.array(route.ids), route.layout)
+    joined = joined_product(linears, x)
+    apart = mx.concatenate([linear(x) for linear in linears], -1)
+    state.unbind()
+    return joined, apart
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_all_members_of_a_merged_linear_give_one_array(make: Make, bits: int) -> None:
+    """It has the bits of their own outputs."""
+    model, counting = build("qwen3", bits), Counting(make)
+    merge(find_groups(model))
+    state = LoraState(model, LoraConfig(max_loras=1), mx.float32, fused(model, counting))
+    state.install(1, adapter(state.linears(), 8, 1))
+    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    groups: list[list[nn.Module]] = [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [mlp.gate_proj, mlp.up_proj],
+    ]
+    for linears in groups:
+        counting.calls.clear()
+        joined, apart = joined_and_apart(model, state, linears, mx.random.normal((3, 2, 64)))
+        n = len(linears)
+        forms = [("shrink", ""), ("expand", "_whole"), ("shrink", ""), ("expand", "_joined")]
+        assert counting.calls == [f"lora_{name}_{n}{form}" for name, form in forms]
+        assert joined is not None and mx.array_equal(joined, apart)
+        base = joined_product(linears, x := mx.random.normal((3, 2, 64)))
+        assert base is not None and mx.array_equal(base, mx.concatenate([linear(x) for linear in linears], -1))
+
+
+def test_there_is_no_joined_product_where_the_kernels_do_not_compute_all_members(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = build("qwen3"), mx.random.normal((3, 1, 64))
+    groups, attention = find_groups(model), model.layers[0].self_attn
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert joined_product(linears, x) is None, "they are not merged"
+    merge(groups)
+    state = LoraState(model, LoraConfig(max_loras=2), mx.float32, fused(model, make))
+    state.install(1, adapter(state.linears(), 8, 1, "[qv]_proj"))
+    assert joined_and_apart(model, state, linears, x)[0] is None, "one has no adapter"
+    state.install(2, adapter(state.linears(), 8, 2))
+    assert joined_and_apart(model, state, linears, x)[0] is not None
+    assert joined_and_apart(model, state, linears[:2], x)[0] is None, "others were merged"
+    other, _ = joined_and_apart(model, state, linears, x.astype(mx.bfloat16))
+    assert other is None, "the adapters have another type"
+    route = state.route([0, 1, 1])
+    state.bind(route.arrays, mx.array(route.ids), route.layout)
+    assert joined_product(linears, x[:2]) is None, "the tiles have other tokens"
+    with state.narrowed(mx.array([0, 1])):
+        assert joined_product(linears, x[:2]) is None, "there are no tiles"
+    state.unbind()
+    monkeypatch.setattr("mlx_tandem.model.linears.merged.Merged.joins", lambda self, x: False)
+    assert joined_and_apart(model, state, linears, x)[0] is None, "apart they are faster"
+
+
 def test_members_called_otherwise_than_at_start_are_right(make: Make) -> None:
     model, counting = build("qwen3"), Counting(make)
     state = LoraState(model, LoraConfig(max_loras=1), mx.float32, fused(model, counting))
@@ -279,6 +355,32 @@ def test_the_engine_serves_with_them(make: Make, tmp_path: Path, monkeypatch: py
     assert_agrees(loop, served.oracles, "fused kernels")
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_attention_blocks_read_the_sums_of_all_members_as_one_array(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers have the bits that they have if each linear's sums are an array."""
+    monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker())))
+    counting = Counting(make)
+
+    def forced(model: nn.Module, config: LoraConfig, dtype: mx.Dtype) -> Choice:
+        return choose(model, replace(config, backend="fused"), dtype, [counting])
+
+    monkeypatch.setattr("mlx_tandem.model.kernel_checks.lora.choose", forced)
+    options: dict[str, Any] = {"attention_backend": "cuda", "backends": [Fused("cuda", make)]}
+    served = serve_adapters(tmp_path, bits=None, family="llama", max_loras=4, **options)
+    asked = [ask(i, name, max_tokens=4) for i, name in enumerate([*served.names, None])]
+    counting.calls.clear()
+    loop = served.engine.run(asked)
+    assert "lora_expand_3_whole" in counting.calls
+    assert_agrees(loop, served.oracles, "joined sums")
+    monkeypatch.setattr(GroupedDeltas, "joined", lambda *args: None)
+    counting.calls.clear()
+    apart = served.engine.run(asked)
+    assert "lora_expand_3_joined" in counting.calls and "lora_expand_3_whole" not in counting.calls
+    assert (apart.tokens, apart.logprobs) == (loop.tokens, loop.logprobs)
+
+
 # --- the choice at start --------------------------------------------------------------------------------------------
 
 
@@ -295,9 +397,28 @@ FAULTS = {
     "a row too few": ("if (i < count) {", "if (i + 1 < count) {"),
     "another slot": ("(size_t)slot * K * R", "(size_t)(slot - 1) * K * R"),
     "no sum over the inputs' parts": ("s < parts", "s < 1"),
-    "rows of another length": ("STRIDE(m) (places[1])", "STRIDE(m) (N + 8)"),
+    "rows of another length": ("Y_STRIDE(m) (places[1])", "Y_STRIDE(m) (N + 8)"),
     "does not compile": ("BARRIER();", "BARRIER(;"),
 }
+
+
+class TwoLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(64, 24, bias=False), nn.Linear(64, 16, bias=False)
+
+    def __call__(self, tokens: mx.array) -> list[mx.array]:
+        x = mx.zeros((*tokens.shape, 64))
+        return [self.gate_proj(x), self.up_proj(x)]
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_sums_of_merged_linears_in_one_array_are_checked_at_start(make: Make, is_merged: bool) -> None:
+    model, wrong = TwoLinears(), Broken(make, "z + before", "z")
+    if is_merged:
+        assert merge(find_groups(model))
+    reason = choose(model, LoraConfig(), mx.float32, [wrong]).reason
+    assert ("wrong" in reason) == is_merged
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -77,14 +77,16 @@ def rotary(recorder: Recorder) -> None:
 
 
 def lora(recorder: Recorder) -> None:
-    """Every number of members, in both forms of their own outputs."""
+    """Every number of members, in all forms of their outputs."""
     for dtype, members, rank in product(FLOATS, (1, 2, MOST_MEMBERS), (8, 16)):
         kernels = LoraKernels(recorder.make)
         a = [mx.zeros((3, 64, rank), dtype) for _ in range(members)]
         b = [mx.zeros((3, rank, 40), dtype) for _ in range(members)]
         x, tiles = mx.zeros((6, 64), dtype), mx.zeros((4, 3), mx.int32)
         kernels.add(x, tiles, a, b, [mx.zeros((6, 40), dtype) for _ in range(members)])
-        kernels.add(x, tiles, a, b, [mx.zeros((6, 40 * members), dtype)], tuple(range(0, 40 * members + 1, 40)))
+        whole = mx.zeros((6, 40 * members), dtype)
+        kernels.add(x, tiles, a, b, [whole], tuple(range(0, 40 * members + 1, 40)))
+        kernels.add_joined(x, tiles, a, b, whole)
 
 
 def argmax(recorder: Recorder) -> None:

@@ -8,15 +8,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import gemma, llama, qwen3, qwen3_5
+from mlx_lm.models.activations import swiglu
 
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model import mlp
+from mlx_tandem.model import device, mlp
+from mlx_tandem.model.kernel_checks.lora import UNLIMITED
 from mlx_tandem.model.kernel_checks.mlp import TOLERANCE, largest_error, problem
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Source
+from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.kernels.swiglu import SwiGLU
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import MOST_TOKENS, merge
+from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.state import LoraState
 from tests.engine.test_lora import adapter
 from tests.kernels import shim
@@ -167,6 +171,7 @@ def test_an_mlp_runs_its_own_code_for_many_tokens_and_other_types() -> None:
     one = fused("qwen3").layers[0].mlp
     for x in (mx.ones((1, MOST_TOKENS + 1, WIDTH), mx.bfloat16), mx.ones((2, 1, WIDTH))):
         assert one(x).shape == x.shape
+    assert Counted.calls == 0
     mixed = fused("qwen3", mx.float32).layers[0].mlp
     assert mixed(mx.ones((2, 1, WIDTH), mx.bfloat16)).dtype == mx.float32
     assert Counted.calls == 0
@@ -179,20 +184,28 @@ def test_an_mlp_runs_its_own_code_if_its_linears_are_faster_apart(monkeypatch: p
     assert Counted.calls == 0
 
 
-def test_adapters_are_not_lost() -> None:
-    model = fused("qwen3")
-    state = LoraState(model, LoraConfig(max_loras=1), mx.float32)
-    state.install(1, adapter(state.linears(), 8, 1, "up_proj"))
+@pytest.mark.parametrize("only", ["", "up_proj"])
+def test_adapters_are_not_lost(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If gate and up have adapters the kernel reads their joined sums; otherwise the MLP's own code runs."""
+    monkeypatch.setattr(device, "is_cpu", lambda: False)  # so that the adapters' arrays have the model's type
+    model = model_of("qwen3")
+    groups = find_groups(model)
+    mlp.use(mlp.fusable(model), Counted(shim.maker()))
+    kernels = GroupedDeltas(LoraKernels(shim.maker()), groups, same=UNLIMITED, mixed=UNLIMITED)
+    state = LoraState(model, LoraConfig(max_loras=1), mx.bfloat16, kernels)
+    state.install(1, adapter(state.linears(), 8, 1, only))
     x = mx.random.normal((2, 1, WIDTH)).astype(mx.bfloat16)
     one, route = model.layers[0].mlp, state.route([1, 0])
-    base = one(x)
-    assert Counted.calls == 1
+    activate = swiglu if only else rounded_each_time
+    base = one.down_proj(activate(one.gate_proj(x), one.up_proj(x)))
+    Counted.calls = 0
     state.bind(route.arrays, mx.array(route.ids), route.layout)
     got = one(x)
-    want = one.down_proj(rounded_each_time(one.gate_proj(x), one.up_proj(x)))
+    want = one.down_proj(activate(one.gate_proj(x), one.up_proj(x)))
     state.unbind()
-    assert np.abs(np.array((got - want).astype(mx.float32))).max() <= 1e-2
-    assert np.abs(np.array((got - base).astype(mx.float32))[0]).max() > 1e-2
+    assert Counted.calls == (0 if only else 1)
+    assert (bits(got) == bits(want)).all()
+    assert (bits(got) == bits(base)).all(axis=-1)[:, 0].tolist() == [False, True]
 
 
 def test_mlps_of_other_kinds_and_sizes_are_left_alone() -> None:

@@ -18,7 +18,7 @@ from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 
 from mlx_tandem.model.cache.kvcache import PagedCache, Rotation
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
-from mlx_tandem.model.linears.merged import Merged, whole_of
+from mlx_tandem.model.linears.merged import joined_product, whole_of
 from mlx_tandem.model.mixin import mix_in
 
 GATED = (qwen3_next.Qwen3NextAttention,)
@@ -32,7 +32,6 @@ KINDS = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention,
 class Parts:
     """The parts of a block that the fused path needs."""
 
-    merged: Merged
     rotation: Rotation
     norms: tuple[mx.array, mx.array, float] | None
     """Weights of the queries' and the keys' norms, and epsilon; None: the block has no norms."""
@@ -69,11 +68,10 @@ def _parts(block: Any) -> Parts | None:
         if type(q) is not nn.RMSNorm or type(k) is not nn.RMSNorm or q.weight.shape != (dim,) or q.eps != k.eps:
             return None
         norms = q.weight, k.weight, float(q.eps)
-    merged = whole_of(linears)
-    if merged is None:
+    if whole_of(linears) is None:
         return None
     rotation = Rotation(rope.dims, float(rope.base), float(rope.scale))
-    return Parts(merged, rotation, norms, (heads, dim) if gated else None)
+    return Parts(rotation, norms, (heads, dim) if gated else None)
 
 
 class FusedBlock:
@@ -94,8 +92,8 @@ class FusedBlock:
         block: Any = self
         if isinstance(cache, PagedCache) and cache.offers(x, mask):
             own, linears = self._parts, (block.q_proj, block.k_proj, block.v_proj)
-            apart = any(getattr(linear, "is_changed", False) for linear in linears) or not own.merged.joins(x)
-            products = [linear(x) for linear in linears] if apart else [own.merged.whole(x)]
+            product = joined_product(linears, x)
+            products = [linear(x) for linear in linears] if product is None else [product]
             gated = own.gated is not None
             out = cache.attend_products(products, own.rotation, own.norms, scale=block.scale, mask=mask, gated=gated)
             if own.gated is not None:

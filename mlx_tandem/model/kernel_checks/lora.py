@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, count
+from collections.abc import Container, Iterable, Sequence
+from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from mlx_tandem.model.kernel_checks.machine import seconds
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
 from mlx_tandem.model.linears.groups import Group, find_groups
+from mlx_tandem.model.linears.merged import whole_of
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import Ints, cut_tiles
 
@@ -75,7 +76,7 @@ def choose(
 
     def check() -> Choice[GroupedDeltas | None]:
         kernels = LoraKernels(makers[0])
-        if problem := wrong(kernels, shapes, dtype):
+        if problem := wrong(kernels, shapes, dtype, _joined(groups)):
             raise Rejected(problem)
         if forced:
             return Choice(GroupedDeltas(kernels, groups, same=UNLIMITED, mixed=UNLIMITED), "asked for")
@@ -107,7 +108,7 @@ def _tokens(count: int) -> str:
     return "any number of tokens" if count == UNLIMITED else f"{count} tokens"
 
 
-def _shapes(group: Group) -> Iterable[Shape]:
+def _shapes(group: Group) -> list[Shape]:
     """Return the shape of a group, and the shapes of its first members alone.
 
     An adapter may leave out the last members of a group, and each number of members has kernels of its own.
@@ -116,27 +117,39 @@ def _shapes(group: Group) -> Iterable[Shape]:
     return [Shape(own[0].inputs, tuple(s.outputs for s in own[: n + 1])) for n in range(len(own))]
 
 
+def _joined(groups: Iterable[Group]) -> set[Shape]:
+    """Return the shapes of the groups whose linears are merged, so that their outputs may be written as one array."""
+    return {shape for group in groups for shape in _shapes(group)[-1:] if whole_of([t.module for t in group])}
+
+
 # --- Are the kernels right? ------------------------------------------------------------------------------------------
 
 
-def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype) -> str:
-    """Return what is wrong with the kernels' results on random data; empty if nothing is."""
+def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, joined: Container[Shape] = ()) -> str:
+    """Return what is wrong with the kernels' results on random data; empty if nothing is.
+
+    For the shapes in `joined`, results that are one array are looked at, too.
+    """
     for seed, shape in enumerate(shapes):
         for rank in (8, 16):
-            error = _error(kernels, shape, rank, dtype, seed)
+            error = _error(kernels, shape, rank, dtype, seed, joined=shape in joined)
             if not error <= TOLERANCE[dtype]:
                 return f"wrong by {error:.1e} in {shape.inputs} → {shape.outputs}, rank {rank}"
     return ""
 
 
-def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed: int) -> float:
+def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed: int, *, joined: bool) -> float:
     """Return the kernels' largest error for this shape and rank, relative to the largest number of the result."""
     rng = np.random.default_rng(seed)
     slots = np.sort(rng.integers(0, 4, 21))
     x, a, b, y = _arrays(shape, rank, 3, len(slots), dtype)
     tiles = mx.array(cut_tiles(slots, 1), mx.int32)
     ends = (0, *accumulate(shape.outputs))
-    ways = kernels.add(x, tiles, a, b, y), kernels.add(x, tiles, a, b, [mx.concatenate(y, -1)], ends)
+    whole = mx.concatenate(y, -1)
+    ways = [kernels.add(x, tiles, a, b, y), kernels.add(x, tiles, a, b, [whole], ends)]
+    if joined:
+        sums = kernels.add_joined(x, tiles, a, b, whole)
+        ways.append([sums[..., start:end] for start, end in pairwise(ends)])
     deltas = [expected(x, *member, slots) for member in zip(a, b, strict=True)]
     return max(far(*results) for added in ways for results in zip(added, y, deltas, strict=True))
 

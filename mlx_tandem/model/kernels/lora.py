@@ -36,8 +36,9 @@ def fits(inputs: int, outputs: int) -> bool:
     return inputs % 8 == 0 and outputs % 8 == 0
 
 
-Form = Literal["apart", "joined"]
-"""How the linears' own outputs are given: an array each, or one array with all of them side by side."""
+Form = Literal["apart", "joined", "whole"]
+"""How the linears' own outputs are given: an array each, or one array with all of them side by side. The results are an
+array each but for "whole", where they are one array like that of the own outputs."""
 
 
 class LoraKernels:
@@ -67,6 +68,13 @@ class LoraKernels:
         other.
         """
         return self.expand(self.shrink(x, tiles, a), tiles, b, y, x.shape[:-1], places)
+
+    def add_joined(
+        self, x: mx.array, tiles: mx.array, a: Sequence[mx.array], b: Sequence[mx.array], y: mx.array
+    ) -> mx.array:
+        """Return what `add` returns as one array of the shape of `y`, whose rows hold the outputs of all members."""
+        (z,) = self._launch("whole", [self.shrink(x, tiles, a), tiles, *b, y], b, [(y.shape, y.dtype)])
+        return z
 
     def shrink(self, x: mx.array, tiles: mx.array, a: Sequence[mx.array]) -> mx.array:
         """Return parts of x @ a[m][slot]: float32 [tokens, members, parts, rank]. Nothing is written for slot 0."""
@@ -128,10 +136,13 @@ def _expand(make: Make, members: int, form: Form) -> Kernel:
     b, y, z = (_names(letter, members) for letter in "byz")
     widths = [f"{name}_shape[2]" for name in b]
     if form == "apart":
-        given, choices = y, _choices(Y=y, Z=z, STRIDE=["N"])
-    else:
+        given, choices = y, _choices(Y=y, Z=z, Y_STRIDE=["N"], Z_STRIDE=["N"])
+    elif form == "joined":
         given, row = ["y", "places"], [f"places[{members}]"]
-        choices = _choices(Y=["y + places[m]"], Z=z, STRIDE=row)
+        choices = _choices(Y=["y + places[m]"], Z=z, Y_STRIDE=row, Z_STRIDE=["N"])
+    else:
+        given, z, row = ["y"], ["z"], [" + ".join(widths)]
+        choices = _choices(Y=["y + before"], Z=["z + before"], Y_STRIDE=row, Z_STRIDE=row)
     body = choices + _choices(OUTPUTS=widths) + f"#define MOST_PARTS {_MOST_PARTS}\n" + _EXPAND
     name, inputs = f"lora_expand_{members}_{form}", ["sums", "tiles", *b, *given]
     return make(Source(name, inputs, z, _choices(B=b) + body, _FUNCTIONS))
@@ -217,21 +228,22 @@ _EXPAND = """
   const int first = tiles[3 * GROUP_Y], count = tiles[3 * GROUP_Y + 1], slot = tiles[3 * GROUP_Y + 2];
   if (count == 0) return;
   const int parts = sums_shape[2], R = sums_shape[3];
-  int m = 0, group = GROUP_X, N = OUTPUTS(0);
+  int m = 0, group = GROUP_X, N = OUTPUTS(0), before = 0;  // outputs of the members before this one
   while (group * THREADS * 4 >= N) {
     group -= (N + THREADS * 4 - 1) / (THREADS * 4);
+    before += N;
     m++;
     N = OUTPUTS(m);
   }
   const int o = (group * THREADS + THREAD) * 4;
   const bool inside = o < N;
   const GLOBAL T* b = B(m) + (size_t)slot * R * N + o;
-  const GLOBAL T* own = Y(m) + (size_t)first * STRIDE(m) + o;
-  GLOBAL T* to = Z(m) + (size_t)first * N + o;
+  const GLOBAL T* own = Y(m) + (size_t)first * Y_STRIDE(m) + o;
+  GLOBAL T* to = Z(m) + (size_t)first * Z_STRIDE(m) + o;
   Pack<T, 4> ys[8];
   float out[8][4];
   if (inside) {
-    UNROLL for (int i = 0; i < 8; i++) ys[i] = load<4>(own + (size_t)min(i, count - 1) * STRIDE(m));
+    UNROLL for (int i = 0; i < 8; i++) ys[i] = load<4>(own + (size_t)min(i, count - 1) * Y_STRIDE(m));
   }
   UNROLL for (int i = 0; i < 8; i++) {
     UNROLL for (int e = 0; e < 4; e++) out[i][e] = 0.0f;
@@ -270,7 +282,7 @@ _EXPAND = """
     if (i < count) {
       Pack<T, 4> all;
       UNROLL for (int e = 0; e < 4; e++) all.at[e] = T(float(ys[i].at[e]) + out[i][e]);
-      *(GLOBAL Pack<T, 4>*)(to + (size_t)i * N) = all;
+      *(GLOBAL Pack<T, 4>*)(to + (size_t)i * Z_STRIDE(m)) = all;
     }
   }
 """

@@ -117,14 +117,19 @@ def whole_of(linears: Iterable[nn.Module]) -> Merged | None:
 
 
 def joined_product(linears: Sequence[nn.Module], x: mx.array) -> mx.array | None:
-    """Return the outputs of these linears for x side by side, as one product gives them.
+    """Return the outputs of these linears for x side by side, with their adapters; None if there is no such product.
 
-    None if there is no such product, if it is slower than theirs, or if one of them has an adapter in this forward.
+    There is none if they are not merged, if one product is slower than theirs, or if some of them have adapters and
+    the kernels for adapters do not compute all of them.
     """
     merged = whole_of(linears)
-    if merged is None or not merged.joins(x) or any(getattr(linear, "is_changed", False) for linear in linears):
+    if merged is None or not merged.joins(x):
         return None
-    return merged.whole(x)
+    changed: list[Any] = [linear for linear in linears if getattr(linear, "is_changed", False)]
+    if not changed:
+        return merged.whole(x)
+    joined: mx.array | None = changed[0].joined(x)
+    return joined
 
 
 def home_of(linears: Iterable[nn.Module]) -> Merged | None:

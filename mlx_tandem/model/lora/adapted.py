@@ -38,6 +38,12 @@ class Deltas(Protocol):
     def changes(self, target: Target) -> bool:
         """Return whether the linear has an adapter in this forward."""
 
+    def joined(self, target: Target, x: mx.array) -> mx.array | None:
+        """Return the outputs for x, with their adapters, of all linears that were merged with this one, side by side.
+
+        None if they have to be computed one by one.
+        """
+
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
         """Return y + delta for a linear of experts that gave y for x, whose entry i went through expert indices[i].
 
@@ -114,6 +120,13 @@ class AdaptedDense:
     def is_changed(self) -> bool:
         """Whether the linear has an adapter in this forward."""
         return self._deltas.changes(self._target)
+
+    def joined(self, x: mx.array) -> mx.array | None:
+        """Return the outputs, with their adapters, of all linears that were merged with this one, side by side.
+
+        None if they have to be computed one by one.
+        """
+        return self._deltas.joined(self._target, x)
 
     def plain(self, x: mx.array) -> mx.array:
         """Return the output of the linear without adapters."""

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
 from mlx_tandem.model.linears.groups import Group
-from mlx_tandem.model.linears.merged import home_of
+from mlx_tandem.model.linears.merged import home_of, whole_of
 from mlx_tandem.model.lora.adapted import Target
 
 Stacked = Mapping[str, tuple[mx.array, mx.array]]
@@ -64,18 +64,44 @@ class GroupedDeltas:
         if given is not None and given_for is x:
             return given
         members = self._members.get(target.path)
-        if members is None or self._tiles is None or x.size != self._tokens * target.shape.inputs:
+        if members is None or self._tiles is None or not self._covers(target, x):
             return None
         if given is not None:
             members = (target,)  # this forward calls the members with different inputs
         modules: list[Any] = [member.module for member in members]
         own, places = _own(modules, x)
-        a, b = zip(*(self._stacked[member.path] for member in members), strict=True)
+        a, b = self._pairs(members)
         if any(array.dtype != x.dtype for array in (*a, *b, *own)):
             return None
         added = self._kernels.add(x, self._tiles, a, b, own, places)
         self._ready |= {member.path: (x, z) for member, z in zip(members, added, strict=True)}
         return self._ready.pop(target.path)[1]
+
+    def joined(self, target: Target, x: mx.array) -> mx.array | None:
+        """Return the outputs for x, with their adapters, of all linears that were merged with this one, side by side.
+
+        None if these kernels do not compute all of them, for example because some have no adapter in any slot.
+        """
+        members = self._members.get(target.path)
+        if members is None or self._tiles is None or not self._covers(target, x):
+            return None
+        merged = whole_of([member.module for member in members])
+        if merged is None:
+            return None
+        own = merged.whole(x)
+        a, b = self._pairs(members)
+        if any(array.dtype != x.dtype for array in (*a, *b, own)):
+            return None
+        return self._kernels.add_joined(x, self._tiles, a, b, own)
+
+    def _covers(self, target: Target, x: mx.array) -> bool:
+        """Return whether the tiles are those of the tokens of x."""
+        return x.size == self._tokens * target.shape.inputs
+
+    def _pairs(self, members: Group) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+        """Return the stacked A of these linears, and their stacked B."""
+        a, b = zip(*(self._stacked[member.path] for member in members), strict=True)
+        return a, b
 
 
 def _own(modules: list[Any], x: mx.array) -> tuple[list[mx.array], tuple[int, ...] | None]:

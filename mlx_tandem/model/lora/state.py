@@ -303,6 +303,13 @@ class LoraState:
         """Return whether the linear has an adapter in this forward."""
         return self._bound is not None and target.path in self._bound.arrays
 
+    def joined(self, target: Target, x: mx.array) -> mx.array | None:
+        """Return the outputs for x, with their adapters, of all linears that were merged with this one, side by side.
+
+        None if the fused kernels do not compute them all.
+        """
+        return None if self._bound is None or self._fused is None else self._fused.joined(target, x)
+
     def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
         """Return plain(x) + delta for x [rows, …, inputs], or with rows and positions flattened."""
         bound = self._bound

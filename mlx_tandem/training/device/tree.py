@@ -114,6 +114,10 @@ class Tree:
         """Return whether an adapter is added to this linear now."""
         return target.path in self._bound
 
+    def joined(self, target: Target, x: mx.array) -> mx.array | None:
+        """Return None: the linears of a model that learns are computed one by one."""
+        return None
+
     def _add(self, y: mx.array, x: mx.array, path: str, segment: Segment) -> mx.array:
         """Add an adapter's delta as the served linear does, so that both agree where the same kernels run."""
         a, b = segment.pair
