@@ -20,7 +20,7 @@ from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.division import start
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
-from mlx_tandem.model.kernels.rotary import Rotary
+from mlx_tandem.model.kernels.rotary import Norms, Rotary
 from mlx_tandem.model.kernels.store import Store
 from tests.kernels.metal.compiler import MOST_BUFFERS, problems
 from tests.kernels.metal.text import Call, Recorder, call_of
@@ -64,13 +64,12 @@ def rotary(recorder: Recorder) -> None:
             continue
         heads = 8 if gated else 4  # of the queries, with their gates
         parts = [mx.zeros((3, 2, n * dim), dtype) for n in ((heads + 4,) if joined else (heads, 2, 2))]
-        weight = mx.zeros((dim,), dtype)
         Rotary(recorder.make, form, BLOCK)(
             parts,
-            (mx.zeros((3, 1, 2, half)), mx.zeros((3, 1, 2, half))),
+            mx.zeros((2, 3, 2, half)),
             mx.zeros((3, 2), mx.int32),
             KVArrays([LayerShape(form, form)], 8, BLOCK).layers[0],
-            norms=(weight, weight, 1e-5) if normed else None,
+            norms=Norms(mx.zeros((2, dim), dtype), 1e-5) if normed else None,
             fetched=fetched,
             gated=gated,
         )

@@ -11,7 +11,8 @@ import pytest
 from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.rotary import Rotary
+from mlx_tandem.model.kernels.dialect import Kernel, Source
+from mlx_tandem.model.kernels.rotary import Norms, Rotary
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
@@ -53,15 +54,15 @@ def test_it_equals_the_operations_it_stands_for(
     offsets = np.array([3, 0, 40], np.int32)
     slots = np.array([[7, 8], [13, 1], [21, 22]], np.int32)  # 1 lies in the scratch block: padding
     frequency = BASE ** (-np.arange(rotated // 2) / (rotated // 2))
-    angle = ((offsets[:, None] + np.arange(length))[:, None, :, None] * frequency).astype(np.float32)
+    angle = ((offsets[:, None] + np.arange(length))[..., None] * frequency).astype(np.float32)
     weights = [mx.array(rng.uniform(0.5, 1.5, dim).astype(np.float32)).astype(dtype) for _ in range(2)]
 
     got = Rotary(shim.maker(), form, BLOCK)(
         [mx.concatenate(products, axis=-1)] if joined else products,
-        (mx.cos(mx.array(angle)), mx.sin(mx.array(angle))),
+        mx.stack([mx.cos(mx.array(angle)), mx.sin(mx.array(angle))]),
         mx.array(slots),
         pool,
-        norms=(weights[0], weights[1], EPSILON) if normed else None,
+        norms=Norms(mx.stack(weights), EPSILON) if normed else None,
         fetched=True,
         gated=gated,
     )
@@ -92,3 +93,43 @@ def test_it_equals_the_operations_it_stands_for(
     for before, array in zip(old, pool, strict=True):
         rest = np.delete(np.arange(len(before)), flat)
         assert (np.array(array.view(mx.uint16))[rest] == before[rest]).all()
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("normed", [False, True])
+def test_all_forms_do_the_same_and_have_no_arrays_that_they_do_not_need(bits: int, normed: bool) -> None:
+    """For one product or three, with the new keys and values or without them, with an axis of tokens or without."""
+    made: list[Source] = []
+
+    def make(source: Source) -> Kernel:
+        made.append(source)
+        return shim.maker()(source)
+
+    rng = np.random.default_rng(bits)
+    heads, kv_heads, dim, rows = 4, 2, 64, 3
+    form = RowFormat(kv_heads, dim, mx.float32, bits, 32)
+    rotary = Rotary(make, form, BLOCK)
+    x = mx.array(rng.standard_normal((rows, 1, (heads + 2 * kv_heads) * dim)).astype(np.float32))
+    parts = [mx.contiguous(part) for part in mx.split(x, [heads * dim, (heads + kv_heads) * dim], axis=-1)]
+    norms = Norms(mx.array(rng.uniform(0.5, 1.5, (2, dim)).astype(np.float32)), EPSILON) if normed else None
+    angles = mx.array(rng.uniform(-1, 1, (2, rows, 1, dim // 2)).astype(np.float32))
+
+    def run(products: list[mx.array], fetched: bool) -> tuple[list[mx.array], list[mx.array]]:
+        pool = KVArrays([LayerShape(form, form)], BLOCKS, BLOCK).layers[0]
+        slots = mx.array([[7], [13], [22]], mx.int32)
+        return rotary(products, angles, slots, pool, norms=norms, fetched=fetched), pool
+
+    (queries, keys, values), pool = run([x], True)
+    for products, fetched in [([x], False), (parts, True), (parts, False), ([x[:, 0]], False)]:
+        got, written = run(products, fetched)
+        expected = [queries, keys, values] if fetched else [queries]
+        for ours, theirs in zip([*got, *written], [*expected, *pool], strict=True):
+            assert mx.array_equal(ours, theirs)
+    more = int(normed) + len(pool)
+    assert [(len(source.inputs), len(source.outputs)) for source in made] == [
+        (3 + more, 3),
+        (3 + more, 1),
+        (5 + more, 3),
+        (5 + more, 1),
+    ]
+    assert len({source.name for source in made}) == 4

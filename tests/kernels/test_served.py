@@ -160,6 +160,7 @@ def test_blocks_whose_output_is_gated_take_the_short_way(tmp_path: Path, calls: 
     [
         ("a * c - b * s", "a * c + b * s"),
         ("(is_key ? new_keys : new_values)", "(is_key ? new_values : new_keys)"),  # which only prompts read
+        ("kind == 1 ? k : v", "kind == 1 ? v : k"),  # which is for products that are computed apart, as with adapters
     ],
 )
 def test_blocks_run_their_own_code_where_the_short_way_is_wrong(

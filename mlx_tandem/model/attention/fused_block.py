@@ -8,7 +8,8 @@ optional gate of its output, an output linear, and nothing else. The gates are a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 
 from mlx_tandem.model.cache.kvcache import PagedCache, Rotation
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+from mlx_tandem.model.kernels.rotary import Norms
 from mlx_tandem.model.linears.merged import joined_product, whole_of
 from mlx_tandem.model.mixin import mix_in
 
@@ -33,8 +35,8 @@ class Parts:
     """The parts of a block that the fused path needs."""
 
     rotation: Rotation
-    norms: tuple[mx.array, mx.array, float] | None
-    """Weights of the queries' and the keys' norms, and epsilon; None: the block has no norms."""
+    norms: Norms | None
+    """The norms of queries' and keys' heads; None: the block has none."""
 
     gated: tuple[int, int] | None
     """Number and width of the queries' heads if each head is followed by a gate of its width; else None."""
@@ -54,6 +56,19 @@ def use_fused_path(blocks: Iterable[tuple[nn.Module, Parts]]) -> None:
         mix_in(module, FusedBlock)
 
 
+@contextmanager
+def products_apart(blocks: Iterable[tuple[nn.Module, Parts]]) -> Iterator[None]:
+    """Let these blocks, which take the fused path, compute q, k and v apart within the context."""
+    own: list[Any] = [module for module, _ in blocks]
+    for block in own:
+        block._apart = True
+    try:
+        yield
+    finally:
+        for block in own:
+            block._apart = False
+
+
 def _parts(block: Any) -> Parts | None:
     """Return what the fused path needs of a block; None if it computes something that the path does not know."""
     rope, linears = block.rope, (block.q_proj, block.k_proj, block.v_proj)
@@ -67,7 +82,8 @@ def _parts(block: Any) -> Parts | None:
         q, k = block.q_norm, block.k_norm
         if type(q) is not nn.RMSNorm or type(k) is not nn.RMSNorm or q.weight.shape != (dim,) or q.eps != k.eps:
             return None
-        norms = q.weight, k.weight, float(q.eps)
+        norms = Norms(mx.stack([q.weight, k.weight]), float(q.eps))
+        mx.eval(norms.weights)
     if whole_of(linears) is None:
         return None
     rotation = Rotation(rope.dims, float(rope.base), float(rope.scale))
@@ -78,6 +94,8 @@ class FusedBlock:
     """Mixin of an attention block that takes the fused path when its cache offers it."""
 
     _parts: Parts
+    _apart = False
+    """Whether q, k and v are computed apart in any case, which a check asks for."""
 
     def takes_tokens(self, x: mx.array, length: int, mask: Any, cache: Any) -> bool:
         """Return whether the block takes x as [tokens, dim] in a step whose rows have this length."""
@@ -92,7 +110,7 @@ class FusedBlock:
         block: Any = self
         if isinstance(cache, PagedCache) and cache.offers(x, mask):
             own, linears = self._parts, (block.q_proj, block.k_proj, block.v_proj)
-            product = joined_product(linears, x)
+            product = None if self._apart else joined_product(linears, x)
             products = [linear(x) for linear in linears] if product is None else [product]
             gated = own.gated is not None
             out = cache.attend_products(products, own.rotation, own.norms, scale=block.scale, mask=mask, gated=gated)

@@ -22,7 +22,7 @@ from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import after, write, zero_of
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
-from mlx_tandem.model.kernels.rotary import Rotary
+from mlx_tandem.model.kernels.rotary import Norms, Rotary
 from mlx_tandem.model.step.shapes import EXACT_ROWS
 
 
@@ -142,7 +142,7 @@ class StepView:
         self.mask_axes = tuple(range(1, 1 + pool.mask_axes))
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
         self._real: mx.array | None = None
-        self._angles: dict[Rotation, tuple[mx.array, mx.array]] = {}
+        self._angles: dict[Rotation, mx.array] = {}
         self._writes: dict[int, mx.array] = {}
         self._runs: dict[tuple[int, int], mx.array] = {}
         self._joined: dict[int, mx.array] = {}
@@ -198,14 +198,14 @@ class StepView:
             self._real = (self.slot_mapping >= self.block_size)[:, None, :, None]
         return self._real
 
-    def angles(self, rotation: Rotation) -> tuple[mx.array, mx.array]:
-        """Return cosines and sines of the positions, float32 [rows, 1, length, dims / 2]."""
+    def angles(self, rotation: Rotation) -> mx.array:
+        """Return cosines and sines of the positions, float32 [2, rows, length, dims / 2]."""
         if rotation not in self._angles:
             half = rotation.dims // 2
             frequency = np.exp2(np.arange(half) / -half * np.log2(rotation.base)).astype(np.float32)
             position = (self.offset[:, None] + arange(self.length)).astype(mx.float32) * rotation.scale
-            angle = position[:, None, :, None] * mx.array(frequency)
-            self._angles[rotation] = mx.cos(angle), mx.sin(angle)
+            angle = position[None, :, :, None] * mx.array(frequency)
+            self._angles[rotation] = mx.concatenate([mx.cos(angle), mx.sin(angle)])
         return self._angles[rotation]
 
     def arrive(self, x: mx.array) -> None:
@@ -372,7 +372,7 @@ class PagedCache:
         self,
         products: Sequence[mx.array],
         rotation: Rotation,
-        norms: tuple[mx.array, mx.array, float] | None,
+        norms: Norms | None,
         *,
         scale: float,
         mask: mx.array | str | None,
@@ -387,7 +387,7 @@ class PagedCache:
         assert fused is not None
         v.arrive(products[0])
         few = v.length <= MOST_QUERIES
-        queries, keys, values = fused.rotary(
+        queries, *new = fused.rotary(
             products, v.angles(rotation), v.slot_mapping, self._arrays, norms=norms, fetched=not few, gated=gated
         )
         shape = *products[0].shape[:-1], queries.shape[1] * queries.shape[3]
@@ -399,10 +399,11 @@ class PagedCache:
             )
         if v.common_offset:
             zeros = [zero_of([queries])] if inplace.writing().by_outputs else []
-            keys, values = (
-                mx.concatenate([self._before(form, pool, v, zeros), new], axis=2)
-                for form, pool, new in zip(self.shape.halves, self._halves(), (keys, values), strict=True)
-            )
+            new = [
+                mx.concatenate([self._before(form, pool, v, zeros), own], axis=2)
+                for form, pool, own in zip(self.shape.halves, self._halves(), new, strict=True)
+            ]
+        keys, values = new
         return portable.attend(queries, keys, values, scale, mask, None).swapaxes(1, 2).reshape(shape)
 
     def _halves(self) -> tuple[list[mx.array], list[mx.array]]:

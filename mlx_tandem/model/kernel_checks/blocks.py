@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+
+import mlx.nn as nn
 
 from mlx_tandem.model import probe
 from mlx_tandem.model.attention import fused_block
@@ -34,8 +37,12 @@ def choose(
     block_size: int,
     *,
     timed: bool,
+    adapters: bool,
 ) -> str:
     """Switch the model's attention blocks to the fused path where it is right and, if `timed`, not slower.
+
+    Adapters of a block's linears, and many tokens of quantised ones, have the products computed apart. Where either may
+    come, that path is checked, too.
 
     Return why the blocks run their own code; empty if they are on the fused path or no block is of a known kind.
     """
@@ -54,9 +61,12 @@ def choose(
     fused_block.use_fused_path(blocks)
 
     def check() -> str:
-        error = probe.fused_error(model, found.vocab_size, shapes, kernels, block_size, axes, found.states)
-        if not error <= 1:
-            raise Rejected(f"in few operations they are off by {error:.1e}")
+        apart = adapters or not all(isinstance(parts.merged.linear, nn.Linear) for _, parts in blocks)
+        for path in (nullcontext(), fused_block.products_apart(blocks)) if apart else (nullcontext(),):
+            with path:
+                error = probe.fused_error(model, found.vocab_size, shapes, kernels, block_size, axes, found.states)
+            if not error <= 1:
+                raise Rejected(f"in few operations they are off by {error:.1e}")
         if timed and (now := milliseconds()) > MOST * before:
             raise Rejected(f"in few operations a step of {ROWS} rows takes {now:.1f} ms, else {before:.1f}")
         return ""

@@ -98,7 +98,8 @@ def choose(
     own_blocks = ""
     if any(chosen.layers):
         timed = asked == attention.AUTO
-        own_blocks = blocks.choose(model, found, chosen.layers, block_size, timed=timed)
+        adapted = config.lora.max_loras > 0
+        own_blocks = blocks.choose(model, found, chosen.layers, block_size, timed=timed, adapters=adapted)
     report("checking adapters", 0.0)
     adapters = lora.choose(model.module, config.lora, model.dtype)
     kernels = Kernels(products, chosen, own_blocks, adapters, argmax.choose(model.dtype, found.vocab_size))

@@ -11,12 +11,14 @@ another output of this kernel, which orders it behind the write.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.dialect import Constant, Make, Source
-from mlx_tandem.model.kernels.paged_attention import floats, integers
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
+from mlx_tandem.model.kernels.paged_attention import bits_of
 
 WARPS = 4
 """Warps of a block of threads."""
@@ -42,7 +44,11 @@ _BODY = r"""
   constexpr int QUERY = GATED ? 2 * D : D, QUERIES = HEADS * QUERY, KEYS = KV_HEADS * D;
   const int before = kind == 0 ? own * QUERY : own * D + (JOINED ? QUERIES + (kind - 1) * KEYS : 0);
   const int width = JOINED ? QUERIES + 2 * KEYS : kind == 0 ? QUERIES : KEYS;
+#if JOINED
+  auto from = product + (size_t)token * width + before;
+#else
   auto from = (kind == 0 ? q : kind == 1 ? k : v) + (size_t)token * width + before;
+#endif
   float low[EACH], high[EACH];  // numbers FIRST(p) and SECOND(p)
   UNROLL
   for (int j = 0; j < EACH; j++) {
@@ -51,29 +57,28 @@ _BODY = r"""
     high[j] = p < HALF ? float(from[SECOND(p)]) : 0.0f;
   }
   if (kind < 2) {
-    if (NORMED) {
-      float squares = 0.0f;
-      UNROLL
-      for (int j = 0; j < EACH; j++) squares += low[j] * low[j] + high[j] * high[j];
-      UNROLL
-      for (int mask = 1; mask < 32; mask *= 2) squares += SHUFFLE_XOR(squares, mask);
-      const float scale = RSQRT(squares / D + epsilons[0]);
-      UNROLL
-      for (int j = 0; j < EACH; j++) {
-        const int p = LANE + 32 * j;
-        if (p < HALF) {  // rounded where MLX's own norm rounds
-          const float a = float(kind == 0 ? q_weight[FIRST(p)] : k_weight[FIRST(p)]);
-          const float b = float(kind == 0 ? q_weight[SECOND(p)] : k_weight[SECOND(p)]);
-          low[j] = float(T(a * float(T(low[j] * scale))));
-          high[j] = float(T(b * float(T(high[j] * scale))));
-        }
+#if NORMED
+    float squares = 0.0f;
+    UNROLL
+    for (int j = 0; j < EACH; j++) squares += low[j] * low[j] + high[j] * high[j];
+    UNROLL
+    for (int mask = 1; mask < 32; mask *= 2) squares += SHUFFLE_XOR(squares, mask);
+    const float scale = RSQRT(squares / D + FLOAT_BITS((uint)EPSILON));
+    UNROLL
+    for (int j = 0; j < EACH; j++) {
+      const int p = LANE + 32 * j;
+      if (p < HALF) {  // rounded where MLX's own norm rounds
+        const float a = float(weights[kind * D + FIRST(p)]), b = float(weights[kind * D + SECOND(p)]);
+        low[j] = float(T(a * float(T(low[j] * scale))));
+        high[j] = float(T(b * float(T(high[j] * scale))));
       }
     }
+#endif
     UNROLL
     for (int j = 0; j < EACH; j++) {
       const int p = LANE + 32 * j;
       if (p < TURNED) {
-        const float c = cosines[(size_t)token * TURNED + p], s = sines[(size_t)token * TURNED + p];
+        const float c = angles[(size_t)token * TURNED + p], s = angles[(size_t)(tokens + token) * TURNED + p];
         const float a = low[j], b = high[j];
         low[j] = float(T(a * c - b * s));
         high[j] = float(T(a * s + b * c));
@@ -95,7 +100,7 @@ _BODY = r"""
     UNROLL
     for (int j = 0; j < EACH; j++) low[j] = high[j] = 0.0f;
   }
-  const size_t into = (size_t)own * sizes[0] + slot;
+  const size_t into = (size_t)own * (keys_shape[0] / KV_HEADS) + slot;
 #if CODED
   constexpr int TOP = (1 << BITS) - 1, GROUP = D / GRIDS;
   UNROLL
@@ -144,15 +149,39 @@ _BODY = r"""
     if (p < HALF) to[FIRST(p)] = T(low[j]), to[SECOND(p)] = T(high[j]);
   }
 #endif
-  if (FETCHED) {
-    auto out = (is_key ? new_keys : new_values) + (((size_t)row * KV_HEADS + own) * length + at) * D;
-    UNROLL
-    for (int j = 0; j < EACH; j++) {
-      const int p = LANE + 32 * j;
-      if (p < HALF) out[FIRST(p)] = T(low[j]), out[SECOND(p)] = T(high[j]);
-    }
+#if FETCHED
+  auto out = (is_key ? new_keys : new_values) + (((size_t)row * KV_HEADS + own) * length + at) * D;
+  UNROLL
+  for (int j = 0; j < EACH; j++) {
+    const int p = LANE + 32 * j;
+    if (p < HALF) out[FIRST(p)] = T(low[j]), out[SECOND(p)] = T(high[j]);
   }
+#endif
 """
+
+
+class Norms(NamedTuple):
+    """The RMS norms over each head of queries and of keys.
+
+    weights: [2, dim], those of the queries' norm and of the keys'.
+    """
+
+    weights: mx.array
+    epsilon: float
+
+
+class _Form(NamedTuple):
+    """A form of the kernel. Each form has only the arrays that it needs, because every array of a kernel costs the host
+    time at each launch.
+
+    joined: whether one array holds the products of q, k and v.
+    normed: whether the heads of queries and keys are normed.
+    fetched: whether the new keys and values are outputs, too.
+    """
+
+    joined: bool
+    normed: bool
+    fetched: bool
 
 
 class Rotary:
@@ -161,83 +190,70 @@ class Rotary:
     def __init__(self, make: Make, form: RowFormat, block_size: int):
         self._form = form
         self._block_size = block_size
-        pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
-        self._pool = pool
-        self._kernel = make(
-            Source(
-                "rotary",
-                ["q", "k", "v", "cosines", "sines", "slots", "sizes", "epsilons", "q_weight", "k_weight", *pool],
-                ["queries", "new_keys", "new_values"],
-                _BODY,
-                _FUNCTIONS + f"#define CODED {int(bool(form.bits))}\n",
-                writes=pool,
-            )
-        )
+        self._kernel = cache(lambda own: _kernel(make, own, coded=bool(form.bits)))
 
     def __call__(
         self,
         parts: Sequence[mx.array],
-        angles: tuple[mx.array, mx.array],
+        angles: mx.array,
         slots: mx.array,
         pool: Sequence[mx.array],
         *,
-        norms: tuple[mx.array, mx.array, float] | None,
+        norms: Norms | None,
         fetched: bool,
         gated: bool = False,
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    ) -> list[mx.array]:
         """Return queries [rows, heads, length, dim], and if `fetched` the new keys and values as the pool holds
         them.
 
         Args:
             parts: The products of q, k and v [rows, length, heads or kv heads · dim], or one array that holds them all;
                 [rows, …] will do if the length is 1.
-            angles: Cosines and sines, float32 [rows, 1, length, rotated / 2]. The first `rotated` numbers of each head
+            angles: Cosines and sines, float32 [2, rows, length, rotated / 2]. The first `rotated` numbers of each head
                 are rotated; if these are not all of them, `rotated` is a multiple of four.
             slots: int32 [rows, length], as in `StepView`.
             pool: The arrays of the layer's pool.
-            norms: Weights of the queries' and keys' norms, and epsilon; None: no norms.
+            norms: The norms of queries and keys; None: no norms.
             fetched: Whether to return new keys and values, each [rows, kv heads, length, dim].
             gated: Whether the product of q has a gate of `dim` numbers behind each head. The kernel skips the gates.
         """
-        form = self._form
-        joined = len(parts) == 1
-        q, k, v = (parts[0],) * 3 if joined else parts
+        form, own = self._form, _Form(len(parts) == 1, norms is not None, fetched)
         rows, length = slots.shape
-        heads = (q.shape[-1] // form.dim - (2 * form.heads if joined else 0)) // (2 if gated else 1)
+        dtype = parts[0].dtype
+        heads = (parts[0].shape[-1] // form.dim - (2 * form.heads if own.joined else 0)) // (2 if gated else 1)
         template: dict[str, Constant] = {
-            "T": q.dtype,
+            "T": dtype,
             "D": form.dim,
             "HEADS": heads,
             "KV_HEADS": form.heads,
             "BLOCK": self._block_size,
-            "ROTATED": 2 * angles[0].shape[-1],
-            "JOINED": joined,
+            "ROTATED": 2 * angles.shape[-1],
             "GATED": gated,
-            "NORMED": norms is not None,
-            "FETCHED": fetched,
         }
         if form.bits:
             template |= {"BITS": form.bits, "GRIDS": form.groups}
-        q_weight, k_weight, epsilon = norms or (*angles, 0.0)
-        inputs = [
-            q,
-            k,
-            v,
-            *angles,
-            slots,
-            integers(pool[0].shape[0] // form.heads),
-            floats(epsilon),
-            q_weight,
-            k_weight,
-            *pool,
-        ]
-        new = (rows, form.heads, length, form.dim) if fetched else (1,)
+        weights: list[mx.array] = []
+        if norms is not None:
+            template["EPSILON"] = bits_of(norms.epsilon)
+            weights = [norms.weights]
         lines = rows * length * (heads + 2 * form.heads)
-        queries, keys, values = self._kernel(
-            inputs,
+        new = (rows, form.heads, length, form.dim), dtype
+        return self._kernel(own)(
+            [*parts, angles, slots, *weights, *pool],
             template,
             (-(-lines // WARPS), 1, 1),
             32 * WARPS,
-            [((rows, heads, length, form.dim), q.dtype), (new, q.dtype), (new, q.dtype)],
+            [((rows, heads, length, form.dim), dtype), *([new, new] if fetched else [])],
         )
-        return queries, keys, values
+
+
+def _kernel(make: Make, form: _Form, *, coded: bool) -> Kernel:
+    """Return the kernel of this form, which writes numbers of a few bits if `coded`."""
+    pool = ["keys", "key_grids", "values", "value_grids"] if coded else ["keys", "values"]
+    name = "rotary" + "".join(f"_{word}" for word, chosen in form._asdict().items() if chosen)
+    products = ["product"] if form.joined else ["q", "k", "v"]
+    inputs = [*products, "angles", "slots", *(["weights"] if form.normed else []), *pool]
+    outputs = ["queries", *(["new_keys", "new_values"] if form.fetched else [])]
+    choices = {**form._asdict(), "coded": coded}
+    defined = "".join(f"#define {word.upper()} {int(chosen)}\n" for word, chosen in choices.items())
+    return make(Source(name, inputs, outputs, _BODY, _FUNCTIONS + defined, writes=pool))
