@@ -119,7 +119,7 @@ def outputs(block: Any, x: mx.array, length: int = 1, *, fused: bool = True) -> 
 def test_rows_and_tokens_may_share_an_axis(name: str, apart: bool, length: int) -> None:
     """With one product and with three."""
     block = block_of(name)
-    block.q_proj.is_changed = apart
+    block._apart = apart
     x = mx.random.normal((ROWS, length, WIDTH))
     (whole, *pool), calls = outputs(block, x, length)
     (flat, *same), more = outputs(block, x.reshape(-1, WIDTH), length)

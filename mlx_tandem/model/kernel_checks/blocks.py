@@ -61,7 +61,7 @@ def choose(
     fused_block.use_fused_path(blocks)
 
     def check() -> str:
-        apart = adapters or not all(isinstance(parts.merged.linear, nn.Linear) for _, parts in blocks)
+        apart = adapters or not all(isinstance(block["q_proj"], nn.Linear) for block, _ in blocks)
         for path in (nullcontext(), fused_block.products_apart(blocks)) if apart else (nullcontext(),):
             with path:
                 error = probe.fused_error(model, found.vocab_size, shapes, kernels, block_size, axes, found.states)
