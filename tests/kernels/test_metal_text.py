@@ -34,13 +34,13 @@ SAMPLED = 5
 def attention(recorder: Recorder) -> None:
     """Each type, head size, group, number of bits, one query and several, with and without what is optional."""
     sizes = ((64, 1), (80, 2), (128, 4), (256, 8))
-    forms = list(product(FLOATS, sizes, (0, 8, 4), (1, 5), (False, True)))
-    for dtype, (dim, group), bits, length, extras in forms[::SAMPLED]:
+    forms = list(product(FLOATS, sizes, (0, 8, 4), (1, 5), (False, True), (False, True)))
+    for dtype, (dim, group), bits, length, windowed, weighed in forms[::SAMPLED]:
         form = RowFormat(2, dim, dtype, bits, 32)
         if unreadable_rows(form):
             continue
         pool = KVArrays([LayerShape(form, form)], 8, BLOCK).layers[0]
-        sinks = mx.zeros((2 * group,), dtype) if extras else None
+        sinks = mx.zeros((2 * group,), dtype) if weighed else None
         for splits in (1, 2):
             PagedAttention(recorder.make, form, BLOCK, start("metal", form))(
                 mx.zeros((3, 2 * group, length, dim), dtype),
@@ -48,9 +48,9 @@ def attention(recorder: Recorder) -> None:
                 mx.zeros((3, 4), mx.int32),
                 mx.zeros((3,), mx.int32),
                 0.1,
-                window=20 if extras else EVERYTHING,
+                window=20 if windowed else EVERYTHING,
                 sinks=sinks,
-                cap=30.0 if extras else 0.0,
+                cap=30.0 if weighed else 0.0,
                 splits=splits,
             )
 

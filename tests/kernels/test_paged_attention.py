@@ -191,6 +191,32 @@ def test_the_result_has_the_shape_that_is_asked_for(length: int, splits: int) ->
         assert mx.array_equal(shaped, plainly.reshape(shape)) and shaped.shape == shape
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_kernel_has_no_array_that_its_layer_does_not_need(splits: int) -> None:
+    """Windows go to the layers that have one, and sinks to the kernel that divides by the sum of the weights."""
+    made: list[Source] = []
+
+    def make(source: Source) -> Kernel:
+        made.append(source)
+        return shim.maker()(source)
+
+    form, heads = RowFormat(2, 64, mx.float32), 4
+    pool = [mx.zeros((2 * 4 * 16, 64)) for _ in range(2)]
+    queries, tables, offsets = mx.zeros((1, heads, 1, 64)), mx.array([[1, 2]], mx.int32), mx.array([20], mx.int32)
+    attention = PagedAttention(make, form, 16, start("cuda", form))
+    found = []
+    for window in (EVERYTHING, 9):
+        for sinks in (None, mx.zeros((heads,))):
+            for _ in range(2):  # the second call makes no kernel
+                attention(queries, pool, tables, offsets, 0.1, window=window, sinks=sinks, splits=splits)
+            found.append([[name for name in source.inputs if name in ("windows", "sinks")] for source in made])
+            made.clear()
+    if splits == 1:
+        assert found == [[[]], [["sinks"]], [["windows"]], [["windows", "sinks"]]]
+    else:  # kernels for a part are made once for layers with sinks and without them
+        assert found == [[[], []], [["sinks"]], [["windows"], ["windows"]], [["windows", "sinks"]]]
+
+
 def plain(
     queries: np.ndarray,
     halves: list[np.ndarray],

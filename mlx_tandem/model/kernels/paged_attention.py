@@ -11,16 +11,16 @@ splits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
 from mlx_tandem.model.kernels.division import ALIGN, Division
 
 MOST_QUERIES = 8
@@ -141,8 +141,8 @@ _BODY = r"""
   const int parts = (GROUP * length + QUERIES - 1) / QUERIES;
   const int kv_heads = GROUPS_X / parts, kv_head = GROUP_X / parts, row = GROUP_Y;
   const int from = GROUP_X % parts * QUERIES;  // of the head's queries, which lie by head, then by position
-  const int offset = offsets[row], window = WINDOWED ? windows[0] : EVERYTHING;
-  const int passed = WINDOWED ? max(0, offset + 1 - windows[1]) / BLOCK : 0;  // blocks before the table's first
+  const int offset = offsets[row], window = WINDOW;
+  const int passed = WINDOWED ? max(0, offset + 1 - KEPT) / BLOCK : 0;  // blocks before the table's first
   const int reach = (passed + width) * BLOCK, stop = min(offset + length, reach);
 #if PARTIAL
   const Spans span = spans(offset, stop, window, passed * BLOCK, GROUPS_Z);
@@ -316,12 +316,10 @@ _BODY = r"""
       ROLL
       for (int t = 0; t < teams; t++) greatest = max(greatest, states[(t * AT_ONCE + c) * 2]);
       const int head = kv_head * GROUP + (from + n) / length, heads = kv_heads * GROUP;
-#if !PARTIAL
-      if (SINKS) {
-        const float sink = float(sinks[head]) * 1.4426950408889634f;
-        greatest = max(greatest, sink);
-        all = EXP2(sink - greatest);
-      }
+#if SINKS
+      const float sink = float(sinks[head]) * 1.4426950408889634f;
+      greatest = max(greatest, sink);
+      all = EXP2(sink - greatest);
 #endif
       ROLL
       for (int t = 0; t < teams; t++) {
@@ -349,22 +347,26 @@ _TOGETHER = r"""
   constexpr int FOURS = (D + 127) / 128, DEPTH = 4;
   const int length = part_sums_shape[2], splits = part_sums_shape[3], heads = part_sums_shape[1];
   const int row = GROUP_Y, head = GROUP_X / length, query = GROUP_X % length, warps = THREADS / 32;
-  const int offset = offsets[row], passed = WINDOWED ? max(0, offset + 1 - windows[1]) / BLOCK : 0;
+  const int offset = offsets[row], passed = WINDOWED ? max(0, offset + 1 - KEPT) / BLOCK : 0;
   const int stop = min(offset + length, (passed + tables_shape[1]) * BLOCK);
-  const int count = spans(offset, stop, WINDOWED ? windows[0] : EVERYTHING, passed * BLOCK, splits).count;
+  const int count = spans(offset, stop, WINDOW, passed * BLOCK, splits).count;
   const size_t at = (((size_t)row * heads + head) * length + query) * splits;
   float greatest = -1e30f, all = 0.0f;
   for (int s = LANE; s < count; s += 32) greatest = max(greatest, part_states[2 * (at + s)]);
   UNROLL
   for (int mask = 1; mask < 32; mask *= 2) greatest = max(greatest, SHUFFLE_XOR(greatest, mask));
-  const float sink = SINKS ? float(sinks[head]) * 1.4426950408889634f : -1e30f;
+#if SINKS
+  const float sink = float(sinks[head]) * 1.4426950408889634f;
   greatest = max(greatest, sink);
+#endif
   for (int s = LANE; s < count; s += 32) {
     all += EXP2(part_states[2 * (at + s)] - greatest) * part_states[2 * (at + s) + 1];
   }
   UNROLL
   for (int mask = 1; mask < 32; mask *= 2) all += SHUFFLE_XOR(all, mask);
-  if (SINKS) all += EXP2(sink - greatest);
+#if SINKS
+  all += EXP2(sink - greatest);
+#endif
 
   float x[4 * FOURS];
   UNROLL
@@ -399,6 +401,29 @@ _TOGETHER = r"""
 """
 
 
+class _Extras(NamedTuple):
+    """The inputs that only some layers have. A layer without them has kernels of another form, because every array of a
+    kernel costs the host time at each launch.
+    """
+
+    windowed: bool
+    sinks: bool
+
+    def inputs(self) -> list[str]:
+        """Return the names of these inputs."""
+        return [name for name, chosen in zip(("windows", "sinks"), self, strict=True) if chosen]
+
+    def name(self) -> str:
+        """Return the end of the names of the kernels that have these inputs."""
+        return "".join(f"_{name}" for name in self.inputs())
+
+    def defined(self) -> str:
+        """Return what the body sees of them."""
+        window, kept = ("windows[0]", "windows[1]") if self.windowed else ("EVERYTHING", "EVERYTHING")
+        choices = {"WINDOWED": int(self.windowed), "WINDOW": window, "KEPT": kept, "SINKS": int(self.sinks)}
+        return "".join(f"#define {word} {meaning}\n" for word, meaning in choices.items())
+
+
 class PagedAttention:
     """Attention over one layer's rows of the pool, which have one format; `make` makes the kernels."""
 
@@ -409,21 +434,10 @@ class PagedAttention:
         self._form = form
         self._block_size = block_size
         self.division = division
-        pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
-        inputs = ["q", *pool, "tables", "offsets", "windows", "sinks"]
-        functions = _SPANS + (_CODED if form.bits else _PLAIN)
-
-        def kernel(part: bool, held: int) -> Kernel:
-            name = "paged_attention" + "_part" * part + {0: "_many", 3: "", 4: "_dense"}[held]
-            outputs = ["part_sums", "part_states"] if part else ["out"]
-            defined = f"#define PARTIAL {int(part)}\n"
-            if held:
-                defined += f"#define MOST_REGISTERS {REGISTERS[held]}\n"
-            return make(Source(name, inputs, outputs, _BODY, functions + defined))
-
-        self._kernels = {(part, held): kernel(part, held) for part in (False, True) for held in (0, *REGISTERS)}
-        states = ["part_sums", "part_states", "tables", "offsets", "windows", "sinks"]
-        self._together = make(Source("paged_attention_together", states, ["out"], _TOGETHER, _SPANS))
+        self._kernel = cache(
+            lambda part, held, extras: _kernel(make, part=part, held=held, extras=extras, coded=bool(form.bits))
+        )
+        self._together = cache(lambda extras: _together(make, extras))
 
     def __call__(
         self,
@@ -467,7 +481,9 @@ class PagedAttention:
         splits = splits or division.splits(rows * across, positions)
         warps = warps or MOST_WARPS
         window = min(window, kept or EVERYTHING)
-        windows = integers(window, kept or EVERYTHING)
+        extras = _Extras(window < EVERYTHING, sinks is not None)
+        windows = [integers(window, kept or EVERYTHING)] if extras.windowed else []
+        weights = [] if sinks is None else [sinks]
         template: dict[str, Constant] = {
             "T": queries.dtype,
             "D": dim,
@@ -475,42 +491,54 @@ class PagedAttention:
             "GROUP": group,
             "QUERIES": together,
             "MANY": length > 1,
-            "WINDOWED": window < EVERYTHING,
             "DEPTH": division.ahead(form, together, positions),
             "SCALE": bits_of(scale / cap if cap else scale * math.log2(math.e)),
             "CAP": bits_of(cap * math.log2(math.e)),
-            "SINKS": sinks is not None,
         }
         if form.bits:
             template |= {"BITS": form.bits, "GRIDS": form.groups}
-        sinks = windows if sinks is None else sinks
-        inputs = [queries, *pool, tables, offsets, windows, sinks]
+        inputs = [queries, *pool, tables, offsets, *windows]
         output = shape or (rows, length, heads, dim), queries.dtype
         held = 0 if together > 4 else division.held(rows * across * splits)
         if splits == 1:
-            (out,) = self._kernels[False, held](inputs, template, (across, rows, 1), 32 * warps, [output])
+            kernel = self._kernel(False, held, extras)
+            (out,) = kernel([*inputs, *weights], template, (across, rows, 1), 32 * warps, [output])
             return out
         lines = (rows, heads, length, splits)
-        parts = self._kernels[True, held](
+        parts = self._kernel(True, held, extras._replace(sinks=False))(
             inputs,
             template,
             (across, rows, splits),
             32 * warps,
             [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
         )
-        return self._combine([*parts, tables, offsets, windows, sinks], template, output)
-
-    def _combine(
-        self,
-        inputs: Sequence[mx.array],
-        template: Mapping[str, Constant],
-        output: Shaped,
-    ) -> mx.array:
-        """Return attention combined from its splits, whose arrays are the first of the inputs."""
-        rows, heads, length = inputs[0].shape[:3]
-        own = {name: template[name] for name in ("T", "D", "BLOCK", "WINDOWED", "SINKS")}
-        (out,) = self._together(inputs, own, (heads * length, rows, 1), 128, [output])
+        own = {name: template[name] for name in ("T", "D", "BLOCK")}
+        states = [*parts, tables, offsets, *windows, *weights]
+        (out,) = self._together(extras)(states, own, (heads * length, rows, 1), 128, [output])
         return out
+
+
+def _kernel(make: Make, *, part: bool, held: int, extras: _Extras, coded: bool) -> Kernel:
+    """Return a kernel that answers queries, or computes a part of the answer to be combined with others.
+
+    held: the number of blocks that a processor is to hold, as in REGISTERS; 0: as many as it can. coded: whether the
+    pool holds numbers of a few bits.
+    """
+    name = "paged_attention" + "_part" * part + {0: "_many", 3: "", 4: "_dense"}[held] + extras.name()
+    pool = ["keys", "key_grids", "values", "value_grids"] if coded else ["keys", "values"]
+    outputs = ["part_sums", "part_states"] if part else ["out"]
+    defined = f"#define PARTIAL {int(part)}\n" + extras.defined()
+    if held:
+        defined += f"#define MOST_REGISTERS {REGISTERS[held]}\n"
+    functions = _SPANS + (_CODED if coded else _PLAIN) + defined
+    return make(Source(name, ["q", *pool, "tables", "offsets", *extras.inputs()], outputs, _BODY, functions))
+
+
+def _together(make: Make, extras: _Extras) -> Kernel:
+    """Return the kernel that combines parts of answers."""
+    inputs = ["part_sums", "part_states", "tables", "offsets", *extras.inputs()]
+    name = "paged_attention_together" + extras.name()
+    return make(Source(name, inputs, ["out"], _TOGETHER, _SPANS + extras.defined()))
 
 
 def unreadable_rows(form: RowFormat) -> str:
