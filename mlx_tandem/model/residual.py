@@ -43,6 +43,10 @@ KINDS = (
 """The known layers of mlx-lm."""
 
 
+MOST_TOKENS = 512
+"""Most tokens for which the kernel is used. With more, the device is busy for longer than the host, and MLX's sum needs
+no memory of its own."""
+
 BY_TOKENS = (FusedBlock, FusedDeltaNet)
 """Mixins of attention that takes [tokens, dim] in steps for which its `takes_tokens` says so."""
 
@@ -167,8 +171,9 @@ class FusedLayer:
         return apart.reshape(x.shape)
 
     def _added(self, a: mx.array, b: mx.array, norm: Norm, shape: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Return the sum of a and b and its norm, in this shape. The kernel is for arrays of the weight's type."""
-        if a.dtype == b.dtype == norm.weight.dtype and a.shape == b.shape:
+        """Return the sum of a and b and its norm, in this shape. The kernel is for few tokens of the weight's type."""
+        few = a.size <= MOST_TOKENS * a.shape[-1]
+        if few and a.dtype == b.dtype == norm.weight.dtype and a.shape == b.shape:
             return self._add_norm(a, b, norm, shape)
         total = (a + b).reshape(shape)
         return total, mx.fast.rms_norm(total, norm.weight, norm.epsilon)

@@ -266,7 +266,7 @@ def test_a_compiled_step_sees_what_is_installed_later() -> None:
 class InPlace:
     """Writes slots where they lie, as the kernel on CUDA does."""
 
-    is_right = True
+    keeps_arrays = True
 
     def write(self, arrays: list[mx.array], slot: int, contents: list[mx.array]) -> bool:
         for x, own in zip(arrays, contents, strict=True):

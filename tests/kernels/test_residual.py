@@ -150,7 +150,7 @@ def test_layers_of_other_kinds_and_types_are_left_alone() -> None:
     assert len(residual.fusable(last)) == 2
 
 
-def test_sums_of_other_types_are_added_by_mlx() -> None:
+def test_sums_of_other_types_and_of_many_tokens_are_added_by_mlx() -> None:
     model = model_of("qwen3")
     residual.use(residual.fusable(model), Counted(shim.maker()))
     layer: Any = model.model.layers[0]
@@ -160,6 +160,11 @@ def test_sums_of_other_types_are_added_by_mlx() -> None:
     assert Counted.calls == 0
     assert total.dtype == mx.float32
     assert norm.shape == x.shape
+    many = mx.ones((1, residual.MOST_TOKENS + 1, WIDTH), mx.bfloat16)
+    layer._added(many, many, layer._parts.middle, many.shape)
+    assert Counted.calls == 0
+    layer._added(many[:, 1:], many[:, 1:], layer._parts.middle, many[:, 1:].shape)
+    assert Counted.calls == 1
 
 
 @pytest.mark.parametrize("broken", [False, True])

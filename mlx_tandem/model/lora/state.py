@@ -235,14 +235,8 @@ class LoraState:
             own = [x[at : at + 1].squeeze(0) for x in self.arrays()]
             mx.eval(own)  # squeezed slices are views; an index would copy
             return Route(layout, ids, own)
-        return Route(layout, ids, [] if self._captures else self.arrays())
-
-    @property
-    def _captures(self) -> bool:
-        """Whether compiled steps capture the arrays, which stay the same: slots are written in place, and the device
-        orders a step behind the writes before it.
-        """
-        return self._writer is not None and self._writer.is_right and not self.order.zeros
+        captured = self._writer is not None and self._writer.keeps_arrays
+        return Route(layout, ids, [] if captured else self.arrays())
 
     def _in_tiles(self, slots: Ints, length: int) -> bool:
         """Return whether the fused kernels compute a step. With experts, a step of one adapter is faster as a

@@ -35,9 +35,12 @@ class SlotWriter:
         self._is_right: bool | None = None  # unknown until the first slot is written
 
     @property
-    def is_right(self) -> bool:
-        """Whether a slot was written, and the kernel was found to be right."""
-        return bool(self._is_right)
+    def keeps_arrays(self) -> bool:
+        """Whether the arrays stay the same while slots are written, and the device orders steps behind the writes.
+
+        Compiled steps may then capture them. It is known once a slot was written.
+        """
+        return bool(self._is_right) and not self._order.zeros
 
     def write(self, arrays: Sequence[mx.array], slot: int, contents: Sequence[mx.array]) -> bool:
         """Write `contents[i]` into `arrays[i][slot]`; return False if the kernel is wrong, and then the slot's
