@@ -192,12 +192,7 @@ class Pipeline:
                 self._slice = None
             if has_step and plan is not None:
                 launched = time.perf_counter()
-                masks = None if early or before is None else self._begin_masks(plan, before)
-                try:
-                    handle = self.runner.launch(plan)
-                finally:
-                    if masks is not None:
-                        masks.exception()  # wait for the thread; the error is raised where the masks are used
+                handle, masks = self._launch_step(plan, None if early else before)
                 self._flight = _Flight(plan, handle, launched, bool(plan.masked), masks)
             if not early:
                 result = self._read(slice_before, before)
@@ -206,21 +201,31 @@ class Pipeline:
             raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
         return None if before is None or result is None else self.scheduler.update_from_output(before.plan, result)
 
-    def _begin_masks(self, plan: StepPlan, before: _Flight) -> Future[Any] | None:
-        """Let another thread make the masks of a plan that is launched meanwhile; None if they are made afterwards.
+    def _launch_step(self, plan: StepPlan, before: _Flight | None) -> tuple[Any, Future[Any] | None]:
+        """Launch a step; return its handle, and its masks if another thread has made them meanwhile.
 
-        To launch a step takes the host several milliseconds on a GPU, without Python's lock. Where steps run one at a
-        time, the tokens of the step before are not known before the launch has ended.
+        On a GPU the host builds a step under Python's lock, and dispatches it without the lock, which takes several
+        milliseconds. The thread begins with the dispatch. It needs the tokens of the step `before`, which are not known
+        during the launch where steps run one at a time.
         """
-        if not plan.masked or self.runner.one_at_a_time:
-            return None
+        begun: list[Future[Any]] = []
 
         def make() -> Any:
+            assert before is not None
             tokens = self.runner.drawn(before.handle)
             drawn = {row.sequence: new for row, new in zip(before.plan.rows, tokens, strict=True) if new}
             return self.runner.place(self.scheduler.masks(plan, drawn))
 
-        return self._mask_thread.submit(make)
+        def begin() -> None:
+            begun.append(self._mask_thread.submit(make))
+
+        meanwhile = bool(plan.masked) and before is not None and not self.runner.one_at_a_time
+        try:
+            handle = self.runner.launch(plan, begin) if meanwhile else self.runner.launch(plan)
+        finally:
+            for masks in begun:
+                masks.exception()  # wait for the thread; the error is raised where the masks are used
+        return handle, begun[0] if begun else None
 
     def _launch_slice(self, slice_: Slice) -> _LaunchedSlice | None:
         """Launch a slice and return it; None when it is done already."""

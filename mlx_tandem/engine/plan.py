@@ -268,8 +268,11 @@ class Runner(Protocol):
     """The most positions that a plan with `drafts` may have. A plan counts as many as its number of rows times twice
     the number of tokens of its longest sequence. 0: no plan may have drafts."""
 
-    def launch(self, plan: StepPlan) -> Any:
-        """Start the step and return a handle at once. Raises DeviceError."""
+    def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
+        """Start the step and return a handle at once. Raises DeviceError.
+
+        on_built: is called once, when all that is left to do is what needs no lock of Python's.
+        """
 
     def place(self, masks: list[list[Mask]]) -> Any:
         """Return masks as `sample` takes them: for each masked row of the newest plan, a mask per drawing position.

@@ -8,7 +8,7 @@ function, `compiled` keeps it, and `dispatch` brings it to the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -163,8 +163,11 @@ class MLXRunner:
     def one_at_a_time(self, value: bool) -> None:
         self.queue.one_at_a_time = value
 
-    def launch(self, plan: StepPlan) -> Flight:
-        """Build and dispatch the parts of a step; return a handle. Raises DeviceError."""
+    def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Flight:
+        """Build and dispatch the parts of a step; return a handle. Raises DeviceError.
+
+        on_built: is called before the last part is dispatched.
+        """
         try:
             # Reads of saved blocks are dispatched before anything that writes the pool.
             parts = saving(self._pool, plan.saves) if plan.saves else []
@@ -181,9 +184,12 @@ class MLXRunner:
             unencoded = self._encode(plan)
             self.queue.add(*parts)  # a part that pauses reads and writes the pool while it is built
             divided = self.rectangles.of_drafting if plan.drafts else self.rectangles.of
-            for rows in divided(plan.rows):
+            rectangles = divided(plan.rows)
+            for rows in rectangles:
                 built = self._build_parts(plan, rows)
                 parts += built
+                if on_built is not None and rows is rectangles[-1]:
+                    on_built()
                 self.queue.add(*built)
         except Exception as e:
             raise compiler.device_error(e) from e

@@ -44,9 +44,9 @@ class Recording:
         self.inner = inner
         self.calls: list[str] = []
 
-    def launch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
         self.calls.append(f"launch {self.inner.launches}")
-        return self.inner.launch(plan)
+        return self.inner.launch(plan, on_built)
 
     @property
     def one_at_a_time(self) -> bool:

@@ -44,8 +44,8 @@ class Corrupting:
     inner: ReferenceRunner
     change: Callable[[StepPlan], StepPlan]
 
-    def launch(self, plan: StepPlan) -> Any:
-        return self.inner.launch(self.change(plan))
+    def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
+        return self.inner.launch(self.change(plan), on_built)
 
     @property
     def one_at_a_time(self) -> bool:

@@ -293,7 +293,7 @@ class ReferenceRunner:
 
     # the Runner protocol
 
-    def launch(self, plan: StepPlan) -> Handle:
+    def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Handle:
         assert not self.broken, "launched after a failure without a reset"
         number, self.launches = self.launches, self.launches + 1
         failure = self.fail.get(number)
@@ -316,6 +316,8 @@ class ReferenceRunner:
         self._write(rows)
         if failure == "half":
             self._break(number)
+        if on_built is not None:
+            on_built()
         samplers = [i for i, row in enumerate(plan.rows) if row.sample]
         longest = max((row.start + len(row.tokens) for row in plan.rows), default=0)
         assert not plan.drafts or 2 * len(plan.rows) * longest <= self.drafting_positions, "too much for one step"
