@@ -49,6 +49,33 @@ def test_the_device_knows_of_what_comes_before(
     assert not runner.launch_waits(plan)
 
 
+def test_the_device_computes_while_the_host_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for some layers has given the next ones to the device before, and no more than these."""
+    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
+    monkeypatch.setattr(forward, "PAUSE", 1)
+    engine = make_engine(tiny_models.make(tmp_path / "model", "llama", num_hidden_layers=5))
+    runner = engine.built.runner
+    runner.rectangles.common_offsets = runner.pauses = True
+    runner.one_at_a_time = False
+    row = Row(RowKind.PROMPT, 0, 0, 0, 0, (7,) * 32, [[1, 2, 3, 4, 5]], True)
+    plan = StepPlan((row,), seatings=(Seating(0, GREEDY, 0, 1, (0,)),))
+    given: list[Any] = []
+    waited: list[int] = []
+    wait, dispatch = mx.eval, mx.async_eval
+
+    def waits(x: Any) -> None:
+        waited.append(next(i for i, own in enumerate(given) if own is x))
+        assert len(given) - waited[-1] == 2
+        wait(x)
+
+    monkeypatch.setattr(mx, "eval", waits)
+    monkeypatch.setattr(mx, "async_eval", lambda x: (given.append(x), dispatch(x))[1])
+    flight = runner.launch(plan)
+    monkeypatch.undo()
+    assert waited == [0, 1, 2, 3]
+    runner.wait(flight)
+
+
 def test_tokens_beside_rows_that_decode_are_no_chunk_to_wait_for(tmp_path: Path) -> None:
     """Their forward is short, so the step before it need not be over when it is launched."""
     runner = make_engine(tiny_models.make(tmp_path / "model", "llama")).built.runner

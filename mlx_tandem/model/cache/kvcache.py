@@ -112,9 +112,10 @@ class StepView:
         each: The number of adjacent rows that belong to one sequence: its tokens, and padding behind them. Where no
             kernel reads the pool, the sequence's keys and values are gathered once for all of them.
 
-    pause: after how many layers the host waits for the device; 0: never. MLX keeps the inputs of every operation until
-    its graph is done, and the host issues a whole forward long before that, so that of a long chunk the numbers of all
-    layers would be in memory at once. A forward that is traced cannot pause.
+    pause: after how many layers the host lets the device begin with them, and waits for the layers before these; 0:
+    never. MLX keeps the inputs of every operation until its graph is done, and the host issues a whole forward long
+    before that, so that of a long chunk the numbers of all layers would be in memory at once. While the device computes
+    some layers, the host builds the next ones. A forward that is traced cannot pause.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class StepView:
         self.block_size = pool.block_size
         self.slot_mapping = slot_mapping
         self._pause = pause
+        self._computing: mx.array | None = None
         self._layers = 0
         self._num_blocks = pool.num_blocks
         self.mask_axes = tuple(range(1, 1 + pool.mask_axes))
@@ -209,10 +211,15 @@ class StepView:
         return self._angles[rotation]
 
     def arrive(self, x: mx.array) -> None:
-        """Note that a layer has begun, and pause after every `pause` layers until `x` is computed."""
+        """Note that a layer has begun. After every `pause` layers, let the device compute `x`, and wait until it has
+        computed what was given to it `pause` layers before.
+        """
         self._layers += 1
         if self._pause and self._layers % self._pause == 0:
-            mx.eval(x)
+            mx.async_eval(x)
+            if self._computing is not None:
+                mx.eval(self._computing)
+            self._computing = x
 
     def writes(self, heads: int) -> mx.array:
         """Return [rows · heads · length]: the lines that new keys or values of a layer with so many heads are written

@@ -36,8 +36,9 @@ from mlx_tandem.model.step.sampler import Greedy, SamplingFlags, score
 from mlx_tandem.model.step.verify import places_at, settled
 from mlx_tandem.model.vision.embeddings import ShownImages
 
-PAUSE = 6
-"""Number of layers after which a forward that pauses waits for the device each time."""
+PAUSE = 3
+"""Number of layers after which a forward that pauses waits each time for the layers before these. The device has twice
+as many at once."""
 
 Ranges = Sequence[tuple[int, int] | None]
 """For each pool the range (first, end) of the blocks that a forward reads in place; None: it gathers them."""
