@@ -134,10 +134,9 @@ class FusedDeltaNet:
         layer: Any = self
         (products, state), kernels = lines, self._kernels
         qkv, a, b, z = self._products(inputs)
-        given, done = kernels.inputs(mixer, (qkv, a, b), products.pool, products.read, products.write)
-        cache.wrote(products, done)
-        y, done = kernels.rule.in_place(given, state.pool, state.read, state.write)
-        cache.wrote(state, done)
+        given = kernels.inputs(mixer, (qkv, a, b), products.pool, products.read, products.write)
+        y = kernels.rule.in_place(given, state.pool, state.read, state.write)
+        cache.wrote(products, state)
         output = layer.out_proj(kernels.norm(mixer, y, z))
         return output
 

@@ -76,6 +76,6 @@ def _dispatch(
     lines = _caches[-1].lines_of(state) if inplace.writing().store is not None else None
     if lines is None:
         return found(inputs, state)
-    y, done = found.in_place(inputs, lines.pool, lines.read, lines.write)
-    _caches[-1].wrote(lines, done)
+    y = found.in_place(inputs, lines.pool, lines.read, lines.write)
+    _caches[-1].wrote(lines)
     return y, state

@@ -298,7 +298,7 @@ class _Paged:
             self._pool.layers = [cache.release() for cache in caches]
         if state.lines:
             self._pool.put_states(rows, state.lines)
-        mx.eval(state.written)  # the logits do not depend on the writes of new states
+        mx.eval(output, state.written)  # the logits do not depend on all writes of new states
         return output
 
 

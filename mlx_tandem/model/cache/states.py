@@ -56,7 +56,8 @@ class StateView:
         read: [rows] int32, the line that each row's state is read from; None: all rows begin.
         written_to: [rows] int32, the line that each row's state is written to; None with `turns`.
         turns: The turns of a forward that verifies drafts. Its states are written when its rows have drawn.
-        written: Arrays that depend on the writes so far, where a kernel writes.
+        written: Arrays that depend on the writes so far, where a kernel writes and the layers' outputs do not depend on
+            that.
         lines: The new lines of all layers so far, where MLX's own operations write: they would copy an array that the
             same evaluation reads, so they write when it is done. With `turns`, the states after each turn.
     """
@@ -130,11 +131,12 @@ class StateCache(ArraysCache):
             return None
         return PoolLines(number, self._arrays[number], view.read, view.written_to)
 
-    def wrote(self, lines: PoolLines, done: mx.array) -> None:
-        """Note that the new states of this array are in the pool; `done` [1] depends on their write."""
-        assert self._view is not None
-        self._view.written.append(done)
-        self._written.add(lines.number)
+    def wrote(self, *each: PoolLines) -> None:
+        """Note that the layer's kernels write the new states of these arrays into the pool.
+
+        The layer's outputs must depend on these writes, so that whoever evaluates the outputs has them done.
+        """
+        self._written.update(lines.number for lines in each)
 
     def bind(self, arrays: Sequence[mx.array], view: StateView) -> None:
         """Bind the cache for a forward. `arrays`: [rows, width] for each array of the state."""

@@ -44,8 +44,8 @@ def largest_error(kernel: GatedDelta, dtype: mx.Dtype, *, by_column: bool, dk: i
     pool = mx.concatenate([mx.zeros_like(lines[:2]), lines, mx.zeros_like(lines)])
     mx.eval(pool)
     read, write = mx.arange(2, 2 + rows, dtype=mx.int32), mx.arange(2 + rows, 2 + 2 * rows, dtype=mx.int32)
-    together, done = kernel.in_place(inputs, pool, read, write)
-    mx.eval(together, done)  # MLX does not order a read of the pool behind the kernel's write
+    together = kernel.in_place(inputs, pool, read, write)
+    mx.eval(together)  # MLX does not order a read of the pool behind the kernel's write
     pairs = [
         (apart, want),
         (after, want_after),

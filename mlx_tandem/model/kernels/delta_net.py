@@ -90,7 +90,6 @@ _INPUTS = r"""
     UNROLL
     for (int i = 0; i < TAPS - 1; i++) kept[i * CHANNELS + first + 32 * j] = T(past[i][j]);
   }
-  if (row + line + LANE == 0) done[0] = 0;
 """
 
 _NORM = r"""
@@ -154,7 +153,7 @@ class DeltaNetInputs:
 
     def __init__(self, make: Make):
         names = ["qkv", "a", "b", "weight", "a_log", "dt_bias", "pool", "read", "write"]
-        outputs = ["q", "k", "v", "decay", "strength", "done"]
+        outputs = ["q", "k", "v", "decay", "strength"]
         self._kernel = make(Source("delta_net_inputs", names, outputs, _INPUTS, _FUNCTIONS, writes=["pool"]))
 
     def __call__(
@@ -164,8 +163,8 @@ class DeltaNetInputs:
         pool: mx.array,
         read: mx.array,
         write: mx.array,
-    ) -> tuple[RuleInputs, mx.array]:
-        """Return the inputs of the rule, and a zero [1] that depends on the write of the last products.
+    ) -> RuleInputs:
+        """Write the last products into the pool, and return the inputs of the rule, which depend on this write.
 
         Args:
             mixer: The layer.
@@ -191,14 +190,14 @@ class DeltaNetInputs:
         lines = 2 * mixer.key_heads + mixer.heads + 1
         keys, values = (rows, length, mixer.key_heads, mixer.dim), (rows, length, mixer.heads, mixer.dim)
         gates = (rows, length, mixer.heads)
-        *found, done = self._kernel(
+        found = self._kernel(
             [qkv.whole, a.whole, b.whole, mixer.weight, mixer.a_log, mixer.dt_bias, pool, read, write],
             template,
             (-(-lines // WARPS), rows, 1),
             32 * WARPS,
-            [(keys, dtype), (keys, dtype), (values, dtype), (gates, mx.float32), (gates, dtype), ((1,), mx.int32)],
+            [(keys, dtype), (keys, dtype), (values, dtype), (gates, mx.float32), (gates, dtype)],
         )
-        return RuleInputs(*found), done
+        return RuleInputs(*found)
 
 
 class GatedNorm:

@@ -93,8 +93,8 @@ _BODY = r"""
     for (int r = 0; r < ROWS; r++)
       if (LANE == r && first + r < DV) y[(token * HV + head) * DV + first + r] = T(out[r]);
   }
-  auto target = IN_PLACE ? (GLOBAL S*)state : (GLOBAL S*)after;
-  const size_t line = IN_PLACE ? (size_t)write[sequence] : (size_t)sequence;
+  auto target = (GLOBAL S*)AFTER;
+  const size_t line = (size_t)write[sequence];
   UNROLL
   for (int r = 0; r < ROWS; r++) {
     if (first + r >= DV) continue;
@@ -109,7 +109,6 @@ _BODY = r"""
       }
     }
   }
-  if (IN_PLACE && GROUP_X + GROUP_Y + GROUP_Z + THREAD == 0) after[0] = S(0.0f);
 """
 
 
@@ -137,8 +136,9 @@ class GatedDelta:
 
     def __init__(self, make: Make):
         names = ["q", "k", "v", "g", "beta", "state", "read", "write"]
-        self._kernel = make(Source("gated_delta", names, ["y", "after"], _BODY))
-        self._in_place = make(Source("gated_delta_in_place", names, ["y", "after"], _BODY, writes=["state"]))
+        apart, in_place = "#define AFTER after\n", "#define AFTER state\n"
+        self._kernel = make(Source("gated_delta", names, ["y", "after"], _BODY, apart))
+        self._in_place = make(Source("gated_delta_in_place", names, ["y"], _BODY, in_place, writes=["state"]))
 
     def __call__(self, inputs: RuleInputs, state: mx.array) -> tuple[mx.array, mx.array]:
         """Return the outputs [rows, length, heads, DV] in the type of `q`, and the states after all tokens.
@@ -147,25 +147,23 @@ class GatedDelta:
         """
         rows = mx.arange(state.shape[0], dtype=mx.int32)
         lines = state.reshape(state.shape[0], -1)
-        y, after = self._kernel(*_call(inputs, lines, rows, rows, in_place=False, after=state.shape))
+        y, after = self._kernel(*_call(inputs, lines, rows, rows, after=state.shape))
         return y, after
 
-    def in_place(
-        self, inputs: RuleInputs, pool: mx.array, read: mx.array, write: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Return the outputs, and a zero [1] that depends on the write of the new states into the pool.
+    def in_place(self, inputs: RuleInputs, pool: mx.array, read: mx.array, write: mx.array) -> mx.array:
+        """Write the new states into the pool, and return the outputs, which depend on this write.
 
         pool: [lines, heads · DV · DK]; read, write: int32 [rows], the line of each row's state before and after. No
         line that is written belongs to another row.
         """
-        y, done = self._in_place(*_call(inputs, pool, read, write, in_place=True, after=(1,)))
-        return y, done
+        (y,) = self._in_place(*_call(inputs, pool, read, write))
+        return y
 
 
 def _call(
-    inputs: RuleInputs, pool: mx.array, read: mx.array, write: mx.array, *, in_place: bool, after: tuple[int, ...]
+    inputs: RuleInputs, pool: mx.array, read: mx.array, write: mx.array, *, after: tuple[int, ...] = ()
 ) -> tuple[list[mx.array], dict[str, Constant], tuple[int, int, int], int, list[tuple[tuple[int, ...], mx.Dtype]]]:
-    """Return the arguments of a kernel; `after` is the shape of its second output."""
+    """Return the arguments of a kernel. `after`: the shape of its second output; empty: it has none."""
     (rows, _, key_heads, dk), (heads, dv) = inputs.q.shape, inputs.v.shape[2:]
     template: dict[str, Constant] = {
         "T": inputs.q.dtype,
@@ -176,8 +174,8 @@ def _call(
         "HV": heads,
         "ROWS": ROWS,
         "BY_COLUMN": inputs.g.ndim == 4,
-        "IN_PLACE": in_place,
     }
     groups = (-(-dv // (WARPS * ROWS)), heads, rows)
-    outputs = [(inputs.v.shape, inputs.q.dtype), (after, pool.dtype)]
+    outputs: list[tuple[tuple[int, ...], mx.Dtype]] = [(inputs.v.shape, inputs.q.dtype)]
+    outputs += [(after, pool.dtype)] if after else []
     return [*inputs, pool, read, write], template, groups, 32 * WARPS, outputs
