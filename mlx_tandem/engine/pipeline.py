@@ -204,9 +204,9 @@ class Pipeline:
     def _launch_step(self, plan: StepPlan, before: _Flight | None) -> tuple[Any, Future[Any] | None]:
         """Launch a step; return its handle, and its masks if another thread has made them meanwhile.
 
-        On a GPU the host builds a step under Python's lock, and dispatches it without the lock, which takes several
-        milliseconds. The thread begins with the dispatch. It needs the tokens of the step `before`, which are not known
-        during the launch where steps run one at a time.
+        On a GPU, building a step holds Python's global lock; its dispatch, which takes milliseconds, does not. So a
+        thread makes the masks during the dispatch. They depend on the tokens of the step `before`. If steps run one at
+        a time, these are not known during the launch, and no thread is used.
         """
         begun: list[Future[Any]] = []
 
@@ -219,9 +219,9 @@ class Pipeline:
         def begin() -> None:
             begun.append(self._mask_thread.submit(make))
 
-        meanwhile = bool(plan.masked) and before is not None and not self.runner.one_at_a_time
+        overlaps = bool(plan.masked) and before is not None and not self.runner.one_at_a_time
         try:
-            handle = self.runner.launch(plan, begin) if meanwhile else self.runner.launch(plan)
+            handle = self.runner.launch(plan, begin) if overlaps else self.runner.launch(plan)
         finally:
             for masks in begun:
                 masks.exception()  # wait for the thread; the error is raised where the masks are used

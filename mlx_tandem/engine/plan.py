@@ -271,7 +271,8 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
         """Start the step and return a handle at once. Raises DeviceError.
 
-        on_built: is called once, when all that is left to do is what needs no lock of Python's.
+        on_built: is called at most once, when the step is built and only its dispatch is left, which releases Python's
+        global lock.
         """
 
     def place(self, masks: list[list[Mask]]) -> Any:

@@ -127,7 +127,8 @@ class FusedDeltaNet:
         inputs: [rows, length, dim], or [rows · length, dim] where `takes_tokens` says so.
         """
         mixer = self._parts.mixer
-        lines = _offered(inputs, inputs.shape[1] if inputs.ndim == 3 else 1, mask, cache, mixer)
+        length = inputs.shape[1] if inputs.ndim == 3 else 1  # with two axes, `takes_tokens` has checked the length
+        lines = _offered(inputs, length, mask, cache, mixer)
         if lines is None:
             output: mx.array = super().__call__(inputs, mask, cache)  # type: ignore[misc]
             return output

@@ -42,11 +42,11 @@ def install(model: nn.Module, dtype: mx.Dtype) -> None:
         log.warning("SwiGLU runs as MLX's own operations: %s", problem)
     else:
         use(mlps, kernel)
-        log.info("SwiGLU of %d MLPs runs as one kernel", len(mlps))
+        log.info("each of %d MLPs computes SwiGLU by one kernel", len(mlps))
 
 
 def fusable(model: nn.Module) -> list[nn.Module]:
-    """Return the model's MLPs that can take the path: their gate_proj and up_proj are merged into one linear."""
+    """Return the model's MLPs that can take the path."""
     return [module for module in model.modules() if type(module) in KINDS and _fits(module)]
 
 
@@ -59,13 +59,15 @@ def use(mlps: Iterable[nn.Module], kernel: SwiGLU) -> None:
 
 
 def _fits(mlp: Any) -> bool:
-    """Return whether one product gives an MLP's gates and ups, and the kernel can compute so many of them."""
+    """Return whether gate_proj and up_proj are merged and have equal widths that are multiples of EACH."""
     gates, ups = (linear["weight"].shape[0] for linear in (mlp.gate_proj, mlp.up_proj))
     return gates == ups and gates % EACH == 0 and whole_of((mlp.gate_proj, mlp.up_proj)) is not None
 
 
 class FusedMLP:
-    """Mixin of an MLP that takes the path for as many tokens as one product is faster than two."""
+    """Mixin of an MLP that takes the fused path for up to MOST_TOKENS tokens of a 16-bit type, unless its linears are
+    faster one by one.
+    """
 
     _swiglu: SwiGLU
 

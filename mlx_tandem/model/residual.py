@@ -5,9 +5,9 @@ which returns it when it is called with this very sum. A layer's own code is kep
 path. The known kinds of layers are those whose code was read: attention behind a norm, a sum, an MLP behind a norm, a
 sum, and nothing else.
 
-In a step with few tokens a row, neighbouring layers hand on arrays [tokens, dim] instead of [rows, length, dim]. MLX
-multiplies only the former without an operation that changes the shape before each product and one behind it. Such an
-operation takes no time on a GPU, but as much on the host as a small kernel (docs/decisions/gpu-steps.md).
+In a step with few tokens a row, neighbouring layers hand on arrays [tokens, dim] instead of [rows, length, dim]. For an
+input with three axes, MLX adds a reshape before and after each product. A reshape costs a GPU nothing, but costs the
+host as much as launching a small kernel (docs/decisions/gpu-steps.md).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ KINDS = (
 
 
 MOST_TOKENS = 512
-"""Most tokens for which the kernel is used. With more, the device is busy for longer than the host, and MLX's sum needs
-no memory of its own."""
+"""Most tokens for which the kernel is used. It saves the host's time. With more tokens the host is not the limit, and
+MLX's sum reuses the memory of an input, which the kernel cannot."""
 
 BY_TOKENS = (FusedBlock, FusedDeltaNet)
-"""Mixins of attention that takes [tokens, dim] in steps for which its `takes_tokens` says so."""
+"""Mixins of attention and gated delta nets that accept [tokens, dim] in steps where `takes_tokens` returns True."""
 
 
 class Parts(NamedTuple):
@@ -63,7 +63,7 @@ class Handed:
     """The sum that a layer handed to a norm, with its normed numbers.
 
     Attributes:
-        lead: The rows and the length of the step, which the shape of a sum [tokens, dim] does not say.
+        lead: (rows, length) of the step, which cannot be read from the shape of a sum [tokens, dim].
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class FusedLayer:
     _parts: Parts
     _add_norm: AddNorm
     _hands_tokens: bool
-    """Whether the layer behind takes [tokens, dim], too."""
+    """Whether the next layer's attention can accept [tokens, dim], so that this layer may return that shape."""
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
         """Return the layer's output for x [rows, length, dim], or for x [tokens, dim] from the layer before."""
@@ -162,7 +162,10 @@ class FusedLayer:
         return total
 
     def _attended(self, x: mx.array, lead: tuple[int, int], mask: mx.array | None, cache: Any) -> mx.array:
-        """Return the attention of x in the shape of x, computed with all axes if it does not take [tokens, dim]."""
+        """Return the attention's output for x, in the shape of x.
+
+        If the attention does not accept [tokens, dim], x is reshaped to three axes for the call.
+        """
         attention: Any = self._parts.attention
         if x.ndim == 3 or attention.takes_tokens(x, lead[1], mask, cache):
             attended: mx.array = attention(x, mask, cache)
@@ -171,7 +174,7 @@ class FusedLayer:
         return apart.reshape(x.shape)
 
     def _added(self, a: mx.array, b: mx.array, norm: Norm, shape: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Return the sum of a and b and its norm, in this shape. The kernel is for few tokens of the weight's type."""
+        """Return a + b and its norm, both reshaped to `shape`. The kernel is for few tokens of the weight's type."""
         few = a.size <= MOST_TOKENS * a.shape[-1]
         if few and a.dtype == b.dtype == norm.weight.dtype and a.shape == b.shape:
             return self._add_norm(a, b, norm, shape)

@@ -166,7 +166,7 @@ class MLXRunner:
     def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Flight:
         """Build and dispatch the parts of a step; return a handle. Raises DeviceError.
 
-        on_built: is called before the last part is dispatched.
+        on_built: is called when the last rectangle is built, before its parts are dispatched.
         """
         try:
             # Reads of saved blocks are dispatched before anything that writes the pool.

@@ -50,7 +50,7 @@ def test_the_device_knows_of_what_comes_before(
 
 
 def test_the_device_computes_while_the_host_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for some layers has given the next ones to the device before, and no more than these."""
+    """When the host waits for a group of layers, it has already dispatched the next group, and no later one."""
     monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
     monkeypatch.setattr(forward, "PAUSE", 1)
     engine = make_engine(tiny_models.make(tmp_path / "model", "llama", num_hidden_layers=5))

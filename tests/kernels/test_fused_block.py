@@ -117,9 +117,9 @@ def outputs(block: Any, x: mx.array, length: int = 1, *, fused: bool = True) -> 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("length", [1, 3])
 def test_rows_and_tokens_may_share_an_axis(name: str, apart: bool, length: int) -> None:
-    """With one product and with three."""
+    """q, k and v come from one product or from three."""
     block = block_of(name)
-    block._apart = apart
+    block._products_apart = apart
     x = mx.random.normal((ROWS, length, WIDTH))
     (whole, *pool), calls = outputs(block, x, length)
     (flat, *same), more = outputs(block, x.reshape(-1, WIDTH), length)

@@ -177,7 +177,7 @@ def test_four_blocks_are_held_at_once_where_they_need_fewer_turns() -> None:
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_the_result_has_the_shape_that_is_asked_for(length: int, splits: int) -> None:
-    """By default that of its lines in memory: a head beside the other of the same position."""
+    """The default shape is [rows, length, heads, dim], the order in memory."""
     rng = np.random.default_rng(length)
     form, rows, heads = RowFormat(2, 64, mx.float32), 3, 4
     pool = [mx.array(rng.standard_normal((2 * 8 * 16, 64)).astype(np.float32)) for _ in range(2)]
@@ -193,7 +193,7 @@ def test_the_result_has_the_shape_that_is_asked_for(length: int, splits: int) ->
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_kernel_has_no_array_that_its_layer_does_not_need(splits: int) -> None:
-    """Windows go to the layers that have one, and sinks to the kernel that divides by the sum of the weights."""
+    """Only a layer with a window gets `windows`. Only the kernel that normalises the softmax gets `sinks`."""
     made: list[Source] = []
 
     def make(source: Source) -> Kernel:

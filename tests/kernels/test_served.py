@@ -136,7 +136,7 @@ def test_layers_hand_on_tokens(tmp_path: Path, family: str, monkeypatch: pytest.
     parts = [axes[i : i + len(step)] for i in range(0, len(axes), len(step))]
     assert step in parts
     assert all(part[-1][1] == 3 for part in parts), "the head takes rows"
-    if family != "qwen3_5":  # where rows begin, only some of its layers take tokens
+    if family != "qwen3_5":  # in a step where prompts begin, only some of its layers accept [tokens, dim]
         assert all(part in (step, [(3, 3)] * len(step)) for part in parts)
     assert loops[0].tokens == loops[1].tokens
     for key, own in loops[0].logprobs.items():

@@ -86,7 +86,7 @@ def bits(array: mx.array) -> Any:
 
 
 def exponential(x: mx.array) -> mx.array:
-    """Return e to the power of each number, by the dialect's word: that of MLX's CPU back end is another for a few."""
+    """Return exp(x), computed by the dialect's EXP. MLX's exponential on the CPU differs from it for a few numbers."""
     source = Source("exponential", ["x"], ["y"], "y[GROUP_X] = EXP(x[GROUP_X]);")
     return shim.maker()(source)([x], {}, (x.size, 1, 1), 1, [(x.shape, x.dtype)])[0]
 
@@ -130,14 +130,14 @@ def test_rows_may_have_any_leading_axes() -> None:
     ("right", "wrong"),
     [
         ("gate < 0.0f ? -gate : gate", "gate"),
-        ("1.0f + float(grown)", "float(grown)"),
+        ("1.0f + float(exp_abs)", "float(exp_abs)"),
         ("gate < 0.0f ? part", "gate > 0.0f ? part"),
         ("T(gate * float(sigmoid))", "sigmoid"),
         ("float(silu) * up", "float(silu)"),
         ("LOAD16(from + HIDDEN)", "LOAD16(from)"),
         ("swiglu(gate.y, up.y, T())", "swiglu(gate.x, up.x, T())"),
         ("(size_t)GROUP_Y * 2 * HIDDEN", "(size_t)GROUP_Y * HIDDEN"),
-        ("(size_t)GROUP_Y * HIDDEN + number) = made", "number) = made"),
+        ("(size_t)GROUP_Y * HIDDEN + column) = result", "column) = result"),
         ("GROUP_X * THREADS + THREAD", "THREAD"),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_model_says_what_it_said(family: str, dtype: mx.Dtype) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_an_mlp_says_what_it_said_for_two_axes_and_three(biased: bool) -> None:
-    """Here the numbers are so few that the product of all rows and of each row have the same bits."""
+    """The sizes are so small that a product of all rows has the same bits as products of single rows."""
     own, other = (make("llama", mlp_bias=biased).layers[1].mlp for make in (model_of, fused))
     x = mx.random.normal((3, 1, WIDTH)).astype(mx.bfloat16)
     want = own.down_proj(rounded_each_time(own.gate_proj(x), own.up_proj(x)))

@@ -61,12 +61,12 @@ def products_apart(blocks: Iterable[tuple[nn.Module, Parts]]) -> Iterator[None]:
     """Let these blocks, which take the fused path, compute q, k and v apart within the context."""
     own: list[Any] = [module for module, _ in blocks]
     for block in own:
-        block._apart = True
+        block._products_apart = True
     try:
         yield
     finally:
         for block in own:
-            block._apart = False
+            block._products_apart = False
 
 
 def _parts(block: Any) -> Parts | None:
@@ -94,8 +94,8 @@ class FusedBlock:
     """Mixin of an attention block that takes the fused path when its cache offers it."""
 
     _parts: Parts
-    _apart = False
-    """Whether q, k and v are computed apart in any case, which a check asks for."""
+    _products_apart = False
+    """Whether q, k and v are always computed apart; only a check sets this."""
 
     def takes_tokens(self, x: mx.array, length: int, mask: Any, cache: Any) -> bool:
         """Return whether the block takes x as [tokens, dim] in a step whose rows have this length."""
@@ -110,7 +110,7 @@ class FusedBlock:
         block: Any = self
         if isinstance(cache, PagedCache) and cache.offers(x, mask):
             own, linears = self._parts, (block.q_proj, block.k_proj, block.v_proj)
-            product = None if self._apart else joined_product(linears, x)
+            product = None if self._products_apart else joined_product(linears, x)
             products = [linear(x) for linear in linears] if product is None else [product]
             gated = own.gated is not None
             out = cache.attend_products(products, own.rotation, own.norms, scale=block.scale, mask=mask, gated=gated)

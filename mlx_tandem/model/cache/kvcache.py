@@ -112,10 +112,10 @@ class StepView:
         each: The number of adjacent rows that belong to one sequence: its tokens, and padding behind them. Where no
             kernel reads the pool, the sequence's keys and values are gathered once for all of them.
 
-    pause: after how many layers the host lets the device begin with them, and waits for the layers before these; 0:
-    never. MLX keeps the inputs of every operation until its graph is done, and the host issues a whole forward long
-    before that, so that of a long chunk the numbers of all layers would be in memory at once. While the device computes
-    some layers, the host builds the next ones. A forward that is traced cannot pause.
+    pause: the number of layers of a group; 0: no pauses. After each group the host dispatches it, and waits until the
+    group before it is computed. Without pauses the host would issue the whole forward at once, and since MLX keeps the
+    inputs of every operation until its graph is done, the activations of all layers of a long chunk would be in memory
+    at once. A forward that is traced cannot pause.
     """
 
     def __init__(
@@ -211,9 +211,7 @@ class StepView:
         return self._angles[rotation]
 
     def arrive(self, x: mx.array) -> None:
-        """Note that a layer has begun. After every `pause` layers, let the device compute `x`, and wait until it has
-        computed what was given to it `pause` layers before.
-        """
+        """Count a layer. After every `pause` layers, dispatch x, then wait for the array that was dispatched before."""
         self._layers += 1
         if self._pause and self._layers % self._pause == 0:
             mx.async_eval(x)

@@ -41,8 +41,8 @@ def choose(
 ) -> str:
     """Switch the model's attention blocks to the fused path where it is right and, if `timed`, not slower.
 
-    Adapters of a block's linears, and many tokens of quantised ones, have the products computed apart. Where either may
-    come, that path is checked, too.
+    A block computes q, k and v apart if an adapter changes only some of its linears or is not computed by the fused
+    kernels, and for many tokens if its linears are quantised. If either can happen, that path is checked too.
 
     Return why the blocks run their own code; empty if they are on the fused path or no block is of a known kind.
     """
@@ -66,9 +66,9 @@ def choose(
             with path:
                 error = probe.fused_error(model, found.vocab_size, shapes, kernels, block_size, axes, found.states)
             if not error <= 1:
-                raise Rejected(f"in few operations they are off by {error:.1e}")
+                raise Rejected(f"on the fused path their logits are off by {error:.1e}")
         if timed and (now := milliseconds()) > MOST * before:
-            raise Rejected(f"in few operations a step of {ROWS} rows takes {now:.1f} ms, else {before:.1f}")
+            raise Rejected(f"a step of {ROWS} rows takes {now:.1f} ms on the fused path, and {before:.1f} without it")
         return ""
 
     def own_code(reason: str) -> str:

@@ -128,7 +128,7 @@ def _joined(groups: Iterable[Group]) -> set[Shape]:
 def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, joined: Container[Shape] = ()) -> str:
     """Return what is wrong with the kernels' results on random data; empty if nothing is.
 
-    For the shapes in `joined`, results that are one array are looked at, too.
+    For the shapes in `joined`, `add_joined` is checked too.
     """
     for seed, shape in enumerate(shapes):
         for rank in (8, 16):

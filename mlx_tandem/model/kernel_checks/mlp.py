@@ -12,7 +12,7 @@ from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_err
 from mlx_tandem.model.kernels.swiglu import SwiGLU
 
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
-"""Largest difference by type: two steps of a number of the largest size."""
+"""Largest relative error by type: two units in the last place of the largest number."""
 
 ROWS = 5
 

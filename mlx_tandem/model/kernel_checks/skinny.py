@@ -147,7 +147,7 @@ class _Check:
         best: list[Timed] = []
         for many in EIGHTHS:
             tokens = 8 * many
-            x = input_of(kind, dtype, tokens).reshape(tokens, -1)  # as a decode step has it
+            x = input_of(kind, dtype, tokens).reshape(tokens, -1)  # two axes, as between the layers of a decode step
             times: dict[Form, float] = {}
             for form in forms(many):
                 if form.room(many) > self.room:

@@ -89,9 +89,9 @@ class AddNorm:
     def __call__(
         self, a: mx.array, b: mx.array, norm: Norm, shape: Sequence[int] | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return a + b and its norm, both in this shape, for two arrays [..., dim] of one shape and the weight's type.
+        """Return a + b and its norm for two arrays [..., dim] of one shape and of the weight's type.
 
-        The type has 16 bits, and `dim` is a multiple of EACH. `shape`: None means the shape of a.
+        The type has 16 bits, and `dim` is a multiple of EACH. shape: that of both results; None: the shape of a.
         """
         dim, shape = a.shape[-1], a.shape if shape is None else shape
         threads = min(MOST_THREADS, -(-dim // (32 * EACH)) * 32)

@@ -209,7 +209,7 @@ class GatedNorm:
 
     def __call__(self, mixer: Mixer, y: mx.array, z: Product) -> mx.array:
         """Return the outputs [rows, length, heads · dim] for the outputs y [rows, length, heads, dim] of the rule and
-        the product of the gates. They are [rows · length, heads · dim] if the product has as many axes.
+        the product of the gates. If `z.whole` has two axes, the result is [rows · length, heads · dim].
         """
         rows, length, heads, dim = y.shape
         template: dict[str, Constant] = {

@@ -27,7 +27,7 @@ Metal lacks the following words. Tensor cores, with the layout of numbers over l
 
 MLX's exponential function on CUDA:
 
-- `EXP(x)` is e to the power of x, for an x of a 16-bit type T and in that type.
+- `EXP(x)` returns e to the power of x; argument and result have the 16-bit type T.
 
 Memory of the block that is filled while the thread does something else:
 

@@ -37,8 +37,9 @@ def fits(inputs: int, outputs: int) -> bool:
 
 
 Form = Literal["apart", "joined", "whole"]
-"""How the linears' own outputs are given: an array each, or one array with all of them side by side. The results are an
-array each but for "whole", where they are one array like that of the own outputs."""
+"""The form of the linears' own outputs and of the results. "apart": an array of outputs and a result for each linear.
+"joined": one array with all outputs side by side, and a result for each linear. "whole": one array with all outputs
+side by side, and one such array as the result."""
 
 
 class LoraKernels:

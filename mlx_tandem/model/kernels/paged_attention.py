@@ -414,11 +414,11 @@ class _Extras(NamedTuple):
         return [name for name, chosen in zip(("windows", "sinks"), self, strict=True) if chosen]
 
     def name(self) -> str:
-        """Return the end of the names of the kernels that have these inputs."""
+        """Return the suffix of the names of kernels with these inputs."""
         return "".join(f"_{name}" for name in self.inputs())
 
     def defined(self) -> str:
-        """Return what the body sees of them."""
+        """Return the macros that tell a kernel's body which of these inputs exist."""
         window, kept = ("windows[0]", "windows[1]") if self.windowed else ("EVERYTHING", "EVERYTHING")
         choices = {"WINDOWED": int(self.windowed), "WINDOW": window, "KEPT": kept, "SINKS": int(self.sinks)}
         return "".join(f"#define {word} {meaning}\n" for word, meaning in choices.items())
@@ -470,7 +470,7 @@ class PagedAttention:
             cap: If not 0, scores become cap · tanh(score / cap).
             splits: Splits of each row's keys; 0: as the division says.
             warps: Warps of a block of threads; 0: MOST_WARPS.
-            shape: The shape of the result, which has the same numbers in the same order, if it is to be another one.
+            shape: The shape of the result if not [rows, length, heads, dim]; the order in memory stays the same.
         """
         form, block, division = self._form, self._block_size, self.division
         rows, heads, length, dim = queries.shape

@@ -170,7 +170,7 @@ class Norms(NamedTuple):
     epsilon: float
 
 
-class _Form(NamedTuple):
+class _Variant(NamedTuple):
     """A form of the kernel. Each form has only the arrays that it needs, because every array of a kernel costs the host
     time at each launch.
 
@@ -190,7 +190,7 @@ class Rotary:
     def __init__(self, make: Make, form: RowFormat, block_size: int):
         self._form = form
         self._block_size = block_size
-        self._kernel = cache(lambda own: _kernel(make, own, coded=bool(form.bits)))
+        self._kernel = cache(lambda variant: _kernel(make, variant, coded=bool(form.bits)))
 
     def __call__(
         self,
@@ -207,8 +207,8 @@ class Rotary:
         them.
 
         Args:
-            parts: The products of q, k and v [rows, length, heads or kv heads · dim], or one array that holds them all;
-                [rows, …] will do if the length is 1.
+            parts: The products of q, k and v, each [rows, length, heads or kv heads · dim] or [rows · length, …], or
+                one array that holds all three side by side.
             angles: Cosines and sines, float32 [2, rows, length, rotated / 2]. The first `rotated` numbers of each head
                 are rotated; if these are not all of them, `rotated` is a multiple of four.
             slots: int32 [rows, length], as in `StepView`.
@@ -217,10 +217,10 @@ class Rotary:
             fetched: Whether to return new keys and values, each [rows, kv heads, length, dim].
             gated: Whether the product of q has a gate of `dim` numbers behind each head. The kernel skips the gates.
         """
-        form, own = self._form, _Form(len(parts) == 1, norms is not None, fetched)
+        form, variant = self._form, _Variant(len(parts) == 1, norms is not None, fetched)
         rows, length = slots.shape
         dtype = parts[0].dtype
-        heads = (parts[0].shape[-1] // form.dim - (2 * form.heads if own.joined else 0)) // (2 if gated else 1)
+        heads = (parts[0].shape[-1] // form.dim - (2 * form.heads if variant.joined else 0)) // (2 if gated else 1)
         template: dict[str, Constant] = {
             "T": dtype,
             "D": form.dim,
@@ -238,7 +238,7 @@ class Rotary:
             weights = [norms.weights]
         lines = rows * length * (heads + 2 * form.heads)
         new = (rows, form.heads, length, form.dim), dtype
-        return self._kernel(own)(
+        return self._kernel(variant)(
             [*parts, angles, slots, *weights, *pool],
             template,
             (-(-lines // WARPS), 1, 1),
@@ -247,7 +247,7 @@ class Rotary:
         )
 
 
-def _kernel(make: Make, form: _Form, *, coded: bool) -> Kernel:
+def _kernel(make: Make, form: _Variant, *, coded: bool) -> Kernel:
     """Return the kernel of this form, which writes numbers of a few bits if `coded`."""
     pool = ["keys", "key_grids", "values", "value_grids"] if coded else ["keys", "values"]
     name = "rotary" + "".join(f"_{word}" for word, chosen in form._asdict().items() if chosen)

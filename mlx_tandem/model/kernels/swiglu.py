@@ -1,8 +1,8 @@
-"""Kernel for SwiGLU, silu(gate) · up, which reads both from one array, as one product of two linears gives them.
+"""Kernel for SwiGLU, silu(gate) · up. It reads gates and ups side by side from one array, a merged linear's output.
 
-MLX's own operations would first split that product. As in MLX's kernels for CUDA, the result of every operation is
-rounded to the arrays' type before the next operation reads it, and the exponential function is the one that MLX calls
-there. So the results are meant to be those of MLX bit for bit.
+mlx-lm's function takes two arrays, so the product would have to be split first. As in MLX's kernels for CUDA, the result
+of every operation is rounded to the arrays' type before the next operation reads it, and the exponential function is the
+one that MLX calls there. So the results are meant to be those of MLX bit for bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ template <class T> struct alignas(8 * sizeof(T)) Eight {
   T of[8];
 };
 template <class T> DEVICE T swiglu(float gate, float up, T) {
-  const T grown = EXP(T(gate < 0.0f ? -gate : gate));
-  const T sum = T(1.0f + float(grown));
+  const T exp_abs = EXP(T(gate < 0.0f ? -gate : gate));
+  const T sum = T(1.0f + float(exp_abs));
   const T part = T(1.0f / float(sum));  // the sigmoid of -|gate|
   const T sigmoid = gate < 0.0f ? part : T(1.0f - float(part));
   const T silu = T(gate * float(sigmoid));
@@ -35,19 +35,19 @@ template <class T> DEVICE T swiglu(float gate, float up, T) {
 """
 
 _BODY = r"""
-  const int number = 8 * (GROUP_X * THREADS + THREAD);
-  if (number >= HIDDEN) return;
-  const GLOBAL T* from = joined + (size_t)GROUP_Y * 2 * HIDDEN + number;
+  const int column = 8 * (GROUP_X * THREADS + THREAD);
+  if (column >= HIDDEN) return;
+  const GLOBAL T* from = joined + (size_t)GROUP_Y * 2 * HIDDEN + column;
   const uint4 g = LOAD16(from), u = LOAD16(from + HIDDEN);
   const uint gates[4] = {g.x, g.y, g.z, g.w}, ups[4] = {u.x, u.y, u.z, u.w};
-  Eight<T> made;
+  Eight<T> result;
   UNROLL
   for (int i = 0; i < 4; i++) {
     const float2 gate = pair(gates[i], T()), up = pair(ups[i], T());
-    made.of[2 * i] = swiglu(gate.x, up.x, T());
-    made.of[2 * i + 1] = swiglu(gate.y, up.y, T());
+    result.of[2 * i] = swiglu(gate.x, up.x, T());
+    result.of[2 * i + 1] = swiglu(gate.y, up.y, T());
   }
-  *(GLOBAL Eight<T>*)(activated + (size_t)GROUP_Y * HIDDEN + number) = made;
+  *(GLOBAL Eight<T>*)(activated + (size_t)GROUP_Y * HIDDEN + column) = result;
 """
 
 

@@ -49,9 +49,9 @@ class Merged:
         self._ready: dict[int, tuple[mx.array, mx.array]] = {}  # by member: an input, and the member's output for it
 
     def give_to_members(self, linear: nn.Module) -> Merged:
-        """Let the members compute by `linear`, which has the same arrays, and return the object that they use then.
+        """Make the members use `linear`, which has the same weights, through a copy of this object; return the copy.
 
-        Clones of the members keep this object.
+        Earlier clones of the members still use this object.
         """
         other = copy(self)
         other.linear, other._ready = linear, {}

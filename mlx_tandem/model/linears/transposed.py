@@ -1,7 +1,7 @@
 """Linears whose weights are transposed once and not in every step.
 
-MLX multiplies by the transposed weight. Transposing takes no time on a GPU, but as an operation of a step it costs the
-host as much as a small kernel (docs/decisions/gpu-steps.md).
+A linear computes x @ weight.T. The transpose costs a GPU nothing, but it is one more operation of every step, which
+costs the host as much as launching a small kernel (docs/decisions/gpu-steps.md). So it is evaluated once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlx_tandem.model.linears.merged import Merged
 from mlx_tandem.model.mixin import mix_in
 
 
-class View:
+class TransposedView:
     """The transposed view of a weight, which shares the weight's memory. It is not a parameter of its module."""
 
     def __init__(self, weight: mx.array):
@@ -29,7 +29,7 @@ class View:
 class TransposedLinear:
     """Mixin of an unquantised linear that multiplies by the view."""
 
-    _view: View
+    _view: TransposedView
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the linear's output."""
@@ -42,9 +42,9 @@ class TransposedLinear:
 
 
 def use_views(model: nn.Module, merged: Iterable[Merged]) -> list[Merged]:
-    """Have the unquantised linears of a model multiply by views from here on, the merged ones among them.
+    """Make all unquantised linears of a model, merged ones included, multiply by transposed views that are made now.
 
-    A clone of the model that was made before keeps its linears. Return the merged linears that the model then uses.
+    Earlier clones of the model are not changed. Return the merged linears that the model then uses.
     """
     merged = list(merged)
     parts = {id(member) for one in merged for member in one.members}
@@ -55,9 +55,9 @@ def use_views(model: nn.Module, merged: Iterable[Merged]) -> list[Merged]:
 
 
 def _view(module: nn.Module) -> nn.Module:
-    """Have a module multiply by a view if it is an unquantised linear; return it."""
+    """Make a module multiply by a view if it is an unquantised linear; return it."""
     if type(module) is nn.Linear:
         own: Any = module
-        own._view = View(own["weight"])
+        own._view = TransposedView(own["weight"])
         mix_in(module, TransposedLinear)
     return module

@@ -95,7 +95,7 @@ class GroupedDeltas:
         return self._kernels.add_joined(x, self._tiles, a, b, own)
 
     def _covers(self, target: Target, x: mx.array) -> bool:
-        """Return whether the tiles are those of the tokens of x."""
+        """Return whether x has as many tokens as the tiles of this trace cover."""
         return x.size == self._tokens * target.shape.inputs
 
     def _pairs(self, members: Group) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:

@@ -2,9 +2,10 @@
 
 An adapted module calls the original and adds `x @ A[slot] @ B[slot]`. Its weights are neither copied nor renamed,
 and a module that no adapter ever targeted is left as it was. Inside a trace, `bind` puts the arrays where the modules
-look for them. They are arguments of the step, except on CUDA where a kernel writes the slots in place: there the arrays
-stay the same until they grow, and a compiled step captures them, since handing on hundreds of arguments takes the host
-0.1 µs each. A step of base rows binds nothing, and its graph has no delta operation at all.
+look for them. Usually they are arguments of the step. On CUDA a kernel writes the slots in place, so that the arrays
+stay the same until they grow, and compiled steps capture them, except uniform ones. This saves the host from passing
+hundreds of arguments at each call (docs/decisions/gpu-steps.md). A step of base rows binds nothing, and its graph has
+no delta operation at all.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class LoraState:
     def grows(self, weights: AdapterWeights) -> bool:
         """Return whether `install` would change the set of adapted modules or the shape of any array.
 
-        Compiled steps must be dropped before it is called then. They may hold the present arrays, for which there is
-        no room beside the new ones.
+        If so, drop all compiled steps before you call `install`: they may hold the old arrays, and memory does not
+        suffice for the old and the new arrays together.
         """
         paths = (path for path in weights.tensors if path in self._targets)
         return bucket(weights.info.rank) > self.rank or any(path not in self._stacks for path in paths)
@@ -252,7 +253,8 @@ class LoraState:
     def bind(self, arrays: Sequence[mx.array], ids: mx.array | None, layout: Layout) -> None:
         """Have the model's modules use this route from here on; call it inside a traced step.
 
-        A uniform step may also be given all stacked arrays; it then copies its slot out of each.
+        A uniform step may also be given all stacked arrays; it then copies its slot out of each. If `arrays` is empty,
+        the stacked arrays of this object are used.
         """
         self.unbind()
         if ids is None or layout.kind == "base":

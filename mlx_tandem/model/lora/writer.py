@@ -36,9 +36,9 @@ class SlotWriter:
 
     @property
     def keeps_arrays(self) -> bool:
-        """Whether the arrays stay the same while slots are written, and the device orders steps behind the writes.
+        """Whether writes leave the array objects unchanged, and the device runs later steps after the writes.
 
-        Compiled steps may then capture them. It is known once a slot was written.
+        Compiled steps may then capture the arrays. It is False until the first slot was written and checked.
         """
         return bool(self._is_right) and not self._order.zeros
 

@@ -37,8 +37,8 @@ from mlx_tandem.model.step.verify import places_at, settled
 from mlx_tandem.model.vision.embeddings import ShownImages
 
 PAUSE = 3
-"""Number of layers after which a forward that pauses waits each time for the layers before these. The device has twice
-as many at once."""
+"""A forward that pauses dispatches its graph after every PAUSE layers with keys and values, and then waits for the
+group that it dispatched before. So at most twice as many of these layers are in flight."""
 
 Ranges = Sequence[tuple[int, int] | None]
 """For each pool the range (first, end) of the blocks that a forward reads in place; None: it gathers them."""

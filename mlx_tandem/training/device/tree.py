@@ -115,7 +115,7 @@ class Tree:
         return target.path in self._bound
 
     def joined(self, target: Target, x: mx.array) -> mx.array | None:
-        """Return None: the linears of a model that learns are computed one by one."""
+        """Return None: in training, linears are computed one by one."""
         return None
 
     def _add(self, y: mx.array, x: mx.array, path: str, segment: Segment) -> mx.array:

@@ -68,7 +68,7 @@ def test_a_product_of_tokens_is_one_operation() -> None:
     assert (before, operations(model.down(x))) == (2, 1)
 
 
-def test_a_weight_that_was_replaced_counts() -> None:
+def test_a_replaced_weight_is_used() -> None:
     model: Any = Block(bias=True)
     use_views(model, [])
     model.down.weight = model.down.weight * 2
