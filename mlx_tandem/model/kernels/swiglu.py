@@ -1,8 +1,8 @@
 """Kernel for SwiGLU, silu(gate) · up. It reads gates and ups side by side from one array, a merged linear's output.
 
-mlx-lm's function takes two arrays, so the product would have to be split first. As in MLX's kernels for CUDA, the result
-of every operation is rounded to the arrays' type before the next operation reads it, and the exponential function is the
-one that MLX calls there. So the results are meant to be those of MLX bit for bit.
+mlx-lm's function takes two arrays, so the product would have to be split first. As in MLX's kernels for CUDA, the
+result of every operation is rounded to the arrays' type before the next operation reads it, and the exponential
+function is the one that MLX calls there. So the results are meant to be those of MLX bit for bit.
 """
 
 from __future__ import annotations
