@@ -28,7 +28,7 @@ DEVICE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 _INPUTS = r"""
   constexpr int EACH = DIM / 32, LINES = 2 * HK + HV, CHANNELS = LINES * DIM;
-  const int line = GROUP_X * (THREADS / 32) + WARP, row = GROUP_Y, length = LENGTH;
+  const int line = GROUP_X * (THREADS / 32) + WARP, row = GROUP_Y, length = qkv_shape[0] / GROUPS_Y;
   if (line > LINES) return;
   if (line == LINES) {  // one warp computes decay and strength of all heads
     for (int i = LANE; i < length * HV; i += 32) {
@@ -178,7 +178,6 @@ class DeltaNetInputs:
         length = qkv.whole.size // qkv.whole.shape[-1] // rows
         template: dict[str, Constant] = {
             "T": dtype,
-            "LENGTH": length,
             "HK": mixer.key_heads,
             "HV": mixer.heads,
             "DIM": mixer.dim,
@@ -190,8 +189,9 @@ class DeltaNetInputs:
         lines = 2 * mixer.key_heads + mixer.heads + 1
         keys, values = (rows, length, mixer.key_heads, mixer.dim), (rows, length, mixer.heads, mixer.dim)
         gates = (rows, length, mixer.heads)
+        flat = [product.whole.reshape(-1, product.whole.shape[-1]) for product in products]
         found = self._kernel(
-            [qkv.whole, a.whole, b.whole, mixer.weight, mixer.a_log, mixer.dt_bias, pool, read, write],
+            [*flat, mixer.weight, mixer.a_log, mixer.dt_bias, pool, read, write],
             template,
             (-(-lines // WARPS), rows, 1),
             32 * WARPS,
