@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from mlx_tandem.model import delta_net, gated_delta, residual
+from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
+from mlx_tandem.model.cache.kvcache import StepView
 from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
 from mlx_tandem.model.kernels.delta_net import DeltaNetInputs, GatedNorm
 from mlx_tandem.model.kernels.gated_delta import GatedDelta
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.step import forward
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_families, tiny_models
 from tests.engine.mlx_engine import Oracle, assert_agrees, make_engine
@@ -141,6 +144,25 @@ def test_layers_hand_on_tokens(tmp_path: Path, family: str, monkeypatch: pytest.
     assert loops[0].tokens == loops[1].tokens
     for key, own in loops[0].logprobs.items():
         assert np.allclose([o.model for o in own], [o.model for o in loops[1].logprobs[key]], atol=2e-2)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_chunks_that_wait_on_the_way_say_what_mlx_lm_says(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with states beside them write these at the end of the chunk, and the next chunk goes on from there."""
+    monkeypatch.setattr(runner_module, "LONG_TOKENS", 8)
+    monkeypatch.setattr(forward, "PAUSE", 1)
+    folder = tiny_models.make(tmp_path / "model", family, num_hidden_layers=4)
+    engine = make_engine(folder, attention_backend="cuda", backends=[Fused("cuda", shim.maker())])
+    runner = engine.built.runner
+    runner.rectangles.common_offsets = runner.inputs.packed = runner.pauses = True
+    runner.one_at_a_time = False
+    pauses: list[int] = []
+    arrive = StepView.arrive
+    monkeypatch.setattr(StepView, "arrive", lambda self, x: (pauses.append(self._pause), arrive(self, x))[1])
+    assert_agrees(engine.run(ask(), chunks=24, stagger=1), Oracle.load(folder), "with pauses")
+    assert {0, 1} == set(pauses)
 
 
 def test_blocks_whose_output_is_gated_take_the_short_way(tmp_path: Path, calls: list[int]) -> None:
