@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
@@ -552,23 +551,13 @@ def unreadable_rows(form: RowFormat) -> str:
 
 @lru_cache(maxsize=4096)
 def integers(*values: int) -> mx.array:
-    """Return the values as int32, padded with zeros to eight; made once, to be a constant of any graph."""
-    return _constant(np.array(values, np.int32))
+    """Return the values as int32, padded with zeros to eight; made once, to be a constant of any graph.
 
-
-@lru_cache(maxsize=256)
-def floats(*values: float) -> mx.array:
-    """Return the values as float32, padded with zeros to eight; made once, to be a constant of any graph."""
-    return _constant(np.array(values, np.float32))
-
-
-def _constant(values: npt.NDArray[Any]) -> mx.array:
-    """Return an evaluated array of at least eight elements in the device's memory.
-
-    For CUDA, MLX keeps an unevaluated constant and one of up to eight bytes in host memory, where one read takes
-    longer than the rest of a short kernel. For Metal an input must have eight elements.
+    The array is evaluated and in the device's memory. For CUDA, MLX keeps an unevaluated constant and one of up to
+    eight bytes in host memory, where one read takes longer than the rest of a short kernel. For Metal an input must
+    have eight elements.
     """
-    sent = mx.array(np.pad(values, (0, 8 - values.size)))
+    sent = mx.array(np.pad(np.array(values, np.int32), (0, 8 - len(values))))
     constant = sent + 0
     mx.eval(constant)  # while `sent` is alive, since otherwise its memory would be reused for `constant`
     return constant

@@ -145,7 +145,8 @@ class LoraState:
         self._check(slot)
         if weights.info.rank > self.max_rank:
             raise ValueError(f"rank {weights.info.rank} is over the limit of {self.max_rank}")
-        self._grow(weights)
+        if self.grows(weights):
+            self._grow(weights)
         self._write(slot, weights)
 
     def clear(self, slot: int) -> None:
@@ -185,20 +186,17 @@ class LoraState:
         self.rank = rank
         if wider:
             self.order.wait()  # the arrays are copied now, and a slot of them may still be being written
-        changed = False
+        self._routes.clear()
         for path, target in self._targets.items():
             old = self._stacks.get(path)
             if old is None and path in weights.tensors:
                 self._adapt(target)
             elif old is None or not wider:
                 continue
-            self._routes.clear()
             self._stacks[path] = Stack(target.shape, self.slots, rank, self.dtype, old)
-            changed = True
-        if changed:
-            self._stacks = {path: self._stacks[path] for path in self._targets if path in self._stacks}
-            if self._fused is not None:
-                self._fused.adapted(self._stacks)
+        self._stacks = {path: self._stacks[path] for path in self._targets if path in self._stacks}
+        if self._fused is not None:
+            self._fused.adapted(self._stacks)
 
     def _adapt(self, target: Target) -> None:
         adapt(target, self)
