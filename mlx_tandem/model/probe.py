@@ -203,9 +203,10 @@ def decode_seconds(
     rows: int,
     states: Sequence[StateShape] = (),
 ) -> float:
-    """Return the seconds of a forward of `rows` rows with one token each."""
+    """Return the seconds of a compiled forward of `rows` rows with one token each."""
     paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block, states)
-    return machine.seconds(lambda: [paged.decode()], 1)
+    step = mx.compile(paged.step)
+    return machine.seconds(lambda: step(*paged.decoding()), 1)
 
 
 def _paged_logits(
@@ -266,39 +267,67 @@ class _Paged:
 
     def decode(self) -> mx.array:
         """Return the logits of each prompt's last token."""
+        return self._forward(*self._last_tokens(), None)
+
+    def decoding(self) -> tuple[list[mx.array], list[list[mx.array]]]:
+        """Return what `step` takes to compute each prompt's last token."""
+        return self._numbers(*self._last_tokens()), self._pool.layers
+
+    def step(self, numbers: list[mx.array], layers: list[list[mx.array]]) -> list[mx.array]:
+        """Return the logits of each prompt's last token and the state of the pool, as a pure function of arrays."""
+        output, states, written = self._pass(numbers, layers, None, decodes=True)
+        return [output, *states.lines, *states.written, *(array for own in written for array in own)]
+
+    def _last_tokens(self) -> tuple[Any, Any, Any]:
+        """Return each prompt's last token [rows, 1], its position [rows] and its slot [rows, 1]."""
         tokens = np.array([[p[-1]] for p in self._prompts], np.int32)
         rows, at = np.arange(len(tokens)), self._lengths
         slots = (self._tables[rows, at // self._block] * self._block + at % self._block)[:, None]
-        return self._forward(tokens, at, slots, None)
+        return tokens, at, slots
 
-    def _forward(self, tokens: Any, offset: Any, slots: Any, common_offset: int | None) -> mx.array:
-        views: list[Any] = []
+    def _numbers(self, tokens: Any, offset: Any, slots: Any) -> list[mx.array]:
+        """Return the tokens, the offsets, the slots, and for each pool the blocks that its layers see."""
+        numbers = [tokens, offset, slots]
         for i, window in enumerate(self._windows):
             # The table's width differs between pools, so that a mask made for one pool does not fit a layer of another.
             seen = np.pad(self._tables, ((0, 0), (0, i + self._width)))
             first = np.maximum(offset + 1 - (window or self._lengths.max() + 2), 0) // self._block
-            seen = np.take_along_axis(seen, first[:, None].astype(int) + np.arange(self._width + i), 1)
-            view = StepView(
-                mx.array(offset.astype(np.int32)),
-                mx.array(slots.astype(np.int32)),
-                mx.array(seen.astype(np.int32)),
+            numbers.append(np.take_along_axis(seen, first[:, None].astype(int) + np.arange(self._width + i), 1))
+        return [mx.array(each.astype(np.int32)) for each in numbers]
+
+    def _pass(
+        self, numbers: list[mx.array], layers: list[list[mx.array]], common_offset: int | None, *, decodes: bool
+    ) -> tuple[mx.array, StateView, list[list[mx.array]]]:
+        """Return the model's output, the view of the states, and the arrays of the pool after a forward."""
+        tokens, offset, slots, *tables = numbers
+        views: list[Any] = [
+            StepView(
+                offset,
+                slots,
+                seen,
                 PoolLayout(self._blocks, self._block, self._axes, window),
                 common_offset=common_offset,
             )
-            views.append(view)
-        rows = mx.arange(1, 1 + len(tokens))
-        state = StateView(rows if offset.any() else None, rows)
-        views.append(state)
+            for seen, window in zip(tables, self._windows, strict=True)
+        ]
+        rows = mx.arange(1, 1 + len(self._prompts))
+        states = StateView(rows if decodes else None, rows)
+        views.append(states)
         caches: list[Any] = [*self._caches, *self._states]
-        for cache, arrays, own in zip(caches, self._pool.layers, self._pool.pool_of, strict=True):
+        for cache, arrays, own in zip(caches, layers, self._pool.pool_of, strict=True):
             cache.bind(arrays, views[own])
         try:
-            output: mx.array = self._module(mx.array(tokens), cache=arranged(self._module, self._caches, self._states))
+            output: mx.array = self._module(tokens, cache=arranged(self._module, self._caches, self._states))
         finally:
-            self._pool.layers = [cache.release() for cache in caches]
-        if state.lines:
-            self._pool.put_states(rows, state.lines)
-        mx.eval(output, state.written)  # the logits do not depend on all writes of new states
+            written = [cache.release() for cache in caches]
+        return output, states, written
+
+    def _forward(self, tokens: Any, offset: Any, slots: Any, common_offset: int | None) -> mx.array:
+        numbers, decodes = self._numbers(tokens, offset, slots), bool(offset.any())
+        output, states, self._pool.layers = self._pass(numbers, self._pool.layers, common_offset, decodes=decodes)
+        if states.lines:
+            self._pool.put_states(mx.arange(1, 1 + len(tokens)), states.lines)
+        mx.eval(output, states.written)  # the logits do not depend on all writes of new states
         return output
 
 
