@@ -216,7 +216,7 @@ def _runner(
             tuned.rows,
         ),
         kernels.attention.layers,
-        kernels.greedy.chosen,
+        kernels.draws.chosen,
         found.states,
     )
 

@@ -29,7 +29,7 @@ from mlx_tandem.model.linears.skinny import Shape
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import LoadedModel
 
-FORMAT = 1
+FORMAT = 2
 """Version of the value; another one is refused."""
 
 
@@ -100,8 +100,8 @@ class AdapterLimits(Struct, frozen=True, forbid_unknown_fields=True):
     mixed: int = 0
 
 
-class GreedyKernel(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether a kernel picks greedy tokens."""
+class DrawKernels(Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether kernels draw tokens."""
 
     reason: str
     is_used: bool = False
@@ -119,7 +119,7 @@ class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
     """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
 
     adapters: AdapterLimits
-    greedy: GreedyKernel
+    draws: DrawKernels
 
 
 class Pace(Struct, frozen=True, forbid_unknown_fields=True):

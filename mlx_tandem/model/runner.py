@@ -35,7 +35,7 @@ from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.mask_table import MaskTable, Placed, places_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.rectangles import Rectangles
-from mlx_tandem.model.step.sampler import Greedy, by_argmax
+from mlx_tandem.model.step.sampler import Pick, by_operations
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob
@@ -86,7 +86,7 @@ class MLXRunner:
         weights: Mapping[str, AdapterWeights],
         sizes: RunnerSizes,
         attention: Sequence[LayerKernels | None] = (),
-        greedy: Greedy = by_argmax,
+        pick: Pick = by_operations,
         states: Sequence[StateShape] = (),
     ):
         attention = attention or [None] * len(layers)
@@ -121,7 +121,7 @@ class MLXRunner:
             lora,
             self._pool,
             sizes.mask_axes,
-            greedy,
+            pick,
             nobody=self._seats.padding,
             states=[StateCache(shape) for shape in states],
         )

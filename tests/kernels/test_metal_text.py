@@ -15,9 +15,9 @@ import pytest
 from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.argmax import Argmax
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.division import start
+from mlx_tandem.model.kernels.draw import Draw, Masks, Noise
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
 from mlx_tandem.model.kernels.rotary import Norms, Rotary
@@ -88,9 +88,13 @@ def lora(recorder: Recorder) -> None:
         kernels.add_joined(x, tiles, a, b, whole)
 
 
-def argmax(recorder: Recorder) -> None:
+def draw(recorder: Recorder) -> None:
+    kernels = Draw(recorder.make)
+    noise = Noise(mx.zeros((5, 2), mx.uint32), mx.zeros((5,), mx.int32), mx.zeros((5, 1)))
+    masks = Masks(mx.zeros((5,), mx.int32), mx.zeros((257, 128), mx.uint32))
     for dtype in FLOATS:
-        Argmax(recorder.make)(mx.zeros((5, 4096), dtype))
+        for how in ((None, None), (noise, None), (noise, masks)):
+            kernels(mx.zeros((5, 4096), dtype), *how)
 
 
 def store(recorder: Recorder) -> None:
@@ -98,7 +102,7 @@ def store(recorder: Recorder) -> None:
         Store(recorder.make)(mx.zeros((40, 64), dtype), mx.zeros((12,), mx.int32), mx.zeros((12, 64), dtype))
 
 
-@pytest.mark.parametrize("kernels", [attention, rotary, lora, argmax, store])
+@pytest.mark.parametrize("kernels", [attention, rotary, lora, draw, store])
 def test_every_form_compiles_and_fits(kernels: Any) -> None:
     recorder = Recorder()
     kernels(recorder)

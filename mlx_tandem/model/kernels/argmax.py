@@ -14,7 +14,7 @@ from mlx_tandem.model.kernels.dialect import Make, Source
 
 THREADS = 512
 
-_FUNCTIONS = (
+FUNCTIONS = (
     rf"""
 #define NOT_A_NUMBER ({NOT_A_NUMBER})
 #define ENDLESS 0xff000000u
@@ -47,8 +47,19 @@ DEVICE Peak of_warp(Peak peak, int LANE) {
   }
   return peak;
 }
+// Of all threads; the result counts in the first one. `peaks` is memory of the block for 32 of them.
+#define OF_BLOCK(peak, peaks)                          \
+  peak = of_warp(peak, LANE);                          \
+  if (LANE == 0) peaks[WARP] = peak;                   \
+  BARRIER();                                           \
+  if (WARP > 0) return;                                \
+  if (LANE < THREADS / 32) peak = peaks[LANE];         \
+  peak = of_warp(peak, LANE);
+// NOT_A_NUMBER where the largest number is not finite.
+#define FINITE(peak, token) (peak.height > 0u && peak.height < ENDLESS ? (token) : NOT_A_NUMBER)
 """
 )
+"""Peaks of rows: the largest number so far, by its height, and where it is. `draw.py` uses them as well."""
 
 _BODY = r"""
   constexpr int EACH = 16 / (int)sizeof(T), DEPTH = 4;
@@ -76,20 +87,15 @@ _BODY = r"""
     one.height = height(float(row[one.at]));
     peak = higher(peak, one);
   }
-  peak = of_warp(peak, LANE);
   SHARED(Peak, peaks, 32);
-  if (LANE == 0) peaks[WARP] = peak;
-  BARRIER();
-  if (WARP > 0) return;
-  if (LANE < THREADS / 32) peak = peaks[LANE];
-  peak = of_warp(peak, LANE);
+  OF_BLOCK(peak, peaks)
   if (LANE > 0) return;
   int token = peak.at;
   UNROLL
   for (int i = EACH - 1; i >= 0; i--) {
     if (peak.at + i < width && height(float(row[peak.at + i])) == peak.height) token = peak.at + i;
   }
-  tokens[GROUP_X] = peak.height > 0u && peak.height < ENDLESS ? token : NOT_A_NUMBER;
+  tokens[GROUP_X] = FINITE(peak, token);
 """
 
 
@@ -97,7 +103,7 @@ class Argmax:
     """The kernel for one target."""
 
     def __init__(self, make: Make):
-        self._kernel = make(Source("argmax", ["logits"], ["tokens"], _BODY, _FUNCTIONS))
+        self._kernel = make(Source("argmax", ["logits"], ["tokens"], _BODY, FUNCTIONS))
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Return the position of the first largest logit of each row, int32 [rows], for logits [rows, vocabulary].

@@ -6,14 +6,13 @@ It belongs to the compiled function of the forward. Where a row draws by a mask,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_tandem.model.cache.turns import HeldStates
 from mlx_tandem.model.step.mask_table import masks_at
-from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, TokenCounts, sample
+from mlx_tandem.model.step.sampler import Pick, SamplingArrays, SamplingFlags, TokenCounts, sample
 from mlx_tandem.model.step.verify import Drafts
 
 Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array], list[mx.array], list[mx.array]]]
@@ -42,7 +41,7 @@ class Undrawn(NamedTuple):
     held: HeldStates | None
 
 
-def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int, num_new: int = 0) -> Drawing:
+def drawing(flags: SamplingFlags, pick: Pick, nobody: int, num_new: int = 0) -> Drawing:
     """Return the function that draws with these flags.
 
     nobody: the seat that takes the place of rows that do not count; num_new: how many masks the table does not have
@@ -61,17 +60,13 @@ def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int, num_new: int = 0)
         table: Sequence[mx.array] = (),
         sent: Sequence[mx.array] = (),
     ) -> tuple[list[mx.array], mx.array, list[mx.array], list[mx.array], list[mx.array]]:
-        how, own = SamplingArrays.unflatten(sampling, flags), flags
-        written: list[mx.array] = []
-        if table:
-            mask, written = masks_at(table[0], sent, len(logits), num_new, logits.shape[1])
-            how = replace(how, allowed=mask if how.allowed is None else how.allowed & mask)
-            own = flags._replace(allowed=True)
+        how = SamplingArrays.unflatten(sampling, flags)
+        masks, written = masks_at(table[0], sent, len(logits), num_new) if table else (None, [])
         counts = TokenCounts.of(seen, seats)
         behind = Drafts(*drafts) if drafts else None
         if counts is not None and behind is not None:
             counts = counts.behind(behind.before)
-        drawn = sample(logits, position, how, own, counts, greedy)
+        drawn = sample(logits, position, how, flags, counts, pick, masks)
         token = mx.maximum(drawn.tokens, 0)
         counted, newest = (seats, seats) if behind is None else behind.accept(token, seats, nobody)
         last_tokens[newest] = token

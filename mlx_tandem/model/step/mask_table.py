@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Mask, mask_words
+from mlx_tandem.model.kernels.draw import Masks
 from mlx_tandem.model.step.inputs import ArraySpec, Numbers, receive
 
 ROOM = 256
@@ -111,10 +112,8 @@ class MaskTable:
         return places, words
 
 
-def masks_at(
-    table: mx.array, sent: Sequence[mx.array], rows: int, num_new: int, vocabulary: int
-) -> tuple[mx.array, list[mx.array]]:
-    """Return the masks [rows, vocabulary] bool at these places, and the table in a list if it has new masks.
+def masks_at(table: mx.array, sent: Sequence[mx.array], rows: int, num_new: int) -> tuple[Masks, list[mx.array]]:
+    """Return the masks of the rows, and the table in a list if it has new masks.
 
     sent: the places [rows] int32 and `Placed.new`, as `Inputs` sends them.
     """
@@ -122,7 +121,7 @@ def masks_at(
     places, *written = receive(sent, [ArraySpec((rows,), "int32"), *new])
     if written:
         table[written[0]] = written[1]
-    return bits_of(table[places], vocabulary), [table] if written else []
+    return Masks(places, table), [table] if written else []
 
 
 def bits_of(words: mx.array, vocabulary: int) -> mx.array:

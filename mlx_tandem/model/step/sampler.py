@@ -20,6 +20,8 @@ import numpy as np
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
 from mlx_tandem.model import cpu, device
+from mlx_tandem.model.kernels.draw import Masks, Noise
+from mlx_tandem.model.step.mask_table import bits_of
 
 _TOP_P_ROUNDS = ((0.9, 5), (0.8, 6), (0.5, 9), (0.05, 16), (0.0, 40))
 """Pairs (least top_p of the batch, rounds). A draw outside the nucleus is rejected together with all less likely
@@ -45,6 +47,16 @@ class SamplingFlags(NamedTuple):
     xtc: bool = False
     window: bool = False  # whether a row's repetition penalty counts only its last tokens
     logprobs: int = -1  # -1: none; 0: the drawn token's; k: also those of the k likeliest tokens
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits change before a token is drawn."""
+        return self.penalties or self.bias or self.min_tokens or self.allowed
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are left out because others are likelier."""
+        return self.min_p or self.top_k or self.xtc or self.top_p_rounds > 0
 
     @staticmethod
     def rounds_for(least_top_p: float) -> int:
@@ -120,9 +132,11 @@ class SamplerOutput:
         return [self.tokens, *(a for a in optional if a is not None)]
 
 
-Greedy = Callable[[mx.array], mx.array]
-"""A function from logits [rows, vocabulary] to tokens [rows] int32: the first token with the largest logit, or
-NOT_A_NUMBER where that logit is not finite or any logit is NaN."""
+Pick = Callable[[mx.array, Noise | None, Masks | None], mx.array]
+"""A function that takes logits [rows, vocabulary] and returns tokens [rows] int32.
+
+It takes the first token with the largest sum of logit and Gumbel noise times temperature, among those that the masks
+allow; NOT_A_NUMBER where that sum is not finite or any is NaN. Without noise it takes the likeliest token."""
 
 _exp = cpu.exp if device.is_cpu() else mx.exp
 _MASK = (1 << 64) - 1
@@ -187,9 +201,23 @@ def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array
     return -mx.log(exponential)
 
 
-def by_argmax(logits: mx.array) -> mx.array:
-    """Return the likeliest tokens [rows] by MLX's own operations; a `Greedy` for every device."""
+def by_operations(logits: mx.array, noise: Noise | None = None, masks: Masks | None = None) -> mx.array:
+    """Return the tokens [rows] that are picked by MLX's own operations; a `Pick` for every device."""
+    if masks is not None:
+        logits = _masked(logits, masks)
+    if noise is not None:
+        logits = _race(logits, noise)
     return _checked(mx.argmax(logits, -1), logits.max(-1, keepdims=True))
+
+
+def _masked(logits: mx.array, masks: Masks) -> mx.array:
+    """Return the logits, -inf where the masks do not allow the token."""
+    return mx.where(bits_of(masks.table[masks.places], logits.shape[-1]), logits, -mx.inf)
+
+
+def _race(logits: mx.array, noise: Noise) -> mx.array:
+    """Return numbers [rows, vocabulary] float32, of which the token with the largest is the drawn one."""
+    return logits + noise.temperature * gumbel_noise(noise.key, noise.position, logits.shape[-1])
 
 
 def sample(
@@ -198,36 +226,28 @@ def sample(
     a: SamplingArrays,
     flags: SamplingFlags,
     seen: TokenCounts | None,
-    greedy: Greedy = by_argmax,
+    pick: Pick = by_operations,
+    masks: Masks | None = None,
 ) -> SamplerOutput:
     """Draw one token for each row.
 
     logits: [rows, vocabulary]; position: [rows] int32, the positions of the tokens to be drawn; seen: the rows' token
-    counts, needed for penalties.
+    counts, needed for penalties; masks: the only tokens that the rows may draw, None for all.
     """
-    if flags == SamplingFlags():  # rows are greedy and want nothing else, so no float32 copy of the logits is made
-        return SamplerOutput(greedy(logits))
-    raw = logits.astype(mx.float32)
-    z = raw
-    if flags.penalties:
-        assert seen is not None
-        z = seen.penalise(z, a)
-    if a.allowed is not None:
-        z = mx.where(a.allowed, z, -mx.inf)
-    if a.bias is not None:
-        z = z + a.bias
-    if flags.min_tokens:
-        assert a.stops is not None
-        assert a.min_until is not None
-        z = mx.where(a.stops & (position[:, None] < a.min_until), -mx.inf, z)
-    if not (flags.noise or flags.logprobs >= 0):
-        return SamplerOutput(greedy(z))
+    noise = Noise(a.key, position, a.temperature) if flags.noise else None
+    z = _adjusted(logits, position, a, flags, seen)
+    if not (flags.truncates or flags.logprobs >= 0):
+        return SamplerOutput(pick(z, noise, masks))
+    raw, z = logits.astype(mx.float32), z.astype(mx.float32)
+    if masks is not None:
+        z = _masked(z, masks)
     peak = z.max(-1, keepdims=True)
     is_greedy = a.temperature == 0.0
     scaled = (z - peak) / mx.where(is_greedy, 1.0, a.temperature)
     p = _exp(scaled)  # evaluated only where something below asks for it
-    if flags.noise:
-        race = everything = scaled + gumbel_noise(a.key, position, z.shape[-1])
+    race = z
+    if noise is not None:
+        race = everything = _race(z, noise)
         if flags.min_p or flags.top_k:
             p = _keep_likely(p, a, flags)
             race = mx.where(p > 0.0, race, -mx.inf)
@@ -236,12 +256,9 @@ def sample(
             kept, left = _exclude_top_choices(scaled, z - peak, p, a, flags)
             applies = xtc_draw(a.key, position) <= a.xtc_probability
             race = mx.where(applies, mx.where(left, everything, -mx.inf), race)
-        race = mx.where(is_greedy, z, race)
-        tokens = mx.argmax(race, -1)
-        if flags.top_p_rounds:
-            tokens = _within_top_p(race, p, tokens, a, flags)
-    else:
-        tokens = mx.argmax(z, -1)
+    tokens = mx.argmax(race, -1)
+    if flags.top_p_rounds:
+        tokens = _within_top_p(race, p, tokens, a, flags)
     if flags.logprobs < 0:
         return SamplerOutput(_checked(tokens, peak))
     normaliser = mx.logsumexp(raw, -1, keepdims=True)
@@ -257,6 +274,30 @@ def sample(
     if k == 0:
         return SamplerOutput(_checked(tokens, peak), model[:, 0], sampled[:, 0])
     return SamplerOutput(_checked(tokens, peak), model[:, 0], sampled[:, 0], *_likeliest(raw, normaliser, k))
+
+
+def _adjusted(
+    logits: mx.array, position: mx.array, a: SamplingArrays, flags: SamplingFlags, seen: TokenCounts | None
+) -> mx.array:
+    """Return the logits with penalties and bias, -inf for tokens that may not be drawn.
+
+    They are float32, or the logits as they are where nothing changes them, so that these are not copied.
+    """
+    if not flags.adjusts:
+        return logits
+    z = logits.astype(mx.float32)
+    if flags.penalties:
+        assert seen is not None
+        z = seen.penalise(z, a)
+    if a.allowed is not None:
+        z = mx.where(a.allowed, z, -mx.inf)
+    if a.bias is not None:
+        z = z + a.bias
+    if flags.min_tokens:
+        assert a.stops is not None
+        assert a.min_until is not None
+        z = mx.where(a.stops & (position[:, None] < a.min_until), -mx.inf, z)
+    return z
 
 
 def score(logits: mx.array, targets: mx.array, k: int) -> list[mx.array]:

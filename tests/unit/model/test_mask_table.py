@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_tandem.engine.plan import mask_words
 from mlx_tandem.model.step import mask_table
 from mlx_tandem.model.step.inputs import Inputs
-from mlx_tandem.model.step.mask_table import EVERYTHING, MaskTable, masks_at, places_of_rows
+from mlx_tandem.model.step.mask_table import EVERYTHING, MaskTable, bits_of, masks_at, places_of_rows
 
 
 def mask(allowed: set[int], vocabulary: int) -> bytes:
@@ -29,7 +29,8 @@ def draw(
     places = places_of_rows(range(len(masks)), len(masks), dict(zip(own, placed.places, strict=True)))
     sent = Inputs(packed).send([places, *placed.new])
     num_new = len(placed.new[0]) if placed.new else 0
-    bits, written = masks_at(table.array, sent.arrays, len(masks), num_new, vocabulary)
+    found, written = masks_at(table.array, sent.arrays, len(masks), num_new)
+    bits = bits_of(found.table[found.places], vocabulary)
     mx.eval(bits, written)
     table.keep(written)
     return [set(np.flatnonzero(row).tolist()) for row in np.array(bits)], num_new

@@ -1,4 +1,4 @@
-"""Greedy tokens by the kernel: those of numpy for any numbers, and taken only where it is right and faster."""
+"""Tokens drawn by the kernels: those of numpy for any numbers, and taken only where they are right and faster."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
-from mlx_tandem.model.kernel_checks import argmax
-from mlx_tandem.model.kernel_checks.argmax import choose, expected, invent, wrong
+from mlx_tandem.model.kernel_checks import draw as check_of_draws
+from mlx_tandem.model.kernel_checks.draw import Seconds, choose, difference, expected, invent, wrong
 from mlx_tandem.model.kernel_checks.frame import Choice
 from mlx_tandem.model.kernels.argmax import Argmax
 from mlx_tandem.model.kernels.dialect import Make
-from mlx_tandem.model.step.sampler import Greedy, by_argmax
+from mlx_tandem.model.kernels.draw import Draw, Masks, Noise
+from mlx_tandem.model.step.sampler import Pick, by_operations
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import make_engine
 from tests.kernels import shim
 from tests.kernels.broken import Broken
+from tests.unit.model.draws import assert_follows
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
@@ -36,10 +38,10 @@ def make() -> Make:
     return shim.maker()
 
 
-def check(greedy: Greedy, logits: mx.array) -> None:
+def check(greedy: Argmax, logits: mx.array) -> None:
     want = expected(np.array(logits.astype(mx.float32)))
     assert np.array(greedy(logits)).tolist() == want.tolist()
-    assert np.array(by_argmax(logits)).tolist() == want.tolist()
+    assert np.array(by_operations(logits)).tolist() == want.tolist()
 
 
 @st.composite
@@ -78,7 +80,7 @@ def test_rows_of_every_kind(dtype: mx.Dtype, order: shim.Order) -> None:
         logits = mx.array(invent(np.random.default_rng(1), width)).astype(dtype)
         check(greedy, logits)
         check(greedy, logits[3:4])
-        assert not wrong(greedy, [dtype], width)
+        assert not wrong(Draw(shim.maker(order)), [dtype], width)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,32 +106,80 @@ def test_what_is_not_finite_is_seen_wherever_it_is(make: Make, dtype: mx.Dtype) 
     assert Argmax(make)(mx.array(bits).view(dtype)).tolist() == [NOT_A_NUMBER, 40]
 
 
+@st.composite
+def draws(draw: st.DrawFn) -> tuple[mx.array, Noise | None, Masks | None]:
+    """Logits of any kind, temperatures of any size, and masks of any density, each row with its own."""
+    logits = draw(numbers())
+    rows, width = logits.shape
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    noise = None
+    if draw(st.booleans()):
+        temperature = rng.choice(np.array([0.0, 1e-3, 0.7, 1.0, 30.0, 1e6], np.float32), (rows, 1))
+        key = rng.integers(1 << 32, size=(rows, 2), dtype=np.uint32)
+        position = rng.integers(1 << 31, size=rows).astype(np.int32)
+        noise = Noise(mx.array(key), mx.array(position), mx.array(temperature))
+    if noise is not None and not draw(st.booleans()):
+        return logits, noise, None
+    share = draw(st.sampled_from([0.0, 0.001, 0.1, 0.5, 1.0]))
+    allowed = rng.random((5, -(-width // 32) * 32)) < share
+    table = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
+    return logits, noise, Masks(mx.array(rng.integers(5, size=rows).astype(np.int32)), mx.array(table))
+
+
+@given(drawn=draws(), order=st.sampled_from(shim.ORDERS))
+@settings(max_examples=200)
+def test_draws_are_those_of_numpy(drawn: tuple[mx.array, Noise | None, Masks | None], order: shim.Order) -> None:
+    assert not difference(Draw(shim.maker(order)), *drawn)
+    assert not difference(by_operations, *drawn)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+def test_tokens_follow_their_distribution(make: Make, dtype: mx.Dtype) -> None:
+    """Logits that float types hold exactly, drawn by many seeds, all rows at once."""
+    rows = 4096
+    logits = np.array([2.0, 0.0, 1.0, -1.0, 0.5, 2.0, -3.0, 0.0, 1.5, 3.0], np.float32)
+    rng = np.random.default_rng(3)
+    noise = Noise(
+        mx.array(rng.integers(1 << 32, size=(rows, 2), dtype=np.uint32)),
+        mx.arange(rows, dtype=mx.int32),
+        mx.full((rows, 1), 0.8),
+    )
+    masks = Masks(mx.zeros((rows,), mx.int32), mx.array([[0b1101111111]], mx.uint32))
+    allowed = np.array([0b1101111111 >> i & 1 for i in range(10)])
+    batch = mx.broadcast_to(mx.array(logits), (rows, 10)).astype(dtype)
+    for own, kept in ((None, np.ones(10)), (masks, allowed)):
+        weight = np.exp(logits.astype(np.float64) / 0.8) * kept
+        assert_follows(np.array(Draw(make)(batch, noise, own)).tolist(), weight / weight.sum())
+
+
 # --- which of them draws ---------------------------------------------------------------------------------------------
 
 
-def faster(greedy: Greedy, dtype: mx.Dtype, vocabulary: int) -> float:
-    return 2e-5 if greedy is by_argmax else 1e-5
+def faster(pick: Pick, dtype: mx.Dtype, vocabulary: int) -> Seconds:
+    return Seconds(2e-5, 4e-5) if pick is by_operations else Seconds(1e-5, 3e-5)
 
 
-def slower(greedy: Greedy, dtype: mx.Dtype, vocabulary: int) -> float:
-    return 1e-5 if greedy is by_argmax else 2e-5
+def slower(pick: Pick, dtype: mx.Dtype, vocabulary: int) -> Seconds:
+    return Seconds(2e-5, 3e-5) if pick is by_operations else Seconds(1e-5, 4e-5)
 
 
 def test_what_is_right_and_faster_is_taken(make: Make) -> None:
     made = choose(mx.bfloat16, VOCABULARY, [make], faster)
-    assert isinstance(made.chosen, Argmax)
-    assert made.reason == "the kernel is faster: 10 µs for 16 rows, MLX's operations take 20"
+    assert isinstance(made.chosen, Draw)
+    assert made.reason == (
+        "the kernels are faster: 10 µs for 16 greedy rows, MLX's operations take 20; 30 and 40 with noise"
+    )
 
 
 def test_what_is_slower_is_not(make: Make) -> None:
     for seconds in (slower, None):  # as the shim really is
         made = choose(mx.float16, VOCABULARY, [make], seconds)
-        assert made.chosen is by_argmax and made.reason.startswith("the kernel is not used: slower: ")
+        assert made.chosen is by_operations and made.reason.startswith("the kernels are not used: slower: ")
 
 
 def test_a_device_without_kernels_has_no_choice() -> None:
-    assert choose(mx.float32, VOCABULARY, []).chosen is by_argmax
-    assert choose(mx.float32, VOCABULARY).chosen is by_argmax
+    assert choose(mx.float32, VOCABULARY, []).chosen is by_operations
+    assert choose(mx.float32, VOCABULARY).chosen is by_operations
 
 
 FAULTS = {
@@ -145,34 +195,48 @@ FAULTS = {
     "one warp's": ("peaks[LANE]", "peaks[0]"),
     "without the last warp's": ("LANE < THREADS / 32", "LANE < THREADS / 32 - 1"),
     "does not compile": ("BARRIER();", "BARRIER(;"),
+    "noise of the first row": ("key[2 * GROUP_X]", "key[0]"),
+    "half of the key": ("key[2 * GROUP_X + 1]", "key[2 * GROUP_X]"),
+    "noise of another position": ("place + 0x7f4a7c15u", "place + 0x7f4a7c16u"),
+    "noise of another token": ("(token + e))", "(token + e + 1))"),
+    "one temperature": ("temperature[GROUP_X] * gumbel", "temperature[0] * gumbel"),
+    "a bound that is too low": ("return 127.00002f", "return 124.0f"),
+    "no series for small numbers": ("u < 1e-3f ? series", "false ? series"),
+    "the first mask for all": ("table + (size_t)places[GROUP_X] * table_shape[1]", "table"),
+    "bits of the wrong end": ("allowed[i] >> e & 1u", "allowed[i] >> (EACH - 1 - e) & 1u"),
+    "no bits of the next word": ("min(((token) >> 5) + 1, last)", "min((token) >> 5, last)"),
+    "masks of all tokens at the end": ("if (ALLOWED(token) & 1u) CONSIDER", "CONSIDER"),
+    "another warp's least sum": ("SHUFFLE_XOR(least, lanes)", "(least + (1u << 22))"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_kernel_is_rejected_at_start(make: Make, fault: str) -> None:
     made = choose(mx.bfloat16, WIDE, [Broken(make, *FAULTS[fault])], faster)
-    assert made.chosen is by_argmax and made.reason.startswith("the kernel is not used: ")
+    assert made.chosen is by_operations and made.reason.startswith("the kernels are not used: ")
 
 
-@pytest.mark.parametrize("penalty", [0.0, 0.7])
-def test_it_serves(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, penalty: float) -> None:
-    """Greedy requests say what they say without it."""
+@pytest.mark.parametrize(("temperature", "penalty"), [(0.0, 0.0), (0.0, 0.7), (0.9, 0.0), (0.9, 0.7)])
+def test_it_serves(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, temperature: float, penalty: float
+) -> None:
+    """Requests say what they say without it."""
     folder = tiny_models.make(tmp_path / "model", "llama")
-    kernel, rows = Argmax(make), set()
+    kernels, rows = Draw(make), set()
 
-    def counted(logits: mx.array) -> mx.array:
-        rows.add(logits.shape[0])
-        return kernel(logits)
+    def counted(logits: mx.array, noise: Noise | None, masks: Masks | None) -> mx.array:
+        rows.add((logits.shape[0], noise is not None))
+        return kernels(logits, noise, masks)
 
     def answers() -> dict[tuple[int, int], list[int]]:
-        params = SamplingParams(max_tokens=6, temperature=0.0, presence_penalty=penalty)
+        params = SamplingParams(max_tokens=6, temperature=temperature, presence_penalty=penalty, seed=5)
         return make_engine(folder).run([Request(i, tuple(range(3, 9 + i)), params) for i in range(4)]).tokens
 
     without = answers()
-    monkeypatch.setattr(argmax, "choose", lambda dtype, vocabulary: Choice(counted, "asked for"))
+    monkeypatch.setattr(check_of_draws, "choose", lambda dtype, vocabulary: Choice(counted, "asked for"))
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
     try:
         made = answers()
     finally:
         mx.enable_compile()
-    assert made == without and rows >= {1, 4}
+    assert made == without and rows >= {(1, temperature > 0), (4, temperature > 0)}
