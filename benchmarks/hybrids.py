@@ -14,7 +14,6 @@ Random weights in the shape of a small Granite 4: layers of Mamba 2 and one with
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import statistics
@@ -29,13 +28,11 @@ from typing import Any
 from partial import Results, stop_cleanly
 
 from mlx_tandem.api.engine import Engine
-from mlx_tandem.cli.bench.script import Answers, Script, ScriptChannel, Work
+from mlx_tandem.cli.bench.script import Answers, Script, Work, run_script
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.wire import WireError
-from mlx_tandem.engine_main import serve
 from mlx_tandem.types import EngineInfo, Request, SamplingParams
 
 POSITIONS = 8192
@@ -213,8 +210,7 @@ def joins(model: Path, streams: int, max_tokens: int, repeats: int) -> dict[str,
             if repeat:  # the first compiles
                 rounds.append(row | {"p99_ratio": round(row["joins_p99_ms"] / row["steady_p99_ms"], 3)})
 
-    with contextlib.suppress(WireError):
-        serve(ScriptChannel(script), config, False)
+    run_script(script, config)
     medians = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
     return {"streams": streams, "joined": joined, **medians, "rounds": rounds}
 

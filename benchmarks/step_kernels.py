@@ -11,7 +11,6 @@ of the round's prompts, and the profiler slows the steps of its round down.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import tempfile
 from collections import Counter
@@ -22,12 +21,10 @@ from typing import Any
 from partial import Results, stop_cleanly
 
 from mlx_tandem.cli.bench.hybrid_shape import HYBRIDS
-from mlx_tandem.cli.bench.script import Script, ScriptChannel, Work
+from mlx_tandem.cli.bench.script import Script, Work, run_script
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.wire import WireError
-from mlx_tandem.engine_main import serve
 from mlx_tandem.types import EngineInfo, Request, SamplingParams
 
 NAME = 80
@@ -124,8 +121,7 @@ def main() -> None:
             lora=LoraConfig(max_loras=0),
         )
         results = Results(args.json_out, model=args.shape, max_tokens=args.max_tokens)
-        with contextlib.suppress(WireError):
-            serve(ScriptChannel(Bench(args, results).script), config, False)
+        run_script(Bench(args, results).script, config)
         results.finish()
 
 

@@ -17,7 +17,6 @@ schema of objects in a list that does not end before. Four loads take turns in e
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import statistics
 import sys
@@ -29,12 +28,10 @@ from typing import Any
 from partial import Results, stop_cleanly
 
 from mlx_tandem import demo
-from mlx_tandem.cli.bench.script import Script, ScriptChannel, Work
+from mlx_tandem.cli.bench.script import Script, Work, run_script
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.wire import WireError
-from mlx_tandem.engine_main import serve
 from mlx_tandem.generation.grammar.constraint import Constraint, Schema
 from mlx_tandem.generation.grammar.lark import grammar_of
 from mlx_tandem.strict_json import dumps
@@ -133,8 +130,7 @@ def main() -> None:
             model = ModelConfig(path=str(folder), random_weights=drawn)
         config = EngineConfig(model=model, scheduler=SchedulerConfig(max_num_seqs=most), lora=LoraConfig(max_loras=0))
         results = Results(args.json_out, model=args.shape or "demo", max_tokens=args.max_tokens, schema=SCHEMA)
-        with contextlib.suppress(WireError):
-            serve(ScriptChannel(Bench(args, results).script), config, False)
+        run_script(Bench(args, results).script, config)
         results.finish()
 
 

@@ -16,7 +16,6 @@ wrong as the benchmark wants. For each number of rows three loads take turns in 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import statistics
 import sys
@@ -30,15 +29,13 @@ from unittest.mock import patch
 from partial import Results, stop_cleanly
 
 from mlx_tandem import demo
-from mlx_tandem.cli.bench.script import Script, ScriptChannel, Work
+from mlx_tandem.cli.bench.script import Script, Work, run_script
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked
 from mlx_tandem.engine.proposers import speculation as server_proposer
-from mlx_tandem.engine.wire import WireError
-from mlx_tandem.engine_main import serve
 from mlx_tandem.types import EngineInfo, Request, SamplingParams, SpeculationStats
 
 LOADS = ("off", "wrong", "right")
@@ -177,8 +174,8 @@ def main() -> None:
         results = Results(args.json_out, model=args.shape or "demo", drafts=args.drafts, accept=args.accept)
         proposer = Known(args.drafts, args.accept)
         bench = Bench(args, results, proposer)
-        with contextlib.suppress(WireError), patch.object(server_proposer, "Speculation", lambda *_: proposer):
-            serve(ScriptChannel(bench.script), config, False)
+        with patch.object(server_proposer, "Speculation", lambda *_: proposer):
+            run_script(bench.script, config)
         results.finish()
 
 

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from mlx_tandem.training.device.trainers import MLXTrainers
 
 SWITCH_SECONDS = 5e-4
-"""Seconds after which a thread that prepares an adapter yields to the loop, which asks for the interpreter many
-times a step."""
+"""Seconds after which a thread that prepares an adapter or masks yields to the loop, which asks for the interpreter
+many times a step, and the loop to such a thread."""
 EXIT_FAILURE = 70
 """Exit status after a failure (EX_SOFTWARE), upon which the supervisor starts another engine."""
 
@@ -87,6 +87,7 @@ def _die(channel: EngineChannel, code: str, message: str) -> int:
 def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> int:
     """Build the engine and run its loop until it has drained or the channel is closed (WireError)."""
     channel.send([m.Progress("starting", 0.0)])
+    sys.setswitchinterval(SWITCH_SECONDS)
     # The device is opened here and not at import: a process that starts an engine may never use it itself.
     from mlx_tandem.model import device
 
@@ -491,7 +492,6 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     # The front decides when the engine ends; a Ctrl-C in the terminal would reach both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.setswitchinterval(SWITCH_SECONDS)
     options = dict(zip(arguments[::2], arguments[1::2], strict=True))
     config = msgspec.json.decode(options["--config"], type=EngineConfig)
     return run(socket.socket(fileno=int(options["--fd"])), config, own_process=True)

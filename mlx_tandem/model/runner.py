@@ -9,7 +9,8 @@ function, `compiled` keeps it, and `dispatch` brings it to the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,6 +19,7 @@ from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.plan import LONGEST_READ, Mask, RowKind, StepPlan, StepResult
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model import compiler, device
+from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateShape
@@ -28,12 +30,13 @@ from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.compiled import USUAL, CompiledSteps
 from mlx_tandem.model.step.dispatch import DispatchQueue
 from mlx_tandem.model.step.draw import Undrawn
-from mlx_tandem.model.step.forward import Forward
+from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.mask_table import MaskTable, Placed, places_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
+from mlx_tandem.model.step.prebuilt import Call, OneForward, Prebuilt
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.model.step.sampler import Pick, by_operations
 from mlx_tandem.model.step.seats import Seats
@@ -76,6 +79,9 @@ class MLXRunner:
         module: The model's modules as they are served, with everything that was changed in them.
         pauses: Whether long forwards wait for the device while they are built. Only CUDA needs that: elsewhere the
             host is at most a few command buffers ahead of the device.
+        builds_ahead: Whether a step that verifies drafts is built while the device computes the one before it. All its
+            numbers have to travel as one array, which is filled later, and kernels have to write the pool: MLX's own
+            operations would copy the arrays that a step which was built holds.
     """
 
     def __init__(
@@ -132,9 +138,11 @@ class MLXRunner:
         self.drafting_positions = most if self._forward.chains else 0
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
+        self._prebuilt = Prebuilt(self.inputs)
         self._masks = MaskTable(sizes.vocab_size, sizes.max_num_seqs)
         self.queue = DispatchQueue()
         self.pauses = device.is_cuda()
+        self.builds_ahead = self.inputs.packed and inplace.writing().store is not None
         self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
 
     @property
@@ -174,6 +182,7 @@ class MLXRunner:
             for slot, digest in plan.uploads:
                 if self._lora.grows(self._weights[digest]):
                     self.compiled.clear()
+                    self._prebuilt.reset()
                 self._lora.install(slot, self._weights[digest])
             first_uses = self.compiled.first_uses
             parts += copying(self._pool, plan.copies) if plan.copies else []
@@ -183,6 +192,7 @@ class MLXRunner:
                 self._index_arrays.forget(seating.seat)
             unencoded = self._encode(plan)
             self.queue.add(*parts)  # a part that pauses reads and writes the pool while it is built
+            self._prebuilt.begin()
             divided = self.rectangles.of_drafting if plan.drafts else self.rectangles.of
             rectangles = divided(plan.rows)
             for rows in rectangles:
@@ -193,7 +203,9 @@ class MLXRunner:
                 self.queue.add(*built)
         except Exception as e:
             raise compiler.device_error(e) from e
-        return Flight(plan, parts, first_use=self.compiled.first_uses != first_uses, unencoded=unencoded)
+        flight = Flight(plan, parts, first_use=self.compiled.first_uses != first_uses, unencoded=unencoded)
+        self._prebuilt.end(flight)
+        return flight
 
     def launch_waits(self, plan: StepPlan) -> bool:
         """Return whether `launch` may pause for the device because of an image or of long prompts."""
@@ -243,6 +255,7 @@ class MLXRunner:
         saves: list[bytes] = []
         drafts: dict[int, int] = {}
         try:
+            self._build_behind(handle)
             for part in handle.parts:
                 self._finish(part)
                 if part.saves:
@@ -267,6 +280,7 @@ class MLXRunner:
     def reset(self) -> None:
         """Drop everything in flight, all compiled steps and all contents of the pool, after a failed step."""
         self.compiled.reset()
+        self._prebuilt.reset()
         self._index_arrays.clear()
         self._seats.reset()
         self._masks.clear()
@@ -305,9 +319,27 @@ class MLXRunner:
         loops = key.goes_on is not None and key.length > 1
         untraced = USUAL if loops else self.compiled.untraced if given.mixed else 0
         step = self.compiled.step(key, numbers, given.in_place, untraced=untraced, pauses=pauses)
-        sent = self.inputs.send(numbers)
-        drawn, scored, marker, self._last, moved, seen, self._pool.layers, self._order.zeros, lines, drafts = step(
-            sent.arrays,
+        sent, results = self._prebuilt.results(Call(step, numbers, self._arguments(given)))
+        made = StepArrays(*results)
+        self._last, self._pool.layers, self._order.zeros = made.last_tokens, made.pool, made.order
+        self._seats.remember(made.known)
+        self._move(made.moved)
+        self._prebuilt.note(OneForward(step, numbers, given) if self._may_repeat(given) else None)
+        held = None
+        if key.turns is not None:
+            assert given.turns is not None
+            held = HeldStates(key.turns, given.turns, made.lines[:-1], made.lines[-1])
+        parts = [self._part(given, made, sent, held)]
+        if held is not None:
+            parts += [] if key.masked else [self._keep(held)]
+        elif made.lines:
+            parts += putting(self._pool, given.operands.states[-1], made.lines)
+        return parts
+
+    def _arguments(self, given: ForwardInputs) -> tuple[Any, ...]:
+        """Return the arguments of the next forward with these inputs, without its numbers."""
+        key = given.key
+        return (
             self._last,
             [self._places_of_last] if given.verifies else [],
             given.sampling,
@@ -317,57 +349,50 @@ class MLXRunner:
             self._order.zeros,
             self._embeddings.of(given.every, key.rows, key.length) if key.images or key.shifted else [],
         )
-        self._seats.remember(seen)
-        self._move(moved)
-        held = None
-        if key.turns is not None:
-            assert given.turns is not None
-            held = HeldStates(key.turns, given.turns, lines[:-1], lines[-1])
-        parts = [replace(self._part(given, drawn, scored, marker, sent, held), drafts=drafts)]
-        if held is not None:
-            parts += [] if key.masked else [self._keep(held)]
-        elif lines:
-            parts += putting(self._pool, given.operands.states[-1], lines)
-        return parts
+
+    def _may_repeat(self, given: ForwardInputs) -> bool:
+        """Return whether a step like this one is likely to come next and can be built before its numbers are known."""
+        key = given.key
+        is_plain = not (key.masked or key.images or key.shifted) and self.compiled.keeps(key)
+        return self.builds_ahead and given.verifies and is_plain
+
+    def _build_behind(self, flight: Flight) -> None:
+        """Build a step like the one in flight, if the device has nothing to do when that is done."""
+        forward = self._prebuilt.repeated(flight)
+        if forward is not None:
+            self._prebuilt.build(Call(forward.step, forward.numbers, self._arguments(forward.given)))
 
     def _keep(self, held: HeldStates) -> Part:
         """Return the part that writes the states after accepted drafts, when these are drawn."""
         sent = self.inputs.send(held.numbers.for_keeping())
         return keeping(self._pool, held, self._places_of_last, self._index_arrays.block_size, sent)
 
-    def _part(
-        self,
-        given: ForwardInputs,
-        drawn: list[mx.array],
-        scored: list[mx.array],
-        marker: list[mx.array],
-        sent: Sent,
-        held: HeldStates | None,
-    ) -> Part:
+    def _part(self, given: ForwardInputs, made: StepArrays, sent: Sent, held: HeldStates | None) -> Part:
         """Return the part of a step's results, with what its seats want of them."""
-        key, rows, flags = given.key, given.rows, given.key.flags
+        key, rows, flags, drawn = given.key, given.rows, given.key.flags, made.drawn
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
-        scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored and not key.pooled else []
+        scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if made.scored and not key.pooled else []
         undrawn = None
         if key.masked:
             (logits, position, seats, *drafts), drawn = drawn, []
             undrawn = Undrawn(
                 logits, position, seats, flags, given.sampling, drafts, given.indices, wanted, given.verifies, held
             )
-        read = key.rows * key.length if key.length > 1 and not key.chained else 0
         return Part(
             given.indices,
             flags,
             drawn,
-            marker,
-            read,
-            scored,
+            made.marker,
+            key.rows * key.length if key.length > 1 and not key.chained else 0,
+            made.scored,
             wanted,
             scores,
             sent,
             undrawn,
             given.verifies,
             key.pooled,
+            drafts=made.drafts,
+            early=made.early,
         )
 
     def _draw(self, undrawn: Undrawn, places: dict[int, list[int]], new: Sequence[Numbers]) -> Part:

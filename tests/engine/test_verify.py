@@ -17,6 +17,7 @@ from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
+from mlx_tandem.model.step.prebuilt import Call, Prebuilt
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_families, tiny_models
 from tests.engine.guessing import RowByRow
@@ -50,6 +51,13 @@ class Oracle(RowByRow):
         return [
             (t + 1) % tiny_models.VOCAB if self._wrong and not self._rng.randrange(self._wrong) else t for t in right
         ]
+
+
+class Waiting(Oracle):
+    """A proposer whose drafts follow from the newest tokens."""
+
+    def needs_newest(self, request: Request, choice: int) -> bool:
+        return True
 
 
 def few(name: str) -> SamplingParams:
@@ -98,6 +106,51 @@ def test_drafts_change_nothing(engine: Engine, name: str, wrong: int) -> None:
     loop = serve(engine, requests(name), Oracle(free, wrong))
     assert_same(loop, free)
     assert loop.accepted > 0 and loop.floated > 0
+
+
+def base_and_adapters(engine: Engine, scratch: Path) -> list[AdapterRef | None]:
+    """Give the engine two adapters; return None for the base, and their refs."""
+    linears = engine.built.linears
+    refs: list[AdapterRef | None] = [None]
+    for seed in (1, 2):
+        tiny_models.make_adapter(scratch / str(seed), linears, "peft", rank=4, seed=seed)
+        weights = formats.read(scratch / str(seed), linears, max_rank=16, base_layers=engine.built.layers)
+        engine.weights[weights.info.digest] = weights
+        refs.append(AdapterRef(f"a{seed}", 1, weights.info.digest))
+    return refs
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("name", ["greedy", "penalties", "hot"])
+def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
+    folder: Path, tmp_path: Path, name: str, adapters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where such steps are also dispatched in two pieces."""
+    engine = make_engine(folder, max_num_seqs=8)
+    asked = requests(name)
+    if adapters:
+        refs = base_and_adapters(engine, tmp_path)
+        asked = [structs.replace(r, adapter=refs[r.id % 3]) for r in asked]
+    free = serve(engine, asked)
+    built: list[bool] = []
+    results = Prebuilt.results
+
+    def counted(self: Prebuilt, call: Call) -> tuple[Any, Any]:
+        before = None if self._made is None else self._made[2]
+        sent, made = results(self, call)
+        if before is not None:
+            built.append(made is before)
+        return sent, made
+
+    monkeypatch.setattr(Prebuilt, "results", counted)
+    runner = engine.built.runner
+    runner.inputs.packed = runner.builds_ahead = runner._forward.splits = True
+    for wrong in (0, 3):
+        assert_same(serve(engine, asked, Waiting(free, wrong)), free)
+        for request in asked:  # alone, so that nothing is in flight while the host waits
+            loop = serve(engine, [request], Waiting(free, wrong))
+            assert all(said == free.tokens[key] for key, said in loop.tokens.items())
+    assert True in built and False in built
 
 
 @pytest.mark.parametrize("name", ["greedy", "penalties"])
@@ -157,13 +210,7 @@ def test_drafts_change_nothing_for_adapters_biases_and_cached_prefixes(tmp_path:
     """Rows of two adapters and of the base share steps; prompts that were read before are found again."""
     folder = tiny_models.make(tmp_path / "model", "qwen3", seed=1)
     engine = make_engine(folder, max_num_seqs=8, kv_bits=kv_bits, kv_group_size=16)
-    linears = engine.built.linears
-    refs: list[AdapterRef | None] = [None]
-    for seed in (1, 2):
-        tiny_models.make_adapter(tmp_path / str(seed), linears, "peft", rank=4, seed=seed)
-        weights = formats.read(tmp_path / str(seed), linears, max_rank=16, base_layers=engine.built.layers)
-        engine.weights[weights.info.digest] = weights
-        refs.append(AdapterRef(f"a{seed}", 1, weights.info.digest))
+    refs = base_and_adapters(engine, tmp_path)
     rng = Random(4)
     asked = []
     for i in range(12):

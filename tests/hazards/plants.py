@@ -97,8 +97,8 @@ PLANTS: dict[str, Plant] = {
         text(
             MLXRunner,
             "_build_parts",
-            "self._pool.layers, self._order.zeros, lines, drafts = step",
-            "self._pool.layers, _, lines, drafts = step",
+            "self._pool.layers, self._order.zeros = made",
+            "self._pool.layers, _ = made",
         ),
         "short blocks",
         (others, others),
@@ -107,8 +107,8 @@ PLANTS: dict[str, Plant] = {
         text(
             MLXRunner,
             "_build_parts",
-            "self._pool.layers, self._order.zeros, lines, drafts = step",
-            "self._pool.layers, _, lines, drafts = step",
+            "self._pool.layers, self._order.zeros = made",
+            "self._pool.layers, _ = made",
         ),
         "short blocks",
         (steps.unlike,),

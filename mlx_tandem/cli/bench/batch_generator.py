@@ -4,16 +4,26 @@ interface.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.model import device, loader  # device: OpenBLAS stands in front for the peer too
 
-__all__ = ["BatchGeneratorPeer", "device"]
+__all__ = ["BatchGeneratorPeer", "device", "release"]
 
+import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
+
+
+def release() -> None:
+    """Give back the memory of a peer that failed, before the engine goes on."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    mx.clear_cache()
 
 
 class BatchGeneratorPeer:

@@ -7,8 +7,6 @@ requests in, notes when their tokens come out, and gives the device to the peer 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import random
 import sys
 import tempfile
@@ -23,7 +21,7 @@ import msgspec
 
 from mlx_tandem.cli.bench.floor import Floor
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.script import Answers, Script, ScriptChannel, Work
+from mlx_tandem.cli.bench.script import Answers, Script, Work, run_script
 from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.sides import BASE, DRAFTS, MIXED, PEER, SAME, Rounds, line, summary
 from mlx_tandem.cli.bench.timeline import Timeline
@@ -31,7 +29,6 @@ from mlx_tandem.cli.bench.workloads import GREEDY, SAMPLING, Sampling
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.wire import WireError
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.prompts import Prompts
 from mlx_tandem.types import AdapterRef, AdapterSource, EngineInfo, Request, SamplingParams
@@ -211,19 +208,11 @@ class EngineBench:
 
     def measure(self) -> None:
         """Run all rounds. Raise TandemError if the model cannot be served."""
-        from mlx_tandem.engine_main import serve
-
-        try:
-            with contextlib.suppress(WireError):
-                serve(ScriptChannel(self._script), self._config, False)
-        finally:
-            gc.unfreeze()
+        run_script(self._script, self._config)
 
     def _script(self, info: EngineInfo) -> Script:
         """Load the adapters, then for each batch run a warm-up and all rounds, in which the sides take turns."""
         floor = Floor.of(self._config, info, RANK)
-        gc.collect()
-        gc.freeze()  # as the engine does in its own process behind the server
         self._keep({"engine": msgspec.to_builtins(info), "copy_bytes_per_s": round(floor.bandwidth), "results": []})
         if self._folders:
             answers = yield Work([m.LoadAdapter(i, AdapterSource(str(f))) for i, f in enumerate(self._folders)])
@@ -304,7 +293,7 @@ class EngineBench:
         """
         if self._without_peer:
             return None
-        from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer
+        from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer, release
 
         try:
             if self._peer is None:
@@ -315,6 +304,7 @@ class EngineBench:
         except Exception as e:
             self._peer = None
             self._without_peer = f"{type(e).__name__}: {e}"
+            release()
             print(f"BatchGenerator is left out from here on: {self._without_peer}", file=sys.stderr, flush=True)
             return None
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_tandem.cli.bench.timeline import Timeline
+from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import EngineError
@@ -33,6 +36,21 @@ class Answers:
 Script = Generator[Work, Answers | None, None]
 """Generator that yields work for the engine and is sent its answers when all have come; in between it has the device
 to itself."""
+
+
+def run_script(start: Callable[[EngineInfo], Script], config: EngineConfig) -> None:
+    """Run an engine in this process until the script of `start` has ended.
+
+    `start` is called when the engine is ready. Objects that exist by then are not collected as garbage, as in an
+    engine's own process. Raises TandemError if the model cannot be served.
+    """
+    from mlx_tandem.engine_main import serve
+
+    try:
+        with contextlib.suppress(WireError):
+            serve(ScriptChannel(start), config, False)
+    finally:
+        gc.unfreeze()
 
 
 class ScriptChannel(EngineChannel):
@@ -90,6 +108,8 @@ class ScriptChannel(EngineChannel):
                     self._answers.adapters[message.call] = message.info
                     self._open -= 1
                 case m.Ready():
+                    gc.collect()
+                    gc.freeze()
                     self._script = self._start(message.info)
                 case m.Failed() | m.CallFailed() | m.Fatal():
                     raise EngineError(message.message)

@@ -76,6 +76,11 @@ class LayerKernels(NamedTuple):
     rotary: Rotary
 
 
+EARLY = 3
+"""The layer whose products are dispatched before the rest of a step that is dispatched in two pieces. The pieces before
+it have about twenty operations."""
+
+
 class PoolLayout(NamedTuple):
     """The properties of a pool that are the same in every forward."""
 
@@ -109,6 +114,7 @@ class StepView:
             fused attention is fastest.
         kept, block_size: As in `PoolLayout`.
         turns_by_index: Whether each token's position is its index, so that a kernel may apply the rotary embedding.
+        early: An array of layer EARLY when the forward has reached it.
         each: The number of adjacent rows that belong to one sequence: its tokens, and padding behind them. Where no
             kernel reads the pool, the sequence's keys and values are gathered once for all of them.
 
@@ -140,6 +146,7 @@ class StepView:
         self._pause = pause
         self._computing: mx.array | None = None
         self._layers = 0
+        self.early: list[mx.array] = []
         self._num_blocks = pool.num_blocks
         self.mask_axes = tuple(range(1, 1 + pool.mask_axes))
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
@@ -213,6 +220,8 @@ class StepView:
     def arrive(self, x: mx.array) -> None:
         """Count a layer. After every `pause` layers, dispatch x, then wait for the array that was dispatched before."""
         self._layers += 1
+        if self._layers == EARLY:
+            self.early = [x]
         if self._pause and self._layers % self._pause == 0:
             mx.async_eval(x)
             if self._computing is not None:

@@ -73,6 +73,10 @@ class CompiledSteps:
         self._steps.move_to_end(key)
         return found
 
+    def keeps(self, key: StepKey) -> bool:
+        """Return whether the step with this key is compiled."""
+        return key in self._steps
+
     def drawing(self, flags: SamplingFlags, num_new: int) -> Drawing:
         """Return the compiled function that draws with these flags by masks, of which the device lacks so many."""
         key = flags, num_new

@@ -56,13 +56,25 @@ class Inputs:
         """Return the arrays for a forward with these numbers."""
         if not self.packed:
             return Sent([self._array(n) for n in numbers])
-        spans = [_aligned(n.size) for n in numbers]
-        buffer = self._staging.take(sum(spans))
-        start = 0
-        for n, span in zip(numbers, spans, strict=True):
-            buffer.numbers[start : start + n.size] = n.reshape(-1).view(np.int32)
-            start += span
+        sent = self.reserve(numbers)
+        self.fill(sent, numbers)
+        return sent
+
+    def reserve(self, numbers: Sequence[Numbers]) -> Sent:
+        """Return the array for a forward with numbers of these shapes and types, which `fill` is to write.
+
+        All numbers have to travel as one array.
+        """
+        buffer = self._staging.take(sum([_aligned(n.size) for n in numbers]))
         return Sent([buffer.array], buffer)
+
+    def fill(self, sent: Sent, numbers: Sequence[Numbers]) -> None:
+        """Write the numbers into an array that `reserve` has returned and the device has not read."""
+        assert sent.buffer is not None
+        start = 0
+        for n in numbers:
+            sent.buffer.numbers[start : start + n.size] = n.reshape(-1).view(np.int32)
+            start += _aligned(n.size)
 
     def done(self, sent: Sent) -> None:
         """Note that the device has read what was sent, so that its buffer can be used again."""
