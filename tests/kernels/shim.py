@@ -22,7 +22,9 @@ from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Sou
 
 HEADER = Path(__file__).with_name("shim.h")
 COMPILER = shutil.which("g++")
-FLAGS = "-std=c++17 -O1 -shared -fPIC -w -U_FORTIFY_SOURCE".split()  # which takes a jump between stacks for an attack
+# Most kernels run for less time than a compiler takes to optimise or to link them with libraries, which this process
+# has loaded. _FORTIFY_SOURCE takes a jump between stacks for an attack.
+FLAGS = "-std=c++17 -O0 -shared -nostdlib -fPIC -w -U_FORTIFY_SOURCE".split()
 GUARD = 256
 """Bytes before and after each buffer: NaN for who reads there, and looked at again for who has written there."""
 
