@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL.Image import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from mlx_tandem.generation.vision.decoding import decoded
 from mlx_tandem.generation.vision.frames import FrameProcessor, StillProcessor, fitted, frame_processor
@@ -69,6 +68,9 @@ def test_frames_of_qwen_2_are_scaled_as_transformers_scales_each(
 ) -> None:
     if max(height, width) > 200 * min(height, width):
         return
+    # It takes seconds, and runs of other tests collect this module too.
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
     limits = least * 784, max(least, most) * 784
     assert fitted(height, width, 28, *limits) == smart_resize(height, width, 28, *limits)
 
