@@ -8,10 +8,11 @@ the warp has a larger sum. Tokens that a mask excludes cost nothing, and neither
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_tandem.model.kernels.argmax import FUNCTIONS, Argmax
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
@@ -145,6 +146,13 @@ _UNMASKED = r"""
 """
 
 
+@lru_cache(maxsize=64)
+def _no_noise(rows: int) -> Noise:
+    """Return what greedy rows draw with; constants of a graph."""
+    zeros = np.zeros((rows, 2), np.uint32), np.zeros(rows, np.int32), np.zeros((rows, 1), np.float32)
+    return Noise(*(mx.array(each) for each in zeros))
+
+
 class Draw:
     """The kernels for one target, a `sampler.Pick`."""
 
@@ -158,7 +166,7 @@ class Draw:
             return self._argmax(logits)
         rows = logits.shape[0]
         if noise is None:
-            noise = Noise(mx.zeros((rows, 2), mx.uint32), mx.zeros((rows,), mx.int32), mx.zeros((rows, 1)))
+            noise = _no_noise(rows)
         inputs = [logits, *noise, *(masks or ())]
         kernel = self._draw(masks is not None)
         (tokens,) = kernel(inputs, {"T": logits.dtype}, (rows, 1, 1), THREADS, [((rows,), mx.int32)])

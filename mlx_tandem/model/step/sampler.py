@@ -20,6 +20,7 @@ import numpy as np
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
 from mlx_tandem.model import cpu, device
+from mlx_tandem.model.cache.kvcache import arange
 from mlx_tandem.model.kernels.draw import Masks, Noise
 from mlx_tandem.model.step.mask_table import bits_of
 
@@ -51,7 +52,7 @@ class SamplingFlags(NamedTuple):
     @property
     def adjusts(self) -> bool:
         """Whether logits change before a token is drawn."""
-        return self.penalties or self.bias or self.min_tokens or self.allowed
+        return self.penalties or self.bias or self.min_tokens
 
     @property
     def truncates(self) -> bool:
@@ -96,7 +97,7 @@ class SamplingArrays:
     bias: mx.array | None = None  # [rows, vocabulary]
     min_until: mx.array | None = None  # int32: before this position …
     stops: mx.array | None = None  # [rows, vocabulary] bool: … none of these is drawn
-    allowed: mx.array | None = None  # [rows, vocabulary] bool: only these are drawn
+    allowed: mx.array | None = None  # [rows, words] uint32, a bit for each token: only these are drawn
     xtc_probability: mx.array | None = None  # 0 where off
     xtc_threshold: mx.array | None = None
     xtc_kept: mx.array | None = None  # [rows, vocabulary] bool: these are never left out
@@ -236,6 +237,9 @@ def sample(
     """
     noise = Noise(a.key, position, a.temperature) if flags.noise else None
     z = _adjusted(logits, position, a, flags, seen)
+    if a.allowed is not None:
+        allowed = Masks(arange(len(logits)), a.allowed)
+        z, masks = (z, allowed) if masks is None else (_masked(z, allowed), masks)
     if not (flags.truncates or flags.logprobs >= 0):
         return SamplerOutput(pick(z, noise, masks))
     raw, z = logits.astype(mx.float32), z.astype(mx.float32)
@@ -289,8 +293,6 @@ def _adjusted(
     if flags.penalties:
         assert seen is not None
         z = seen.penalise(z, a)
-    if a.allowed is not None:
-        z = mx.where(a.allowed, z, -mx.inf)
     if a.bias is not None:
         z = z + a.bias
     if flags.min_tokens:

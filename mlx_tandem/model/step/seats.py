@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem.engine.plan import Seating
+from mlx_tandem.engine.plan import Seating, mask_words
 from mlx_tandem.model.step.sampler import SamplingArrays, SamplingFlags, row_key
 from mlx_tandem.model.step.shapes import coarse_count, row_count
 
@@ -161,9 +161,7 @@ class Seats:
             until, stops = mx.array(positions), mx.array(banned)
         allowed = kept = window = None
         if flags.allowed:
-            marked = self._marked(seats, self._allowed)
-            marked[[int(seat) not in self._allowed for seat in seats]] = True
-            allowed = mx.array(marked)
+            allowed = mx.array(self._allowed_bits(seats))
         if flags.xtc:
             columns |= {name: mx.array(self._values[name][at][:, None]) for name in _XTC}
             kept = mx.array(self._marked(seats, self._xtc_kept))
@@ -181,6 +179,17 @@ class Seats:
             xtc_kept=kept,
             window=window,
         )
+
+    def _allowed_bits(self, seats: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """Return [seats, words]: the tokens that each seat may draw, a bit for each."""
+        words = mask_words(self._vocab_size)
+        bits = np.full((len(seats), words), 0xFFFFFFFF, np.uint32)
+        for row, seat in enumerate(seats):
+            if int(seat) in self._allowed:
+                marked = np.zeros(32 * words, np.bool_)
+                marked[list(self._allowed[int(seat)])] = True
+                bits[row] = np.packbits(marked, bitorder="little").view(np.uint32)
+        return bits
 
     def _marked(self, seats: Sequence[int], ids: dict[int, tuple[int, ...]]) -> npt.NDArray[np.bool_]:
         """Return [seats, vocabulary] bool: the tokens that each seat has in `ids`."""
