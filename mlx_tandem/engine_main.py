@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from mlx_tandem.training.device.trainers import MLXTrainers
 
 SWITCH_SECONDS = 5e-4
-"""Seconds after which a thread that prepares an adapter or masks yields to the loop, which asks for the interpreter
-many times a step, and the loop to such a thread."""
+"""The interpreter's switch interval: how long the loop and a thread that prepares adapters or masks keep the
+interpreter while the other waits for it."""
 EXIT_FAILURE = 70
 """Exit status after a failure (EX_SOFTWARE), upon which the supervisor starts another engine."""
 
@@ -85,8 +85,12 @@ def _die(channel: EngineChannel, code: str, message: str) -> int:
 
 
 def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> int:
-    """Build the engine and run its loop until it has drained or the channel is closed (WireError)."""
+    """Build the engine and run its loop until it has drained or the channel is closed (WireError).
+
+    Meanwhile the interpreter's switch interval is SWITCH_SECONDS.
+    """
     channel.send([m.Progress("starting", 0.0)])
+    usual = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     # The device is opened here and not at import: a process that starts an engine may never use it itself.
     from mlx_tandem.model import device
@@ -101,6 +105,7 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
         core.run()
     finally:
         device.leave_thread()
+        sys.setswitchinterval(usual)
     return 0
 
 

@@ -29,6 +29,10 @@ class ThoughtBudget(Struct, frozen=True, array_like=True):
     is_open: bool = False
 
 
+LEAST_TEMPERATURE = 1e-4
+"""The temperature below which the likeliest token is taken. Noise would be rounded away: it is added to logits."""
+
+
 class SamplingParams(Struct, frozen=True, array_like=True):
     """Sampling parameters of one request. The server has checked the ranges of `limits.py`.
 
@@ -66,7 +70,7 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0.0 or self.top_p == 0.0
+        return self.temperature < LEAST_TEMPERATURE or self.top_p == 0.0
 
 
 class AdapterRef(Struct, frozen=True, array_like=True):

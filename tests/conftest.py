@@ -47,7 +47,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Look for no garbage meanwhile: nearly all that is made there stays."""
+    """Collect no garbage while tests are collected: nearly all objects that are made then stay."""
     gc.disable()
     try:
         return (yield)

@@ -216,7 +216,7 @@ def _runner(
             tuned.rows,
         ),
         kernels.attention.layers,
-        kernels.draws.chosen,
+        kernels.sampling.chosen,
         found.states,
     )
 

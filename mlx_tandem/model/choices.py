@@ -100,11 +100,12 @@ class AdapterLimits(Struct, frozen=True, forbid_unknown_fields=True):
     mixed: int = 0
 
 
-class DrawKernels(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether kernels draw tokens."""
+class SamplingKernels(Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether a kernel draws tokens among all tokens, and whether one draws among the likeliest."""
 
     reason: str
-    is_used: bool = False
+    plain: bool = False
+    truncated: bool = False
 
 
 class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,7 +120,7 @@ class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
     """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
 
     adapters: AdapterLimits
-    draws: DrawKernels
+    sampling: SamplingKernels
 
 
 class Pace(Struct, frozen=True, forbid_unknown_fields=True):

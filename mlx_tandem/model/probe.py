@@ -206,7 +206,7 @@ def decode_seconds(
     """Return the seconds of a compiled forward of `rows` rows with one token each."""
     paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block, states)
     step = mx.compile(paged.step)
-    return machine.seconds(lambda: step(*paged.decoding()), 1)
+    return machine.seconds(lambda: step(*paged.step_arguments()), 1)
 
 
 def _paged_logits(
@@ -269,13 +269,13 @@ class _Paged:
         """Return the logits of each prompt's last token."""
         return self._forward(*self._last_tokens(), None)
 
-    def decoding(self) -> tuple[list[mx.array], list[list[mx.array]]]:
-        """Return what `step` takes to compute each prompt's last token."""
+    def step_arguments(self) -> tuple[list[mx.array], list[list[mx.array]]]:
+        """Return the arguments of `step` that compute the logits of each prompt's last token."""
         return self._numbers(*self._last_tokens()), self._pool.layers
 
     def step(self, numbers: list[mx.array], layers: list[list[mx.array]]) -> list[mx.array]:
         """Return the logits of each prompt's last token and the state of the pool, as a pure function of arrays."""
-        output, states, written = self._pass(numbers, layers, None, decodes=True)
+        output, states, written = self._run_module(numbers, layers, None, decodes=True)
         return [output, *states.lines, *states.written, *(array for own in written for array in own)]
 
     def _last_tokens(self) -> tuple[Any, Any, Any]:
@@ -295,10 +295,13 @@ class _Paged:
             numbers.append(np.take_along_axis(seen, first[:, None].astype(int) + np.arange(self._width + i), 1))
         return [mx.array(each.astype(np.int32)) for each in numbers]
 
-    def _pass(
+    def _run_module(
         self, numbers: list[mx.array], layers: list[list[mx.array]], common_offset: int | None, *, decodes: bool
     ) -> tuple[mx.array, StateView, list[list[mx.array]]]:
-        """Return the model's output, the view of the states, and the arrays of the pool after a forward."""
+        """Return the model's output, the view of the states, and the arrays of the pool after a forward.
+
+        decodes: whether rows go on from a state.
+        """
         tokens, offset, slots, *tables = numbers
         views: list[Any] = [
             StepView(
@@ -324,7 +327,7 @@ class _Paged:
 
     def _forward(self, tokens: Any, offset: Any, slots: Any, common_offset: int | None) -> mx.array:
         numbers, decodes = self._numbers(tokens, offset, slots), bool(offset.any())
-        output, states, self._pool.layers = self._pass(numbers, self._pool.layers, common_offset, decodes=decodes)
+        output, states, self._pool.layers = self._run_module(numbers, self._pool.layers, common_offset, decodes=decodes)
         if states.lines:
             self._pool.put_states(mx.arange(1, 1 + len(tokens)), states.lines)
         mx.eval(output, states.written)  # the logits do not depend on all writes of new states

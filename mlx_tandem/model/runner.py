@@ -36,9 +36,9 @@ from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.mask_table import MaskTable, Placed, places_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
-from mlx_tandem.model.step.prebuilt import Call, OneForward, Prebuilt
+from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
 from mlx_tandem.model.step.rectangles import Rectangles
-from mlx_tandem.model.step.sampler import Pick, by_operations
+from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob
@@ -79,9 +79,9 @@ class MLXRunner:
         module: The model's modules as they are served, with everything that was changed in them.
         pauses: Whether long forwards wait for the device while they are built. Only CUDA needs that: elsewhere the
             host is at most a few command buffers ahead of the device.
-        builds_ahead: Whether a step that verifies drafts is built while the device computes the one before it. All its
-            numbers have to travel as one array, which is filled later, and kernels have to write the pool: MLX's own
-            operations would copy the arrays that a step which was built holds.
+        builds_ahead: Whether a step that verifies drafts may be built while the device computes the one before it. All
+            its numbers have to travel as one array, which is filled later, and kernels have to write the pool: MLX's
+            own writes would copy arrays of the pool that a graph which was built still holds.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MLXRunner:
         weights: Mapping[str, AdapterWeights],
         sizes: RunnerSizes,
         attention: Sequence[LayerKernels | None] = (),
-        pick: Pick = by_operations,
+        pickers: Pickers = MLX_PICKERS,
         states: Sequence[StateShape] = (),
     ):
         attention = attention or [None] * len(layers)
@@ -127,7 +127,7 @@ class MLXRunner:
             lora,
             self._pool,
             sizes.mask_axes,
-            pick,
+            pickers,
             nobody=self._seats.padding,
             states=[StateCache(shape) for shape in states],
         )
@@ -179,10 +179,11 @@ class MLXRunner:
         try:
             # Reads of saved blocks are dispatched before anything that writes the pool.
             parts = saving(self._pool, plan.saves) if plan.saves else []
+            if plan.uploads:
+                self._prebuilt.drop()
             for slot, digest in plan.uploads:
                 if self._lora.grows(self._weights[digest]):
                     self.compiled.clear()
-                    self._prebuilt.reset()
                 self._lora.install(slot, self._weights[digest])
             first_uses = self.compiled.first_uses
             parts += copying(self._pool, plan.copies) if plan.copies else []
@@ -319,12 +320,12 @@ class MLXRunner:
         loops = key.goes_on is not None and key.length > 1
         untraced = USUAL if loops else self.compiled.untraced if given.mixed else 0
         step = self.compiled.step(key, numbers, given.in_place, untraced=untraced, pauses=pauses)
-        sent, results = self._prebuilt.results(Call(step, numbers, self._arguments(given)))
+        sent, results = self._prebuilt.results(StepCall(step, numbers, self._arguments(given)))
         made = StepArrays(*results)
         self._last, self._pool.layers, self._order.zeros = made.last_tokens, made.pool, made.order
         self._seats.remember(made.known)
         self._move(made.moved)
-        self._prebuilt.note(OneForward(step, numbers, given) if self._may_repeat(given) else None)
+        self._prebuilt.note(RepeatableForward(step, numbers, given) if self._may_repeat(given) else None)
         held = None
         if key.turns is not None:
             assert given.turns is not None
@@ -337,7 +338,7 @@ class MLXRunner:
         return parts
 
     def _arguments(self, given: ForwardInputs) -> tuple[Any, ...]:
-        """Return the arguments of the next forward with these inputs, without its numbers."""
+        """Return the arguments of a forward other than its numbers, from the present state of the runner."""
         key = given.key
         return (
             self._last,
@@ -353,14 +354,14 @@ class MLXRunner:
     def _may_repeat(self, given: ForwardInputs) -> bool:
         """Return whether a step like this one is likely to come next and can be built before its numbers are known."""
         key = given.key
-        is_plain = not (key.masked or key.images or key.shifted) and self.compiled.keeps(key)
+        is_plain = not (key.masked or key.images or key.shifted) and self.compiled.has(key)
         return self.builds_ahead and given.verifies and is_plain
 
     def _build_behind(self, flight: Flight) -> None:
-        """Build a step like the one in flight, if the device has nothing to do when that is done."""
-        forward = self._prebuilt.repeated(flight)
+        """Build a step like `flight`, if no later step is in flight and the next one is likely to be of its kind."""
+        forward = self._prebuilt.take_repeatable(flight)
         if forward is not None:
-            self._prebuilt.build(Call(forward.step, forward.numbers, self._arguments(forward.given)))
+            self._prebuilt.build(StepCall(forward.step, forward.numbers, self._arguments(forward.given)))
 
     def _keep(self, held: HeldStates) -> Part:
         """Return the part that writes the states after accepted drafts, when these are drawn."""

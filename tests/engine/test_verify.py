@@ -14,10 +14,14 @@ from msgspec import structs
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import SpeculationConfig
+from mlx_tandem.engine.plan import StepPlan
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.step.prebuilt import Call, Prebuilt
+from mlx_tandem.model.step import prebuilt
+from mlx_tandem.model.step.inputs import Inputs
+from mlx_tandem.model.step.parts import Flight
+from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_families, tiny_models
 from tests.engine.guessing import RowByRow
@@ -135,7 +139,7 @@ def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
     built: list[bool] = []
     results = Prebuilt.results
 
-    def counted(self: Prebuilt, call: Call) -> tuple[Any, Any]:
+    def counted(self: Prebuilt, call: StepCall) -> tuple[Any, Any]:
         before = None if self._made is None else self._made[2]
         sent, made = results(self, call)
         if before is not None:
@@ -143,14 +147,35 @@ def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
         return sent, made
 
     monkeypatch.setattr(Prebuilt, "results", counted)
+    monkeypatch.setattr(prebuilt, "LEAST_USED", 0.0)
     runner = engine.built.runner
     runner.inputs.packed = runner.builds_ahead = runner._forward.splits = True
     for wrong in (0, 3):
         assert_same(serve(engine, asked, Waiting(free, wrong)), free)
-        for request in asked:  # alone, so that nothing is in flight while the host waits
+        for request in asked:  # alone, so that no later step is in flight
             loop = serve(engine, [request], Waiting(free, wrong))
             assert all(said == free.tokens[key] for key, said in loop.tokens.items())
     assert True in built and False in built
+
+
+def test_graphs_that_are_not_used_are_no_longer_built() -> None:
+    """Some are tried again later, since the next steps may be alike again."""
+    plan, made = StepPlan(()), Prebuilt(Inputs(packed=True))
+    numbers = [np.zeros(4, np.int32)]
+    forward = RepeatableForward(lambda sent: sent, numbers, None)  # type: ignore[arg-type]
+    built = []
+    for number in range(120):
+        flight = Flight(plan, [], first_use=False)
+        made.begin()
+        made.note(forward)
+        made.end(flight)
+        again = made.take_repeatable(flight)
+        built.append(again is not None)
+        if again is not None:
+            made.build(StepCall(again.step, again.numbers, ()))
+        made.results(StepCall((lambda sent: sent) if number < 90 else forward.step, numbers, ()))
+    assert built[:5] == [True] * 5 and 2 <= sum(built[8:90]) <= 3
+    assert made.take_repeatable(flight) is None, "it is another step's turn"
 
 
 @pytest.mark.parametrize("name", ["greedy", "penalties"])

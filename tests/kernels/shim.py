@@ -22,8 +22,8 @@ from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Sou
 
 HEADER = Path(__file__).with_name("shim.h")
 COMPILER = shutil.which("g++")
-# Most kernels run for less time than a compiler takes to optimise or to link them with libraries, which this process
-# has loaded. _FORTIFY_SOURCE takes a jump between stacks for an attack.
+# -O0: most kernels run for less time than it takes to optimise them. -nostdlib: linking libraries takes time too, and
+# this process has loaded them. -U_FORTIFY_SOURCE: its checks reject the jumps between stacks.
 FLAGS = "-std=c++17 -O0 -shared -nostdlib -fPIC -w -U_FORTIFY_SOURCE".split()
 GUARD = 256
 """Bytes before and after each buffer: NaN for who reads there, and looked at again for who has written there."""

@@ -22,15 +22,15 @@ from mlx_tandem.model.choices import (
     AdapterLimits,
     AttentionDivision,
     Choices,
-    DrawKernels,
     FormsByShape,
     KernelChoices,
     Pace,
     Products,
+    SamplingKernels,
     Subject,
 )
 from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import draw, lora, machine, store
+from mlx_tandem.model.kernel_checks import lora, machine, sampling, store
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.everything import examine
 from mlx_tandem.model.kernels.division import Division
@@ -69,7 +69,7 @@ def metal(patch: pytest.MonkeyPatch) -> fake.Gpu:
     patch.setattr(choice, "shorter", lambda *args: ())
     patch.setattr(choice, "wider", lambda *args: (BEST,))
     patch.setattr(choice, "_seconds", lambda shape, kernels, *rest: _attention_seconds(kernels))
-    patch.setattr(draw, "ROWS", 2)
+    patch.setattr(sampling, "ROWS", 2)
     patch.setattr(lora, "_TOKENS", (1, 16))
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
     return gpu
@@ -98,7 +98,8 @@ def serve_by_given(folder: Path, file: Path) -> None:
         (choice, "_problem"),
         (choice, "_seconds"),
         (lora, "wrong"),
-        (draw, "wrong"),
+        (sampling, "wrong"),
+        (sampling, "wrong_truncated"),
         (store, "problem"),
         *((Meter, name) for name in ("seconds", "device_seconds", "host_seconds")),
     ]
@@ -123,7 +124,7 @@ def look(built: Built, made: Choices) -> None:
     """The functions are those of the kernels."""
     assert built.info.attention_backend == "metal" and built.info.lora_backend == "fused"
     assert made.kernels.attention.divisions == (BEST,)
-    assert made.kernels.draws.is_used and made.kernels.adapters.mixed
+    assert made.kernels.sampling.plain and made.kernels.sampling.truncated and made.kernels.adapters.mixed
     assert any(isinstance(m, FusedBlock) for m in built.runner.module.modules())
     assert inplace.writing().store is not None
     assert not built.runner.one_at_a_time
@@ -165,7 +166,9 @@ def test_choices_for_another_subject_are_refused(tmp_path: Path) -> None:
     config = config_of(folders[0])
     own = subject_of(config)
     assert own == subject_of(config)
-    nothing = KernelChoices("", Products(""), AttentionDivision("portable", ""), "", AdapterLimits(""), DrawKernels(""))
+    nothing = KernelChoices(
+        "", Products(""), AttentionDivision("portable", ""), "", AdapterLimits(""), SamplingKernels("")
+    )
     made = Choices(own, nothing, Tuned(), Pace((), (), False))
     for other in (config_of(folders[1]), config_of(folders[0], kv_bits=8, kv_group_size=16)):
         with pytest.raises(ModelError, match="another model"):

@@ -17,11 +17,12 @@ from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.division import start
-from mlx_tandem.model.kernels.draw import Draw, Masks, Noise
+from mlx_tandem.model.kernels.gumbel_max import GumbelMax, Masks, Noise
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
 from mlx_tandem.model.kernels.rotary import Norms, Rotary
 from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.kernels.truncated_draw import Limits, TruncatedDraw
 from tests.kernels.metal.compiler import MOST_BUFFERS, problems
 from tests.kernels.metal.text import Call, Recorder, call_of
 
@@ -88,13 +89,16 @@ def lora(recorder: Recorder) -> None:
         kernels.add_joined(x, tiles, a, b, whole)
 
 
-def draw(recorder: Recorder) -> None:
-    kernels = Draw(recorder.make)
+def sampling(recorder: Recorder) -> None:
+    kernels, truncated = GumbelMax(recorder.make), TruncatedDraw(recorder.make)
     noise = Noise(mx.zeros((5, 2), mx.uint32), mx.zeros((5,), mx.int32), mx.zeros((5, 1)))
     masks = Masks(mx.zeros((5,), mx.int32), mx.zeros((257, 128), mx.uint32))
     for dtype in FLOATS:
         for how in ((None, None), (noise, None), (noise, masks)):
             kernels(mx.zeros((5, 4096), dtype), *how)
+        for own in (None, masks):
+            limits = Limits(mx.zeros((5, 1)), mx.zeros((5, 1), mx.int32), mx.zeros((5, 1)))
+            truncated(mx.zeros((5, 4096), dtype), noise, limits, own)
 
 
 def store(recorder: Recorder) -> None:
@@ -102,7 +106,7 @@ def store(recorder: Recorder) -> None:
         Store(recorder.make)(mx.zeros((40, 64), dtype), mx.zeros((12,), mx.int32), mx.zeros((12, 64), dtype))
 
 
-@pytest.mark.parametrize("kernels", [attention, rotary, lora, draw, store])
+@pytest.mark.parametrize("kernels", [attention, rotary, lora, sampling, store])
 def test_every_form_compiles_and_fits(kernels: Any) -> None:
     recorder = Recorder()
     kernels(recorder)

@@ -17,7 +17,7 @@ from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import draw, lora
+from mlx_tandem.model.kernel_checks import lora, sampling
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
@@ -43,7 +43,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(choice, "CHAIN", 2)
     for others in ("shorter", "wider"):  # compiling them takes seconds; test_choice has them
         monkeypatch.setattr(choice, others, lambda *args: ())
-    monkeypatch.setattr(draw, "ROWS", 2)
+    monkeypatch.setattr(sampling, "ROWS", 2)
     monkeypatch.setattr(lora, "_TOKENS", (1, 16))
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
     yield gpu
@@ -82,7 +82,7 @@ WRONG: dict[str, Around] = {
     "rotary": fake.instead("a * c - b * s", "a * c + b * s"),
     "store": fake.instead("= lines[i]", "= lines[i] + T(1)"),
     "lora_shrink": fake.instead("= total;", "= 2.0f * total;"),
-    "draw": fake.instead("logits + begin", "logits"),
+    "gumbel_max": fake.instead("logits + begin", "logits"),
 }
 
 SAYS = {
@@ -90,7 +90,7 @@ SAYS = {
     "rotary": "attention blocks run their own code: ",
     "store": "MLX's own operations write the KV pool: the kernel that writes in place is ",
     "lora_shrink": "fused kernels are not used: ",
-    "draw": "draws: the kernels are not used: ",
+    "gumbel_max": "sampling: the kernels are not used: ",
 }
 
 WHY = {

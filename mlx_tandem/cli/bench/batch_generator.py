@@ -11,15 +11,15 @@ from typing import Any
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.model import device, loader  # device: OpenBLAS stands in front for the peer too
 
-__all__ = ["BatchGeneratorPeer", "device", "release"]
+__all__ = ["BatchGeneratorPeer", "device", "free_dropped_memory"]
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
 
-def release() -> None:
-    """Give back the memory of a peer that failed, before the engine goes on."""
+def free_dropped_memory() -> None:
+    """Collect all objects that nobody holds, frozen ones too, and empty MLX's cache. The others are frozen again."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -293,7 +293,7 @@ class EngineBench:
         """
         if self._without_peer:
             return None
-        from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer, release
+        from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer, free_dropped_memory
 
         try:
             if self._peer is None:
@@ -304,9 +304,9 @@ class EngineBench:
         except Exception as e:
             self._peer = None
             self._without_peer = f"{type(e).__name__}: {e}"
-            release()
-            print(f"BatchGenerator is left out from here on: {self._without_peer}", file=sys.stderr, flush=True)
-            return None
+        free_dropped_memory()  # outside of the handler, whose error still holds the peer
+        print(f"BatchGenerator is left out from here on: {self._without_peer}", file=sys.stderr, flush=True)
+        return None
 
     def _prompts(self, info: EngineInfo, batch: Batch, number: int) -> list[tuple[int, ...]]:
         if self._chats:

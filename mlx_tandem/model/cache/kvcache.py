@@ -76,9 +76,9 @@ class LayerKernels(NamedTuple):
     rotary: Rotary
 
 
-EARLY = 3
-"""The layer whose products are dispatched before the rest of a step that is dispatched in two pieces. The pieces before
-it have about twenty operations."""
+EARLY_LAYER = 3
+"""The attention layer of the first pool, counted from 1, at which a step that is dispatched in two pieces is cut. If
+all layers have attention, the first piece has about twenty operations."""
 
 
 class PoolLayout(NamedTuple):
@@ -114,7 +114,7 @@ class StepView:
             fused attention is fastest.
         kept, block_size: As in `PoolLayout`.
         turns_by_index: Whether each token's position is its index, so that a kernel may apply the rotary embedding.
-        early: An array of layer EARLY when the forward has reached it.
+        early: An array of EARLY_LAYER when the forward has reached it.
         each: The number of adjacent rows that belong to one sequence: its tokens, and padding behind them. Where no
             kernel reads the pool, the sequence's keys and values are gathered once for all of them.
 
@@ -220,7 +220,7 @@ class StepView:
     def arrive(self, x: mx.array) -> None:
         """Count a layer. After every `pause` layers, dispatch x, then wait for the array that was dispatched before."""
         self._layers += 1
-        if self._layers == EARLY:
+        if self._layers == EARLY_LAYER:
             self.early = [x]
         if self._pause and self._layers % self._pause == 0:
             mx.async_eval(x)

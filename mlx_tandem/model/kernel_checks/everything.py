@@ -16,12 +16,11 @@ from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
     AdapterLimits,
     AttentionDivision,
-    DrawKernels,
     FormsByShape,
     KernelChoices,
     Products,
 )
-from mlx_tandem.model.kernel_checks import attention, blocks, draw, lora
+from mlx_tandem.model.kernel_checks import attention, blocks, lora, sampling
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.attention import AttentionChoice
 from mlx_tandem.model.kernel_checks.frame import Choice
@@ -32,7 +31,7 @@ from mlx_tandem.model.linears.skinny import FewRows, Forms
 from mlx_tandem.model.linears.transposed import use_views
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.step.sampler import Pick, by_operations
+from mlx_tandem.model.step.sampler import Pickers
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class Kernels:
     """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
 
     adapters: Choice[GroupedDeltas | None]
-    draws: Choice[Pick]
+    sampling: Choice[Pickers]
 
     def choices(self) -> KernelChoices:
         """Return the choices as plain data, from which `choose` builds the same functions."""
@@ -65,7 +64,7 @@ class Kernels:
             attention=AttentionDivision(self.attention.name, self.attention.reason, divisions),
             own_blocks=self.own_blocks,
             adapters=limits,
-            draws=DrawKernels(self.draws.reason, self.draws.chosen is not by_operations),
+            sampling=sampling.described(self.sampling),
         )
 
 
@@ -102,7 +101,7 @@ def choose(
         own_blocks = blocks.choose(model, found, chosen.layers, block_size, timed=timed, adapters=adapted)
     report("checking adapters", 0.0)
     adapters = lora.choose(model.module, config.lora, model.dtype)
-    kernels = Kernels(products, chosen, own_blocks, adapters, draw.choose(model.dtype, found.vocab_size))
+    kernels = Kernels(products, chosen, own_blocks, adapters, sampling.choose(model.dtype, found.vocab_size))
     _log(kernels)
     return found, kernels
 
@@ -128,13 +127,13 @@ def _install(
     if any(chosen.layers) and not given.own_blocks:
         blocks.use(model)
     deltas = lora.made(model.module, given.adapters.same, given.adapters.mixed) if given.adapters.mixed else None
-    pick = draw.made() if given.draws.is_used else by_operations
+    pickers = sampling.made(given.sampling)
     kernels = Kernels(
         products,
         chosen,
         given.own_blocks,
         Choice(deltas, given.adapters.reason),
-        Choice(pick, given.draws.reason),
+        Choice(pickers, given.sampling.reason),
     )
     _log(kernels)
     return found, kernels
@@ -161,7 +160,7 @@ def _log(kernels: Kernels) -> None:
     log.info("attention by %s: %s", kernels.attention.name, kernels.attention.reason)
     if kernels.own_blocks:
         log.warning("attention blocks run their own code: %s", kernels.own_blocks)
-    log.info("draws: %s", kernels.draws.reason)
+    log.info("sampling: %s", kernels.sampling.reason)
 
 
 def _by_shape(forms: Forms) -> tuple[FormsByShape, ...]:

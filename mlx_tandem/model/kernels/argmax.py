@@ -47,8 +47,9 @@ DEVICE Peak of_warp(Peak peak, int LANE) {
   }
   return peak;
 }
-// Of all threads; the result counts in the first one. `peaks` is memory of the block for 32 of them.
-#define OF_BLOCK(peak, peaks)                          \
+// Replaces `peak` by the highest peak of the block. Warps other than the first leave the kernel here.
+// `peaks` is shared memory for 32 peaks.
+#define REDUCE_OR_LEAVE(peak, peaks)                   \
   peak = of_warp(peak, LANE);                          \
   if (LANE == 0) peaks[WARP] = peak;                   \
   BARRIER();                                           \
@@ -59,7 +60,7 @@ DEVICE Peak of_warp(Peak peak, int LANE) {
 #define FINITE(peak, token) (peak.height > 0u && peak.height < ENDLESS ? (token) : NOT_A_NUMBER)
 """
 )
-"""Peaks of rows: the largest number so far, by its height, and where it is. `draw.py` uses them as well."""
+"""Peaks: the largest number so far, by its height, and where it is. The kernels that draw at random use them, too."""
 
 _BODY = r"""
   constexpr int EACH = 16 / (int)sizeof(T), DEPTH = 4;
@@ -88,7 +89,7 @@ _BODY = r"""
     peak = higher(peak, one);
   }
   SHARED(Peak, peaks, 32);
-  OF_BLOCK(peak, peaks)
+  REDUCE_OR_LEAVE(peak, peaks)
   if (LANE > 0) return;
   int token = peak.at;
   UNROLL

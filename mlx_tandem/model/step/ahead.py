@@ -19,7 +19,7 @@ from mlx_tandem.model.cache.kvcache import PagedCache, StepView
 from mlx_tandem.model.mtp import PredictionHead
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.operands import Operands
-from mlx_tandem.model.step.sampler import Pick, SamplingArrays, sample
+from mlx_tandem.model.step.sampler import Pickers, SamplingArrays, sample
 
 
 class Draws(NamedTuple):
@@ -47,10 +47,10 @@ class Ahead(NamedTuple):
 class HeadStep:
     """A head and its cache. `nobody` is the seat in place of the seats of rows that do not draw."""
 
-    def __init__(self, head: PredictionHead, cache: PagedCache, pick: Pick, nobody: int):
+    def __init__(self, head: PredictionHead, cache: PagedCache, pickers: Pickers, nobody: int):
         self._head = head
         self._cache = cache
-        self._pick = pick
+        self._pickers = pickers
         self._nobody = nobody
 
     def __call__(
@@ -89,7 +89,7 @@ class HeadStep:
         flags = key.flags._replace(penalties=False, window=False, logprobs=-1)
         how = SamplingArrays.unflatten(sampling, key.flags)
         logits = self._head.logits(ahead)[:, 0]
-        drafts = sample(logits, drawn.position + 1, how, flags, None, self._pick).tokens
+        drafts = sample(logits, drawn.position + 1, how, flags, None, self._pickers).tokens
         return Ahead([drafts], [drafts, *marker], written)
 
     def _with_drawn(self, following: mx.array, given: Operands[mx.array], drawn: Draws) -> mx.array:

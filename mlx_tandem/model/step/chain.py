@@ -12,7 +12,7 @@ from mlx_tandem.model.cache.kvcache import LayerShape, StepView
 from mlx_tandem.model.cache.states import arranged
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.operands import Operands
-from mlx_tandem.model.step.sampler import Pick, SamplingArrays, TokenCounts, sample
+from mlx_tandem.model.step.sampler import Pickers, SamplingArrays, TokenCounts, sample
 
 Model = Callable[[mx.array, list[Any]], mx.array]
 """A function from tokens [rows, 1] and a model's caches to logits [rows, vocabulary]."""
@@ -24,11 +24,11 @@ class Chain:
     shapes: the shape of each layer's cache; pool_of: the index of each layer's pool.
     """
 
-    def __init__(self, module: Any, shapes: Sequence[LayerShape], pool_of: Sequence[int], pick: Pick):
+    def __init__(self, module: Any, shapes: Sequence[LayerShape], pool_of: Sequence[int], pickers: Pickers):
         self._caches = [DraftedCache(shape) for shape in shapes]
         self._arranged = arranged(module, self._caches, [])
         self._pool_of = pool_of
-        self._pick = pick
+        self._pickers = pickers
 
     def __call__(
         self,
@@ -66,7 +66,7 @@ class Chain:
                     self._bind(views, newest, number)
                     logits = model(mx.maximum(drawn[-1], 0)[:, None], self._arranged)
                     own = None if counts is None else counts.behind(mx.stack(drawn, 1))
-                drawn.append(sample(logits, newest + 1 + number, how, key.flags, own, self._pick).tokens)
+                drawn.append(sample(logits, newest + 1 + number, how, key.flags, own, self._pickers).tokens)
         finally:
             for cache in self._caches:
                 cache.release()

@@ -73,7 +73,7 @@ class CompiledSteps:
         self._steps.move_to_end(key)
         return found
 
-    def keeps(self, key: StepKey) -> bool:
+    def has(self, key: StepKey) -> bool:
         """Return whether the step with this key is compiled."""
         return key in self._steps
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_tandem.model.cache.turns import HeldStates
 from mlx_tandem.model.step.mask_table import masks_at
-from mlx_tandem.model.step.sampler import Pick, SamplingArrays, SamplingFlags, TokenCounts, sample
+from mlx_tandem.model.step.sampler import Pickers, SamplingArrays, SamplingFlags, TokenCounts, sample
 from mlx_tandem.model.step.verify import Drafts
 
 Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array], list[mx.array], list[mx.array]]]
@@ -41,7 +41,7 @@ class Undrawn(NamedTuple):
     held: HeldStates | None
 
 
-def drawing(flags: SamplingFlags, pick: Pick, nobody: int, num_new: int = 0) -> Drawing:
+def drawing(flags: SamplingFlags, pickers: Pickers, nobody: int, num_new: int = 0) -> Drawing:
     """Return the function that draws with these flags.
 
     nobody: the seat that takes the place of rows that do not count; num_new: how many masks the table does not have
@@ -66,7 +66,7 @@ def drawing(flags: SamplingFlags, pick: Pick, nobody: int, num_new: int = 0) -> 
         behind = Drafts(*drafts) if drafts else None
         if counts is not None and behind is not None:
             counts = counts.behind(behind.before)
-        drawn = sample(logits, position, how, flags, counts, pick, masks)
+        drawn = sample(logits, position, how, flags, counts, pickers, masks)
         token = mx.maximum(drawn.tokens, 0)
         counted, newest = (seats, seats) if behind is None else behind.accept(token, seats, nobody)
         last_tokens[newest] = token

@@ -32,7 +32,7 @@ from mlx_tandem.model.step.inputs import ArraySpec, receive
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.operands import Operands
 from mlx_tandem.model.step.rope import SharedAngles
-from mlx_tandem.model.step.sampler import Pick, SamplingFlags, score
+from mlx_tandem.model.step.sampler import Pickers, SamplingFlags, score
 from mlx_tandem.model.step.verify import places_at, settled
 from mlx_tandem.model.vision.embeddings import ShownImages
 
@@ -62,7 +62,7 @@ class StepArrays(NamedTuple):
         lines: New states that are to be written when the step is done. If the step verifies drafts, those after each
             turn, and behind them the position [rows] of each row's first token.
         drafts: The drafts that the model's head makes, if it makes any.
-        early: An array of one of the first layers, if the step is to be dispatched in two pieces.
+        early: An array at which the step is cut, if it is to be dispatched in two pieces.
     """
 
     drawn: list[mx.array]
@@ -119,8 +119,8 @@ class Forward:
     its cache is the last of `caches`.
 
     Attributes:
-        splits: Whether steps that verify drafts are dispatched in two pieces. The device has nothing to do while the
-            host builds such a step, and CUDA begins only when the host has launched a hundred operations or all.
+        splits: Whether steps that verify drafts are dispatched in two pieces. The device has nothing to do until the
+            host has launched such a step, and CUDA begins when the host has launched a hundred operations or all.
         gathered_share: The share of a row's state that a step gathers if the row decodes. Kernels read and write the
             rest in the pool.
     """
@@ -132,7 +132,7 @@ class Forward:
         lora: LoraState,
         pool: KVPools,
         mask_axes: int,
-        pick: Pick,
+        pickers: Pickers,
         nobody: int,
         states: Sequence[StateCache] = (),
     ):
@@ -141,7 +141,7 @@ class Forward:
         self.splits = device.is_cuda()
         self._module: Any = module
         own = caches if mtp is None else caches[:-1]
-        self._ahead = None if mtp is None else HeadStep(mtp, caches[-1], pick, nobody)
+        self._ahead = None if mtp is None else HeadStep(mtp, caches[-1], pickers, nobody)
         self._place = len(own)  # of the head's arrays in the pools
         self._caches: Sequence[Any] = [*own, *states]
         self._arranged = arranged(module, own, states)
@@ -157,7 +157,7 @@ class Forward:
         whole = sum(cache.shape.nbytes() for cache in states)
         self.gathered_share = gathered_bytes(module, [cache.shape for cache in states]) / whole if states else 0.0
         self._lora = lora
-        self._pick = pick
+        self._pickers = pickers
         self._nobody = nobody
         self._merged = merged_in(module)
         self._angles = SharedAngles(module) if device.is_cpu() else None
@@ -166,7 +166,7 @@ class Forward:
         self._pool_of = list(pool.pool_of)
         self._head_pool = 0 if mtp is None else self._pool_of.pop(self._place)
         gathers = inplace.writing().store is None and not any(cache.reads_in_place for cache in own)
-        self._chain = Chain(module, [c.shape for c in own], self._pool_of, pick) if gathers and not states else None
+        self._chain = Chain(module, [c.shape for c in own], self._pool_of, pickers) if gathers and not states else None
         self._layouts = [
             PoolLayout(own.num_blocks, own.block_size, mask_axes, window)
             for own, window in zip(pool.pools, pool.windows, strict=False)
@@ -182,7 +182,7 @@ class Forward:
 
     def drawing(self, flags: SamplingFlags, num_new: int = 0) -> Drawing:
         """Return the function that draws with these flags, and writes so many new masks into the table of masks."""
-        return drawing(flags, self._pick, self._nobody, num_new)
+        return drawing(flags, self._pickers, self._nobody, num_new)
 
     def step(self, key: StepKey, expected: Sequence[ArraySpec], in_place: Ranges, *, pauses: bool) -> Step:
         """Return the step as a pure function of arrays and lists of arrays, which returns a `StepArrays`.

@@ -1,9 +1,10 @@
 """A step that is built before its numbers are known.
 
 Where drafts follow from the newest tokens, a step can be planned only when the device has finished the step before, and
-the device waits while the host builds the graph of the next step. That step is mostly of the same kind and has the same
+the device waits while the host builds the graph of the next step. That step is often of the same kind and has the same
 arrays. So the host builds its graph while the device still computes, with a buffer for the numbers that is filled
-later. A step of another kind is built anew.
+later. A step of another kind is built anew. Whoever writes into an argument of a step, `array[i] = x`, has to call
+`drop` before: the array stays the same object.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from mlx_tandem.model.step.parts import Flight
 Arguments = Sequence[Any]
 """The arguments of a step behind its numbers: arrays, or lists of arrays that may contain lists."""
 
+LEAST_USED = 0.5
+"""Share of the graphs that has to be used, of late, so that more are built."""
 
-class Call(NamedTuple):
+PROBE = 32
+"""Number of steps after which one graph is built again although too few were used."""
+
+
+class StepCall(NamedTuple):
     """A call of a compiled step.
 
     Attributes:
@@ -35,8 +42,8 @@ class Call(NamedTuple):
     arguments: Arguments
 
 
-class OneForward(NamedTuple):
-    """A forward of a step: its compiled function, its numbers and its inputs."""
+class RepeatableForward(NamedTuple):
+    """A forward that the next step may repeat: its compiled function, its numbers and its inputs."""
 
     step: Any
     numbers: Sequence[Numbers]
@@ -44,49 +51,69 @@ class OneForward(NamedTuple):
 
 
 class Prebuilt:
-    """The step that was built before its numbers were known, if there is one, and the step that it would repeat."""
+    """The graph that was built before its numbers were known, if there is one, and the forward that it repeats.
+
+    Attributes:
+        used: The share of the graphs that was used, a moving average.
+    """
 
     def __init__(self, inputs: Inputs):
+        self.used = 1.0
         self._inputs = inputs
-        self._made: tuple[Call, Sent, Any] | None = None
-        self._forwards: list[OneForward | None] = []
+        self._made: tuple[StepCall, Sent, Any] | None = None
+        self._forwards: list[RepeatableForward | None] = []
         self._newest: Flight | None = None
+        self._skipped = 0
 
     def begin(self) -> None:
-        """Note that a step is launched."""
+        """Start to record the forwards of a step."""
         self._forwards, self._newest = [], None
 
-    def note(self, forward: OneForward | None) -> None:
-        """Note a forward of the step that is launched; None: one that is not worth repeating."""
+    def note(self, forward: RepeatableForward | None) -> None:
+        """Record a forward of the step; None: one that is not worth repeating."""
         self._forwards.append(forward)
 
     def end(self, flight: Flight) -> None:
-        """Note that this step has been launched."""
+        """Remember that `flight` is the newest step and has the recorded forwards."""
         self._newest = flight
 
-    def repeated(self, flight: Flight) -> OneForward | None:
-        """Return the forward that the next step is likely to repeat when the host waits for `flight`.
+    def take_repeatable(self, flight: Flight) -> RepeatableForward | None:
+        """Return the forward that the next step is likely to repeat, and forget it.
 
-        None if another step was launched behind it, so that the device has something to do, and if it has several
-        forwards or one that is not worth repeating.
+        It is None if a later step than `flight` is in flight already, if the step has several forwards, if its only one
+        is not worth repeating, or if too few graphs were used of late.
         """
         if flight is not self._newest or len(self._forwards) != 1:
             return None
         (forward,) = self._forwards
         self.begin()
+        if self.used < LEAST_USED and self._skipped < PROBE:
+            self._skipped += 1
+            return None
+        self._skipped = 0
         return forward
 
-    def build(self, call: Call) -> None:
-        """Build a call, whose numbers only say what shapes the numbers will have."""
+    def build(self, call: StepCall) -> None:
+        """Build the graph of a call, whose numbers only say what shapes the numbers will have."""
         self.drop()
         sent = self._inputs.reserve(call.numbers)
-        self._made = call, sent, call.step(sent.arrays, *call.arguments)
+        try:
+            self._made = call, sent, call.step(sent.arrays, *call.arguments)
+        finally:
+            if self._made is None:
+                self._inputs.done(sent)
 
-    def results(self, call: Call) -> tuple[Sent, Any]:
-        """Return what was sent for a call and its results; they are built now unless they were built before."""
+    def results(self, call: StepCall) -> tuple[Sent, Any]:
+        """Return the numbers of a call as they were sent, and the results of the call.
+
+        The graph that was built before is used if its step and its arguments are the same objects. Otherwise it is
+        dropped, and the call is built now.
+        """
         if self._made is not None:
             built, sent, results = self._made
-            if built.step is call.step and _same(built.arguments, call.arguments):
+            is_same = built.step is call.step and _same(built.arguments, call.arguments)
+            self.used += (is_same - self.used) / 8
+            if is_same:
                 self._made = None
                 self._inputs.fill(sent, call.numbers)
                 return sent, results
@@ -100,7 +127,7 @@ class Prebuilt:
         self.drop()
 
     def drop(self) -> None:
-        """Forget the step that was built."""
+        """Forget the graph that was built."""
         if self._made is not None:
             self._inputs.done(self._made[1])
             self._made = None

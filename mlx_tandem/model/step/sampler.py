@@ -21,7 +21,8 @@ import numpy as np
 from mlx_tandem.engine.plan import NOT_A_NUMBER
 from mlx_tandem.model import cpu, device
 from mlx_tandem.model.cache.kvcache import arange
-from mlx_tandem.model.kernels.draw import Masks, Noise
+from mlx_tandem.model.kernels.gumbel_max import Masks, Noise
+from mlx_tandem.model.kernels.truncated_draw import Limits
 from mlx_tandem.model.step.mask_table import bits_of
 
 _TOP_P_ROUNDS = ((0.9, 5), (0.8, 6), (0.5, 9), (0.05, 16), (0.0, 40))
@@ -51,12 +52,12 @@ class SamplingFlags(NamedTuple):
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits change before a token is drawn."""
+        """Whether a row has penalties, a bias or a least number of tokens."""
         return self.penalties or self.bias or self.min_tokens
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are left out because others are likelier."""
+        """Whether a row restricts its candidates by min-p, top-k, top-p or XTC."""
         return self.min_p or self.top_k or self.xtc or self.top_p_rounds > 0
 
     @staticmethod
@@ -136,8 +137,12 @@ class SamplerOutput:
 Pick = Callable[[mx.array, Noise | None, Masks | None], mx.array]
 """A function that takes logits [rows, vocabulary] and returns tokens [rows] int32.
 
-It takes the first token with the largest sum of logit and Gumbel noise times temperature, among those that the masks
-allow; NOT_A_NUMBER where that sum is not finite or any is NaN. Without noise it takes the likeliest token."""
+For each row it picks the first allowed token with the largest logit + temperature * noise; without noise, with the
+largest logit. The token is NOT_A_NUMBER where the largest number is not finite or an allowed token's number is NaN.
+"""
+
+PickTruncated = Callable[[mx.array, Noise, Limits, Masks | None], mx.array]
+"""A `Pick` with noise among the tokens that min-p, top-k and top-p keep, in this order."""
 
 _exp = cpu.exp if device.is_cpu() else mx.exp
 _MASK = (1 << 64) - 1
@@ -202,13 +207,29 @@ def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array
     return -mx.log(exponential)
 
 
-def by_operations(logits: mx.array, noise: Noise | None = None, masks: Masks | None = None) -> mx.array:
+class Pickers(NamedTuple):
+    """The functions that pick tokens.
+
+    Attributes:
+        plain: Picks among all tokens.
+        truncated: Picks among the likeliest tokens; None: MLX's own operations do.
+    """
+
+    plain: Pick
+    truncated: PickTruncated | None = None
+
+
+def pick_with_mlx(logits: mx.array, noise: Noise | None = None, masks: Masks | None = None) -> mx.array:
     """Return the tokens [rows] that are picked by MLX's own operations; a `Pick` for every device."""
     if masks is not None:
         logits = _masked(logits, masks)
     if noise is not None:
-        logits = _race(logits, noise)
+        logits = _perturbed(logits, noise)
     return _checked(mx.argmax(logits, -1), logits.max(-1, keepdims=True))
+
+
+MLX_PICKERS = Pickers(pick_with_mlx)
+"""The functions for a device without kernels."""
 
 
 def _masked(logits: mx.array, masks: Masks) -> mx.array:
@@ -216,8 +237,8 @@ def _masked(logits: mx.array, masks: Masks) -> mx.array:
     return mx.where(bits_of(masks.table[masks.places], logits.shape[-1]), logits, -mx.inf)
 
 
-def _race(logits: mx.array, noise: Noise) -> mx.array:
-    """Return numbers [rows, vocabulary] float32, of which the token with the largest is the drawn one."""
+def _perturbed(logits: mx.array, noise: Noise) -> mx.array:
+    """Return logits + temperature * Gumbel noise, [rows, vocabulary] float32. The largest one's token is drawn."""
     return logits + noise.temperature * gumbel_noise(noise.key, noise.position, logits.shape[-1])
 
 
@@ -227,7 +248,7 @@ def sample(
     a: SamplingArrays,
     flags: SamplingFlags,
     seen: TokenCounts | None,
-    pick: Pick = by_operations,
+    pickers: Pickers = MLX_PICKERS,
     masks: Masks | None = None,
 ) -> SamplerOutput:
     """Draw one token for each row.
@@ -239,9 +260,15 @@ def sample(
     z = _adjusted(logits, position, a, flags, seen)
     if a.allowed is not None:
         allowed = Masks(arange(len(logits)), a.allowed)
-        z, masks = (z, allowed) if masks is None else (_masked(z, allowed), masks)
-    if not (flags.truncates or flags.logprobs >= 0):
-        return SamplerOutput(pick(z, noise, masks))
+        if masks is None:
+            masks = allowed
+        else:
+            z = _masked(z, allowed)
+    if flags.logprobs < 0 and not flags.xtc:
+        if not flags.truncates:
+            return SamplerOutput(pickers.plain(z, noise, masks))
+        if pickers.truncated is not None and noise is not None:
+            return SamplerOutput(pickers.truncated(z, noise, Limits(a.top_p, a.top_k, a.min_p), masks))
     raw, z = logits.astype(mx.float32), z.astype(mx.float32)
     if masks is not None:
         z = _masked(z, masks)
@@ -249,20 +276,20 @@ def sample(
     is_greedy = a.temperature == 0.0
     scaled = (z - peak) / mx.where(is_greedy, 1.0, a.temperature)
     p = _exp(scaled)  # evaluated only where something below asks for it
-    race = z
+    sums = z
     if noise is not None:
-        race = everything = _race(z, noise)
+        sums = everything = _perturbed(z, noise)
         if flags.min_p or flags.top_k:
             p = _keep_likely(p, a, flags)
-            race = mx.where(p > 0.0, race, -mx.inf)
+            sums = mx.where(p > 0.0, sums, -mx.inf)
         if flags.xtc:
             assert a.xtc_probability is not None
             kept, left = _exclude_top_choices(scaled, z - peak, p, a, flags)
             applies = xtc_draw(a.key, position) <= a.xtc_probability
-            race = mx.where(applies, mx.where(left, everything, -mx.inf), race)
-    tokens = mx.argmax(race, -1)
+            sums = mx.where(applies, mx.where(left, everything, -mx.inf), sums)
+    tokens = mx.argmax(sums, -1)
     if flags.top_p_rounds:
-        tokens = _within_top_p(race, p, tokens, a, flags)
+        tokens = _within_top_p(sums, p, tokens, a, flags)
     if flags.logprobs < 0:
         return SamplerOutput(_checked(tokens, peak))
     normaliser = mx.logsumexp(raw, -1, keepdims=True)
@@ -283,9 +310,9 @@ def sample(
 def _adjusted(
     logits: mx.array, position: mx.array, a: SamplingArrays, flags: SamplingFlags, seen: TokenCounts | None
 ) -> mx.array:
-    """Return the logits with penalties and bias, -inf for tokens that may not be drawn.
+    """Return the logits with penalties, bias and, before a row has its least number of tokens, -inf for what stops it.
 
-    They are float32, or the logits as they are where nothing changes them, so that these are not copied.
+    The result is float32. If no flag asks for a change, the given logits are returned in their own type, uncopied.
     """
     if not flags.adjusts:
         return logits
@@ -351,24 +378,24 @@ def kept(p: mx.array, top_p: mx.array, top_k: mx.array, min_p: mx.array) -> mx.a
     return (p > 0.0) & nucleus
 
 
-def _within_top_p(race: mx.array, p: mx.array, tokens: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.array:
+def _within_top_p(sums: mx.array, p: mx.array, tokens: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.array:
     """Return the tokens [rows], redrawn within the nucleus in rows that have a top_p.
 
-    The nucleus is the smallest set of likeliest tokens that holds top_p of the mass. race: [rows, vocabulary], whose
+    The nucleus is the smallest set of likeliest tokens that holds top_p of the mass. sums: [rows, vocabulary], whose
     largest number in a row is the drawn token's.
     """
     at, some = a.top_p_at, flags.top_p_rows < p.shape[0]
     top_p, drawn = a.top_p, tokens
     if some:
-        race, p, top_p, drawn = race[at], p[at], top_p[at], tokens[at]
+        sums, p, top_p, drawn = sums[at], p[at], top_p[at], tokens[at]
     most = top_p * p.sum(-1, keepdims=True)
     for i in range(flags.top_p_rounds):
         p_drawn = mx.take_along_axis(p, drawn[:, None], -1)
         inside = mx.where(p > p_drawn, p, 0.0).sum(-1, keepdims=True) < most
         if i + 1 < flags.top_p_rounds:
             # A row whose token is inside keeps its candidates, and so its token.
-            race = mx.where(inside | (p > p_drawn), race, -mx.inf)
-            drawn = mx.argmax(race, -1)
+            sums = mx.where(inside | (p > p_drawn), sums, -mx.inf)
+            drawn = mx.argmax(sums, -1)
     drawn = mx.where(inside[:, 0], drawn, mx.argmax(p, -1))
     if some:
         tokens[at] = drawn

@@ -182,7 +182,7 @@ class Seats:
 
     def _allowed_bits(self, seats: Sequence[int]) -> npt.NDArray[np.uint32]:
         """Return [seats, words]: the tokens that each seat may draw, a bit for each."""
-        words = mask_words(self._vocab_size)
+        words = max(mask_words(self._vocab_size), 8)  # a kernel on Metal reads smaller arrays otherwise
         bits = np.full((len(seats), words), 0xFFFFFFFF, np.uint32)
         for row, seat in enumerate(seats):
             if int(seat) in self._allowed:

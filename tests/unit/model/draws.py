@@ -11,6 +11,8 @@ import numpy as np
 
 from mlx_tandem.engine.plan import Seating
 from mlx_tandem.model.step.sampler import (
+    MLX_PICKERS,
+    Pickers,
     SamplerOutput,
     TokenCounts,
     gumbel_noise,
@@ -41,7 +43,7 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 1, **changes})
 
 
-def draw(logits: Array, cases: Sequence[Case], vocab: int = VOCAB) -> SamplerOutput:
+def draw(logits: Array, cases: Sequence[Case], vocab: int = VOCAB, pickers: Pickers = MLX_PICKERS) -> SamplerOutput:
     """One batch, through the same seats as in the engine. `logits`: of all rows, or of each."""
     seats = Seats(len(cases), vocab)
     for i, c in enumerate(cases):
@@ -51,7 +53,7 @@ def draw(logits: Array, cases: Sequence[Case], vocab: int = VOCAB) -> SamplerOut
     seen = TokenCounts.of(seats.seen(flags), mx.array(indices))
     batch = np.broadcast_to(logits, (len(cases), vocab)).astype(np.float32)
     position = mx.array([c.position for c in cases], mx.int32)
-    return sample(mx.array(batch), position, seats.arrays(indices, flags), flags, seen)
+    return sample(mx.array(batch), position, seats.arrays(indices, flags), flags, seen, pickers)
 
 
 def tokens(logits: Array, cases: Sequence[Case], vocab: int = VOCAB) -> list[int]:

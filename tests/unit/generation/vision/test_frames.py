@@ -68,7 +68,7 @@ def test_frames_of_qwen_2_are_scaled_as_transformers_scales_each(
 ) -> None:
     if max(height, width) > 200 * min(height, width):
         return
-    # It takes seconds, and runs of other tests collect this module too.
+    # This import takes seconds, and runs of other tests collect this module too.
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     limits = least * 784, max(least, most) * 784

@@ -1,9 +1,10 @@
-"""Kernels that draw tokens by temperature and by masks, with every logit read once.
+"""Kernel that draws tokens by temperature and by masks, with every logit read once.
 
-A block of threads has one row. Each token's logit plus its Gumbel noise times the temperature is a sum, and the token
-with the largest sum is drawn (`model/step/sampler.py` has the same noise in MLX's operations). The noise of a token
-costs two logarithms. Most tokens do not need them: a bound of the noise that costs neither shows that another token of
-the warp has a larger sum. Tokens that a mask excludes cost nothing, and neither do 16 bytes of them.
+A block of threads has one row. The sum of a token is its logit plus the temperature times its Gumbel noise, and the
+token with the largest sum is drawn (`model/step/sampler.py` has the same noise in MLX's operations). The noise of a
+token takes two logarithms. Most tokens do not need them: an upper bound of the noise that takes none shows that another
+token of the warp has a larger sum. The kernel computes no noise for tokens that the mask excludes, and skips 16 bytes
+of logits in which no token is allowed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ THREADS = 512
 
 
 class Noise(NamedTuple):
-    """What rows draw with.
+    """The inputs of the rows' Gumbel noise.
 
     key: [rows, 2] uint32; position: [rows] int32, the positions of the tokens to be drawn; temperature: [rows, 1]
     float32, 0 where the likeliest token is to be drawn.
@@ -42,7 +43,20 @@ class Masks(NamedTuple):
     table: mx.array
 
 
-_FUNCTIONS = r"""
+NUMBERS = r"""
+// The i-th of the numbers in 16 bytes, for a constant i.
+template <class T> DEVICE float number(uint4 read, int i, T) {
+  const int at = i / 2;
+  const float2 both = pair(at == 0 ? read.x : at == 1 ? read.y : at == 2 ? read.z : read.w, T());
+  return i % 2 ? both.y : both.x;
+}
+DEVICE float number(uint4 read, int i, float) {
+  return FLOAT_BITS(i == 0 ? read.x : i == 1 ? read.y : i == 2 ? read.z : read.w);
+}
+"""
+"""Access to the numbers of a row."""
+
+DRAWING = r"""
 // MurmurHash3's finaliser.
 DEVICE uint hashed(uint h) {
   h = (h ^ (h >> 16)) * 0x85ebca6bu;
@@ -54,7 +68,8 @@ DEVICE float unit(uint token, uint first, uint second) {
   const uint bits = hashed(hashed(token * 0x9e3779b1u ^ first) + second);
   return float(bits) * 2.3283064365386963e-10f + 1.1641532182693481e-10f;
 }
-// At least -log2(u), and at most 0.09 more: the logarithm of 1 + m is at least m, for m from 0 to 1.
+// An upper bound of -log2(u), at most 0.09 too high, since log2(1 + m) >= m for m from 0 to 1.
+// Gumbel noise is at most -ln(u).
 DEVICE float bound(float u) { return 127.00002f - float((int)WORD_BITS(u)) * 1.1920929e-7f; }
 DEVICE float gumbel(float u) {
   const float series = u * (1.0f + u * (0.5f + u / 3.0f));
@@ -65,26 +80,17 @@ DEVICE float gumbel(float u) {
 #define CONSIDER(x, token)                                                       \
   {                                                                              \
     const float u = unit(token, first, second);                                  \
-    if (height(x + 0.6931473f * temperature[GROUP_X] * bound(u)) >= least) {     \
+    if (height(x + 0.6931473f * temperature[GROUP_X] * bound(u)) >= reached) {   \
       const uint sum = height(x + temperature[GROUP_X] * gumbel(u));             \
       if (sum > peak.height || (sum == peak.height && token < peak.at)) {        \
         peak.height = sum, peak.at = token;                                      \
       }                                                                          \
-      least = max(least, sum);                                                   \
+      reached = max(reached, sum);                                             \
     }                                                                            \
   }
-// The i-th of the numbers in 16 bytes, for a constant i.
-template <class T> DEVICE float number(uint4 read, int i, T) {
-  const int at = i / 2;
-  const float2 both = pair(at == 0 ? read.x : at == 1 ? read.y : at == 2 ? read.z : read.w, T());
-  return i % 2 ? both.y : both.x;
-}
-DEVICE float number(uint4 read, int i, float) {
-  return FLOAT_BITS(i == 0 ? read.x : i == 1 ? read.y : i == 2 ? read.z : read.w);
-}
 """
 
-_START = r"""
+START = r"""
   constexpr int EACH = 16 / (int)sizeof(T), DEPTH = 2;
   const int width = logits_shape[1];
   const size_t begin = (size_t)GROUP_X * width;
@@ -93,13 +99,13 @@ _START = r"""
   const int head = min(width, (int)((EACH - begin % EACH) % EACH)), words = (width - head) / EACH;
   Peak peak;
   peak.height = 0u, peak.at = 0;
-  uint least = 0u;  // a height that a sum of this warp reaches
-  const uint place = (uint)position[GROUP_X] * 0x9e3779b9u;
-  const uint first = hashed(key[2 * GROUP_X] ^ hashed(place + 0x7f4a7c15u));
-  const uint second = hashed(key[2 * GROUP_X + 1] + hashed(place ^ 0x94d049bbu));
+  uint reached = 0u;  // a height that some sum of this warp has
+  const uint hashed_position = (uint)position[GROUP_X] * 0x9e3779b9u;
+  const uint first = hashed(key[2 * GROUP_X] ^ hashed(hashed_position + 0x7f4a7c15u));
+  const uint second = hashed(key[2 * GROUP_X + 1] + hashed(hashed_position ^ 0x94d049bbu));
 """
 
-_START_MASKED = r"""
+START_MASKED = r"""
   const int last = table_shape[1] - 1;
   GLOBAL const uint* mask = table + (size_t)places[GROUP_X] * table_shape[1];
 """
@@ -124,41 +130,41 @@ _LOOP = r"""
       }
     }
     UNROLL
-    for (int lanes = 1; lanes < 32; lanes *= 2) least = max(least, SHUFFLE_XOR(least, lanes));
+    for (int lanes = 1; lanes < 32; lanes *= 2) reached = max(reached, SHUFFLE_XOR(reached, lanes));
   }
   if (THREAD < width - EACH * words) {  // before the words and behind them
     const int token = THREAD < head ? THREAD : THREAD + EACH * words;
     if (ALLOWED(token) & 1u) CONSIDER(float(row[token]), token)
   }
   SHARED(Peak, peaks, 32);
-  OF_BLOCK(peak, peaks)
+  REDUCE_OR_LEAVE(peak, peaks)
   if (LANE == 0) tokens[GROUP_X] = FINITE(peak, peak.at);
 """
 
-# The bits of the mask from a token on, at least EACH of them.
-_MASKED = r"""
+# ALLOWED(token): bit i says whether token + i is allowed, for i below EACH.
+MASKED = r"""
 #define ALLOWED(token) (mask[(token) >> 5] >> ((token) & 31) | \
                         ((token) & 31 ? mask[min(((token) >> 5) + 1, last)] << (32 - ((token) & 31)) : 0u))
 """
 
-_UNMASKED = r"""
+UNMASKED = r"""
 #define ALLOWED(token) 0xffffffffu
 """
 
 
 @lru_cache(maxsize=64)
 def _no_noise(rows: int) -> Noise:
-    """Return what greedy rows draw with; constants of a graph."""
+    """Return noise with temperature 0, for greedy rows with masks; cached as constants of graphs."""
     zeros = np.zeros((rows, 2), np.uint32), np.zeros(rows, np.int32), np.zeros((rows, 1), np.float32)
     return Noise(*(mx.array(each) for each in zeros))
 
 
-class Draw:
+class GumbelMax:
     """The kernels for one target, a `sampler.Pick`."""
 
     def __init__(self, make: Make):
         self._argmax = Argmax(make)
-        self._draw = cache(lambda masked: _kernel(make, masked=masked))
+        self._kernel = cache(lambda masked: _kernel(make, masked=masked))
 
     def __call__(self, logits: mx.array, noise: Noise | None, masks: Masks | None) -> mx.array:
         """Return the tokens that are drawn from logits [rows, vocabulary], int32 [rows]."""
@@ -168,7 +174,7 @@ class Draw:
         if noise is None:
             noise = _no_noise(rows)
         inputs = [logits, *noise, *(masks or ())]
-        kernel = self._draw(masks is not None)
+        kernel = self._kernel(masks is not None)
         (tokens,) = kernel(inputs, {"T": logits.dtype}, (rows, 1, 1), THREADS, [((rows,), mx.int32)])
         return tokens
 
@@ -176,6 +182,6 @@ class Draw:
 def _kernel(make: Make, *, masked: bool) -> Kernel:
     """Return the kernel that draws with noise, and with or without masks."""
     inputs = ["logits", *Noise._fields, *(Masks._fields if masked else ())]
-    functions = FUNCTIONS + _FUNCTIONS + (_MASKED if masked else _UNMASKED)
-    body = _START + (_START_MASKED if masked else "") + _LOOP
-    return make(Source("draw_masked" if masked else "draw", inputs, ["tokens"], body, functions))
+    functions = FUNCTIONS + NUMBERS + DRAWING + (MASKED if masked else UNMASKED)
+    body = START + (START_MASKED if masked else "") + _LOOP
+    return make(Source("gumbel_max_masked" if masked else "gumbel_max", inputs, ["tokens"], body, functions))
