@@ -276,3 +276,11 @@ def test_a_token_that_is_ruled_out_is_not_an_error() -> None:
     logits = np.where(np.arange(VOCAB) % 2 == 0, LOGITS, -np.inf)
     drawn = tokens(logits, [Case(params(seed=i, top_p=0.95)) for i in range(500)])
     assert all(t % 2 == 0 for t in drawn)
+
+
+def test_a_temperature_whose_noise_would_be_rounded_away_takes_the_likeliest() -> None:
+    """Noise is added to logits, whose step in float32 is as large as it at such temperatures."""
+    logits = LOGITS.copy()
+    logits[[5, 9]] = 30.0
+    assert set(tokens(logits, [Case(params(temperature=9e-5, seed=seed)) for seed in range(60)])) == {5}
+    assert set(tokens(logits, [Case(params(temperature=1e-4, seed=seed)) for seed in range(60)])) == {5, 9}
