@@ -291,7 +291,7 @@ TRUNCATED_FAULTS = {
 
 @pytest.mark.parametrize("fault", TRUNCATED_FAULTS)
 def test_a_broken_kernel_for_truncations_is_rejected_at_start(make: Make, fault: str) -> None:
-    made = choose(mx.bfloat16, WIDE, [Broken(make, *TRUNCATED_FAULTS[fault])], faster)
+    made = choose(mx.bfloat16, VOCABULARY, [Broken(make, *TRUNCATED_FAULTS[fault])], faster)
     assert made.chosen.truncated is None
 
 
