@@ -90,11 +90,11 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
     Meanwhile the interpreter's switch interval is SWITCH_SECONDS.
     """
     channel.send([m.Progress("starting", 0.0)])
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
     # The device is opened here and not at import: a process that starts an engine may never use it itself.
     from mlx_tandem.model import device
 
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         with Notes(channel) if own_process else nullcontext():
             core = _built(channel, config, own_process)

@@ -129,7 +129,7 @@ def base_and_adapters(engine: Engine, scratch: Path) -> list[AdapterRef | None]:
 def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
     folder: Path, tmp_path: Path, name: str, adapters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA, where such steps are also dispatched in two pieces."""
+    """Answers with graphs that are built ahead and dispatched in two pieces, as on CUDA, equal those without drafts."""
     engine = make_engine(folder, max_num_seqs=8)
     asked = requests(name)
     if adapters:

@@ -153,7 +153,7 @@ def wrong(pick: Pick, dtypes: Iterable[mx.Dtype], vocabulary: int) -> str:
 def difference(pick: Pick, logits: mx.array, noise: Noise | None, masks: Masks | None) -> str:
     """Return how the picked tokens differ from what numpy picks; empty if they do not."""
     with np.errstate(invalid="ignore"):  # some numbers are not finite
-        sums, size = _sums(logits, noise, masks)
+        sums, size = _sums(_allowed_logits(logits, masks), noise)
         got, want = np.array(pick(logits, noise, masks)), expected(sums)
         near = got == want
         if noise is not None:
@@ -190,8 +190,8 @@ def difference_truncated(
     The share of top-p may be a little larger or smaller than it should be, and sums may differ by rounding.
     """
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        sums, size = _sums(logits, noise, masks)
-        numbers, _ = _sums(logits, None, masks)
+        numbers = _allowed_logits(logits, masks)
+        sums, size = _sums(numbers, noise)
         got = np.array(pick(logits, noise, limits, masks))
         temperature, top_p, top_k, min_p = (np.array(each)[:, 0] for each in (noise.temperature, *limits))
         for row, token in enumerate(got):
@@ -306,17 +306,22 @@ def _first(noise: Noise | None, masks: Masks | None, rows: int) -> tuple[Noise |
     )
 
 
-def _sums(
-    logits: mx.array, noise: Noise | None, masks: Masks | None
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return the numbers [rows, vocabulary] of which the largest wins, and the size [rows] of the largest summand."""
-    numbers = np.array(logits.astype(mx.float32)).astype(np.float64)
-    if masks is not None:
-        allowed = np.array(bits_of(masks.table[masks.places], logits.shape[1]))
-        numbers = np.where(allowed, numbers, -np.inf)
+def _allowed_logits(logits: mx.array, masks: Masks | None) -> Numbers:
+    """Return the logits [rows, vocabulary], -inf where the masks do not allow the token."""
+    numbers: Numbers = np.array(logits.astype(mx.float32)).astype(np.float64)
+    if masks is None:
+        return numbers
+    return np.where(np.array(bits_of(masks.table[masks.places], logits.shape[1])), numbers, -np.inf)
+
+
+def _sums(numbers: Numbers, noise: Noise | None) -> tuple[Numbers, Numbers]:
+    """Return the numbers [rows, vocabulary] of which the largest wins, and the size [rows] of the largest summand.
+
+    numbers: as `_allowed_logits` returns them.
+    """
     if noise is None:
         return numbers, np.ones(len(numbers))
-    random = np.array(gumbel_noise(noise.key, noise.position, logits.shape[1])).astype(np.float64)
+    random = np.array(gumbel_noise(noise.key, noise.position, numbers.shape[1])).astype(np.float64)
     random *= np.array(noise.temperature)
     return numbers + random, np.maximum(_largest(numbers), _largest(random))
 

@@ -62,8 +62,8 @@ DEVICE Peak of_warp(Peak peak, int LANE) {
 )
 """Peaks: the largest number so far, by its height, and where it is. The kernels that draw at random use them, too."""
 
-_BODY = r"""
-  constexpr int EACH = 16 / (int)sizeof(T), DEPTH = 4;
+ROW = r"""
+  constexpr int EACH = 16 / (int)sizeof(T);
   const int width = logits_shape[1];
   const size_t begin = (size_t)GROUP_X * width;
   GLOBAL const T* row = logits + begin;
@@ -71,6 +71,11 @@ _BODY = r"""
   const int head = min(width, (int)((EACH - begin % EACH) % EACH)), words = (width - head) / EACH;
   Peak peak;
   peak.height = 0u, peak.at = 0;
+"""
+"""The block's row, its words of 16 bytes, and its peak so far."""
+
+_BODY = r"""
+  constexpr int DEPTH = 4;
   for (int word = THREAD; word < words; word += DEPTH * THREADS) {
     uint4 read[DEPTH];  // the last word again where there are no more, which changes nothing
     UNROLL
@@ -104,7 +109,7 @@ class Argmax:
     """The kernel for one target."""
 
     def __init__(self, make: Make):
-        self._kernel = make(Source("argmax", ["logits"], ["tokens"], _BODY, FUNCTIONS))
+        self._kernel = make(Source("argmax", ["logits"], ["tokens"], ROW + _BODY, FUNCTIONS))
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Return the position of the first largest logit of each row, int32 [rows], for logits [rows, vocabulary].

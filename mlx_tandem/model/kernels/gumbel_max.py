@@ -15,7 +15,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.model.kernels.argmax import FUNCTIONS, Argmax
+from mlx_tandem.model.kernels.argmax import FUNCTIONS, ROW, Argmax
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 
 THREADS = 512
@@ -90,20 +90,16 @@ DEVICE float gumbel(float u) {
   }
 """
 
-START = r"""
-  constexpr int EACH = 16 / (int)sizeof(T), DEPTH = 2;
-  const int width = logits_shape[1];
-  const size_t begin = (size_t)GROUP_X * width;
-  GLOBAL const T* row = logits + begin;
-  // Words of 16 bytes are aligned as the array's first number is, and a row may begin and end within one.
-  const int head = min(width, (int)((EACH - begin % EACH) % EACH)), words = (width - head) / EACH;
-  Peak peak;
-  peak.height = 0u, peak.at = 0;
+START = (
+    ROW
+    + r"""
+  constexpr int DEPTH = 2;
   uint reached = 0u;  // a height that some sum of this warp has
   const uint hashed_position = (uint)position[GROUP_X] * 0x9e3779b9u;
   const uint first = hashed(key[2 * GROUP_X] ^ hashed(hashed_position + 0x7f4a7c15u));
   const uint second = hashed(key[2 * GROUP_X + 1] + hashed(hashed_position ^ 0x94d049bbu));
 """
+)
 
 START_MASKED = r"""
   const int last = table_shape[1] - 1;
