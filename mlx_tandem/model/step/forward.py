@@ -62,7 +62,7 @@ class StepArrays(NamedTuple):
         lines: New states that are to be written when the step is done. If the step verifies drafts, those after each
             turn, and behind them the position [rows] of each row's first token.
         drafts: The drafts that the model's head makes, if it makes any.
-        early: An array at which the step is cut, if it is to be dispatched in two pieces.
+        early: The arrays at which the step is cut, if it is to be dispatched in pieces.
     """
 
     drawn: list[mx.array]
@@ -119,8 +119,9 @@ class Forward:
     its cache is the last of `caches`.
 
     Attributes:
-        splits: Whether steps that verify drafts are dispatched in two pieces. The device has nothing to do until the
-            host has launched such a step, and CUDA begins when the host has launched a hundred operations or all.
+        splits: Whether steps that verify drafts are dispatched in pieces, short ones first. The device has nothing to
+            do until the host has launched such a step, and CUDA begins when the host has launched a hundred operations
+            or all.
         gathered_share: The share of a row's state that a step gathers if the row decodes. Kernels read and write the
             rest in the pool.
     """
