@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from hashlib import sha256
 from queue import Empty, SimpleQueue
 
 import numpy as np
-import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance import LLMatcher, LLTokenizer
 
 from mlx_tandem.engine.grammars.compiling import compiled, reason
 from mlx_tandem.engine.masks import Place
@@ -29,12 +25,6 @@ MOST_GRAMMARS = 64
 
 MOST_DRAFTS = 64
 """Most tokens at the end of a text that may differ from those of the mask before: drafts that were not accepted."""
-
-MANY_WORDS = 1 << 15
-"""Words of masks from which on several threads make them: 7 masks of 150,000 tokens."""
-
-THREADS = min(8, (os.cpu_count() or 1) // 2)
-"""Number of these threads; 0 or 1: the caller makes all masks."""
 
 Compiled = LLMatcher | InvalidRequest
 """A matcher at the beginning of a text, or the reason why there is none."""
@@ -63,25 +53,6 @@ class _State:
         if new:
             self.matcher.consume_tokens(new)
             consumed += new
-
-
-def _fill(matchers: list[tuple[LLMatcher, int]], made: npt.NDArray[np.int32]) -> None:
-    """Write the next mask of each matcher into its row of `made`.
-
-    Where the host has many cores and the masks are large, llguidance's own threads share the work.
-    """
-    if THREADS > 1 and made.size >= MANY_WORDS:
-        fill_next_token_bitmask_par(_executor(), matchers, made)
-        return
-    first, size = made.ctypes.data, made.shape[1] * made.itemsize
-    for matcher, at in matchers:
-        matcher.unsafe_compute_mask_ptr(first + at * size, size)
-
-
-@cache
-def _executor() -> LLExecutor:
-    """Return llguidance's threads, which are started once."""
-    return LLExecutor(THREADS)
 
 
 class Grammars:
@@ -180,16 +151,14 @@ class Grammars:
     def masks(self, places: Sequence[Place]) -> list[Mask]:
         """Return which tokens may follow at each place; an empty mask where the grammar fails."""
         made = np.empty((len(places), self._computed_words), np.int32)
-        matchers = []
+        first, size = made.ctypes.data, self._computed_words * made.itemsize
         for at, (request, choice, tokens) in enumerate(places):
             state = self._states[request.id, choice]
             state.advance(tokens, len(request.prompt))
-            matchers.append((state.matcher, at))
-        _fill(matchers, made)
-        for (matcher, at), place in zip(matchers, places, strict=True):
-            if matcher.is_error():
+            state.matcher.unsafe_compute_mask_ptr(first + at * size, size)
+            if state.matcher.is_error():
                 made[at] = 0
-                self._fail(place.request, matcher)
+                self._fail(request, state.matcher)
         return [memoryview(row).cast("B") for row in made[:, : self._mask_words]]
 
     def _fail(self, request: Request, matcher: LLMatcher) -> None:
