@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -34,7 +34,7 @@ from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
-from mlx_tandem.model.step.mask_table import MaskTable, Placed, places_of_rows
+from mlx_tandem.model.step.mask_table import MaskTable, places_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
 from mlx_tandem.model.step.rectangles import Rectangles
@@ -66,6 +66,13 @@ class RunnerSizes:
     mask_axes: int
     limits: StepLimits = UNLIMITED
     row_counts: Sequence[int] = ()
+
+
+class _Waiting(NamedTuple):
+    """The rows of the newest plan that wait for masks, until they draw: their indices, and what each forward left."""
+
+    masked: tuple[int, ...]
+    undrawn: list[Undrawn]
 
 
 class MLXRunner:
@@ -139,7 +146,7 @@ class MLXRunner:
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
         self._prebuilt = Prebuilt(self.inputs)
-        self._masks = MaskTable(sizes.vocab_size, sizes.max_num_seqs)
+        self._masks, self._waiting = MaskTable(sizes.vocab_size, sizes.max_num_seqs), _Waiting((), [])
         self.queue = DispatchQueue()
         self.pauses = device.is_cuda()
         self.builds_ahead = self.inputs.packed and inplace.writing().store is not None
@@ -194,11 +201,13 @@ class MLXRunner:
             unencoded = self._encode(plan)
             self.queue.add(*parts)  # a part that pauses reads and writes the pool while it is built
             self._prebuilt.begin()
+            self._waiting = _Waiting(plan.masked, [])
             divided = self.rectangles.of_drafting if plan.drafts else self.rectangles.of
             rectangles = divided(plan.rows)
             for rows in rectangles:
                 built = self._build_parts(plan, rows)
                 parts += built
+                self._waiting.undrawn.extend([part.undrawn for part in built if part.undrawn is not None])
                 if on_built is not None and rows is rectangles[-1]:
                     on_built()
                 self.queue.add(*built)
@@ -215,17 +224,22 @@ class MLXRunner:
         prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked)
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # a chunk may be padded to more tokens
 
-    def place(self, masks: list[list[Mask]]) -> Placed:
-        """Return masks of a plan's rows as `sample` takes them."""
-        return self._masks.place(masks)
+    def place(self, masks: list[list[Mask]]) -> list[list[Numbers]]:
+        """Return the numbers that each draw of the newest plan is sent: the places of its rows' masks, and with the
+        first draw `Placed.new`.
+        """
+        placed = self._masks.place(masks)
+        own = dict(zip(self._waiting.masked, placed.places, strict=True))
+        numbers = [[places_of_rows(each.rows, len(each.logits), own)] for each in self._waiting.undrawn]
+        numbers[0] += placed.new
+        return numbers
 
-    def sample(self, handle: Flight, masks: Placed) -> None:
-        """Let the masked rows of a launched plan draw. Raises DeviceError."""
+    def sample(self, handle: Flight, masks: list[list[Numbers]]) -> None:
+        """Let the masked rows of the newest plan draw. Raises DeviceError."""
+        waiting, self._waiting = self._waiting, _Waiting((), [])
         try:
-            places, new = dict(zip(handle.plan.masked, masks.places, strict=True)), masks.new
-            for undrawn in [part.undrawn for part in handle.parts if part.undrawn is not None]:
-                part = self._draw(undrawn, places, new)
-                new = ()
+            for undrawn, numbers in zip(waiting.undrawn, masks, strict=True):
+                part = self._draw(undrawn, numbers)
                 handle.parts.append(part)
                 self.queue.follow(part)
                 if undrawn.held is not None:
@@ -285,6 +299,7 @@ class MLXRunner:
         self._index_arrays.clear()
         self._seats.reset()
         self._masks.clear()
+        self._waiting = _Waiting((), [])
         self.queue.clear()
         self._lora.unbind()
         self._forward.head.keep(None)
@@ -396,13 +411,13 @@ class MLXRunner:
             early=made.early,
         )
 
-    def _draw(self, undrawn: Undrawn, places: dict[int, list[int]], new: Sequence[Numbers]) -> Part:
+    def _draw(self, undrawn: Undrawn, numbers: Sequence[Numbers]) -> Part:
         """Return the part that draws, by masks, for the rows that a forward left undrawn.
 
-        places: the places of the masks by the plan's row; new: the masks to write first, as in `Placed`.
+        numbers: what `place` has returned for these rows.
         """
-        flags = undrawn.flags
-        sent = self.inputs.send([places_of_rows(undrawn.rows, len(undrawn.logits), places), *new])
+        flags, (_, *new) = undrawn.flags, numbers
+        sent = self.inputs.send(numbers)
         drawn, self._last, seen, moved, table = self.compiled.drawing(flags, len(new[0]) if new else 0)(
             undrawn.logits,
             undrawn.position,

@@ -55,7 +55,7 @@ class Loop:
         self.waits = 0  # turns in which nothing could be done but wait for the drive
         self._flights: deque[tuple[StepPlan, Any]] = deque()
         self._undrawn = False  # whether the newest of them waits for masks
-        self._early: list[list[Mask]] | None = None  # its masks, where they were made before the step before was read
+        self._early: list[Any] = []  # its masks as they were placed, where they were made before that was read
         self.early = 0  # plans with such masks
 
     def add(self, request: Request) -> None:
@@ -126,8 +126,7 @@ class Loop:
         try:
             if plan is not None:
                 self._look_at(plan)
-                self._early = self._masks_before_reading(plan)
-                self._flights.append((plan, self.runner.launch(plan)))
+                self._flights.append((plan, self._launch(plan)))
                 self._undrawn = bool(plan.masked)
             if len(self._flights) > self.depth or plan is None:
                 self._read()
@@ -211,14 +210,21 @@ class Loop:
         self.early += 1
         return self.scheduler.masks(plan, {row.sequence: tokens for row, tokens in drawn if tokens})
 
+    def _launch(self, plan: StepPlan) -> Any:
+        masks = self._masks_before_reading(plan)
+        self._early.clear()
+        if masks is None:
+            return self.runner.launch(plan)
+        return self.runner.launch(plan, lambda: self._early.append(self.runner.place(masks)))
+
     def _sample(self) -> bool:
         """Let the newest step draw by masks, as soon as the step before it was read. False: the device failed."""
         if self._undrawn and len(self._flights) == 1:
             self._undrawn = False
             plan, handle = self._flights[-1]
             try:
-                masks = self.scheduler.masks(plan) if self._early is None else self._early
-                self.runner.sample(handle, self.runner.place(masks))
+                (masks,) = self._early or (self.runner.place(self.scheduler.masks(plan)),)
+                self.runner.sample(handle, masks)
             except DeviceError as e:
                 self._fail([plan], e.again)
                 return False

@@ -91,6 +91,36 @@ def test_what_a_mask_forbids_is_never_drawn(engine: Engine, name: str, options: 
     assert drafted.accepted
 
 
+@pytest.mark.parametrize("name", ["hot", "penalties"])
+def test_numbers_that_travel_together_and_masks_that_are_placed_early_change_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on CUDA, with and without masks that the device does not have yet."""
+    usual = serve(engine, requests(name), Turns())
+    monkeypatch.setattr(engine.built.runner.inputs, "packed", True)
+    monkeypatch.setattr(engine.built.runner, "one_at_a_time", False)
+    for proposer in (None, Oracle(usual, 4)):
+        loop = serve(engine, requests(name), Turns(), proposer)
+        assert_same(loop, usual)
+        assert loop.early
+
+
+def test_masks_travel_before_the_first_of_several_draws(engine: Engine) -> None:
+    """Prompts of different lengths are read in forwards of their own, whose rows draw by masks that nobody knows."""
+
+    class Own(Same):
+        def constrains(self, request: Request) -> bool:
+            return True
+
+        def allowed(self, tokens: Sequence[int]) -> Sequence[int]:
+            return (len(tokens) % tiny_models.VOCAB,)
+
+    lengths = (3, 40, 150)
+    asked = [Request(i, tuple(range(n)), SamplingParams(2, temperature=0.0)) for i, n in enumerate(lengths)]
+    loop = serve(engine, asked, Own())
+    assert loop.tokens == {(i, 0): [n % tiny_models.VOCAB, (n + 1) % tiny_models.VOCAB] for i, n in enumerate(lengths)}
+
+
 @pytest.mark.parametrize("name", ["penalties", "hot"])
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_masked_drafts_follow_tokens_that_the_host_has_not_read(engine: Engine, name: str, wrong: int) -> None:

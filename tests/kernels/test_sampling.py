@@ -119,7 +119,10 @@ def test_what_is_not_finite_is_seen_wherever_it_is(make: Make, dtype: mx.Dtype) 
 
 @st.composite
 def draws(draw: st.DrawFn) -> tuple[mx.array, Noise | None, Masks | None]:
-    """Logits of any kind, temperatures of any size, and masks of any density, each row with its own."""
+    """Logits of any kind, temperatures of any size, and masks of any density, each row with its own.
+
+    Any numbers may lie behind the rows' places of masks.
+    """
     logits = draw(numbers())
     rows, width = logits.shape
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -134,7 +137,8 @@ def draws(draw: st.DrawFn) -> tuple[mx.array, Noise | None, Masks | None]:
     share = draw(st.sampled_from([0.0, 0.001, 0.1, 0.5, 1.0]))
     allowed = rng.random((5, -(-width // 32) * 32)) < share
     table = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
-    return logits, noise, Masks(mx.array(rng.integers(5, size=rows).astype(np.int32)), mx.array(table))
+    places = rng.integers(5, size=rows), rng.integers(-(1 << 31), 1 << 31, size=draw(st.integers(0, 9)))
+    return logits, noise, Masks(mx.array(np.concatenate(places).astype(np.int32)), mx.array(table))
 
 
 @given(drawn=draws(), order=st.sampled_from(shim.ORDERS))

@@ -36,11 +36,20 @@ class Noise(NamedTuple):
 class Masks(NamedTuple):
     """The tokens that rows may draw.
 
-    places: [rows] int32, the row's mask in the table; table: [masks, words] uint32, a bit for each token.
+    places: int32, each row's mask in the table, and any numbers behind those of all rows; table: [masks, words] uint32,
+    a bit for each token.
     """
 
     places: mx.array
     table: mx.array
+
+    def of_rows(self, rows: int) -> mx.array:
+        """Return the masks of all rows, [rows, words] uint32, for MLX's operations."""
+        places = self.places
+        if len(places) > rows:
+            # They lie in a buffer of the host, and MLX's gather reads a place for each word of a mask.
+            places = places[:rows] + 0
+        return self.table[places]
 
 
 NUMBERS = r"""

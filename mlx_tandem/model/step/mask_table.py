@@ -115,13 +115,15 @@ class MaskTable:
 def masks_at(table: mx.array, sent: Sequence[mx.array], rows: int, num_new: int) -> tuple[Masks, list[mx.array]]:
     """Return the masks of the rows, and the table in a list if it has new masks.
 
-    sent: the places [rows] int32 and `Placed.new`, as `Inputs` sends them.
+    sent: the places [rows] int32 and `Placed.new`, as `Inputs` sends them. Places that travel alone are not copied.
     """
-    new = [ArraySpec((num_new,), "int32"), ArraySpec((num_new, table.shape[1]), "uint32")] if num_new else []
-    places, *written = receive(sent, [ArraySpec((rows,), "int32"), *new])
-    if written:
-        table[written[0]] = written[1]
-    return Masks(places, table), [table] if written else []
+    if not num_new:
+        (places,) = sent
+        return Masks(places, table), []
+    new = [ArraySpec((num_new,), "int32"), ArraySpec((num_new, table.shape[1]), "uint32")]
+    places, at, words = receive(sent, [ArraySpec((rows,), "int32"), *new])
+    table[at] = words
+    return Masks(places, table), [table]
 
 
 def bits_of(words: mx.array, vocabulary: int) -> mx.array:

@@ -234,7 +234,7 @@ MLX_PICKERS = Pickers(pick_with_mlx)
 
 def _masked(logits: mx.array, masks: Masks) -> mx.array:
     """Return the logits, -inf where the masks do not allow the token."""
-    return mx.where(bits_of(masks.table[masks.places], logits.shape[-1]), logits, -mx.inf)
+    return mx.where(bits_of(masks.of_rows(len(logits)), logits.shape[-1]), logits, -mx.inf)
 
 
 def _perturbed(logits: mx.array, noise: Noise) -> mx.array:

@@ -30,7 +30,7 @@ def draw(
     sent = Inputs(packed).send([places, *placed.new])
     num_new = len(placed.new[0]) if placed.new else 0
     found, written = masks_at(table.array, sent.arrays, len(masks), num_new)
-    bits = bits_of(found.table[found.places], vocabulary)
+    bits = bits_of(found.of_rows(len(masks)), vocabulary)
     mx.eval(bits, written)
     table.keep(written)
     return [set(np.flatnonzero(row).tolist()) for row in np.array(bits)], num_new
@@ -63,6 +63,20 @@ def test_a_mask_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     table.clear()
     assert draw(table, [other], 40, packed=True) == ([{2, 39}], 1)
+
+
+def test_places_that_travel_alone_are_read_where_they_are() -> None:
+    """A draw whose masks the device has copies nothing: the kernel reads the places in the host's buffer."""
+    table = MaskTable(40, 4)
+    for masks, copied in (([{1}, {2}], True), ([{2}, {1}], False)):
+        placed = table.place([[mask(each, 40)] for each in masks])
+        own = dict(enumerate(placed.places))
+        sent = Inputs(True).send([places_of_rows([0, 1], 3, own), *placed.new])
+        found, written = masks_at(table.array, sent.arrays, 3, len(placed.new[0]) if placed.new else 0)
+        table.keep(written)
+        assert (found.places is not sent.arrays[0]) == copied
+        assert np.array(found.places)[:3].tolist() == [*own[0], *own[1], EVERYTHING]
+        assert found.of_rows(3).shape == (3, mask_words(40))
 
 
 def test_masks_of_the_same_sum_are_told_apart() -> None:
