@@ -408,7 +408,6 @@ class MLXRunner:
             given.verifies,
             key.pooled,
             drafts=made.drafts,
-            early=made.early,
         )
 
     def _draw(self, undrawn: Undrawn, numbers: Sequence[Numbers]) -> Part:

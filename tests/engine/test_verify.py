@@ -18,11 +18,9 @@ from mlx_tandem.engine.plan import StepPlan
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache.kvcache import EARLY_LAYERS
 from mlx_tandem.model.step import prebuilt
-from mlx_tandem.model.step.dispatch import DispatchQueue
 from mlx_tandem.model.step.inputs import Inputs
-from mlx_tandem.model.step.parts import Flight, Part
+from mlx_tandem.model.step.parts import Flight
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_families, tiny_models
@@ -131,7 +129,7 @@ def base_and_adapters(engine: Engine, scratch: Path) -> list[AdapterRef | None]:
 def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
     folder: Path, tmp_path: Path, name: str, adapters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers with graphs that are built ahead and dispatched in pieces, as on CUDA, equal those without drafts."""
+    """Answers with graphs that are built ahead, as on CUDA, equal those without drafts."""
     engine = make_engine(folder, max_num_seqs=8)
     asked = requests(name)
     if adapters:
@@ -151,39 +149,13 @@ def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
     monkeypatch.setattr(Prebuilt, "results", counted)
     monkeypatch.setattr(prebuilt, "LEAST_USED", 0.0)
     runner = engine.built.runner
-    runner.inputs.packed = runner.builds_ahead = runner._forward.splits = True
+    runner.inputs.packed = runner.builds_ahead = True
     for wrong in (0, 3):
         assert_same(serve(engine, asked, Waiting(free, wrong)), free)
         for request in asked:  # alone, so that no later step is in flight
             loop = serve(engine, [request], Waiting(free, wrong))
             assert all(said == free.tokens[key] for key, said in loop.tokens.items())
     assert True in built and False in built
-
-
-def test_a_step_that_verifies_is_dispatched_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first pieces are short, so that the device begins soon. Answers are those of whole steps."""
-    engine = make_engine(tiny_models.make(tmp_path / "model", "qwen3", seed=1, num_hidden_layers=10), max_num_seqs=8)
-    asked, runner = requests("greedy")[:1], engine.built.runner
-    free = serve(engine, asked)
-    runner._forward.splits = True
-    pieces: list[list[mx.array]] = []
-    add = DispatchQueue.add
-
-    def recorded(self: DispatchQueue, *parts: Part) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            dispatched: list[mx.array] = []
-            evaluate = mx.async_eval
-            patch.setattr(mx, "async_eval", lambda *arrays: (dispatched.extend(arrays), evaluate(*arrays)))
-            add(self, *parts)
-        for part in parts:
-            if part.verifies:
-                pieces.append(part.early)
-                assert dispatched[-len(part.early) - 1 : -1] == part.early, "in order, before the rest"
-
-    monkeypatch.setattr(DispatchQueue, "add", recorded)
-    monkeypatch.setattr(runner.queue, "one_at_a_time", False)
-    assert_same(serve(engine, asked, Oracle(free, 0)), free)
-    assert pieces and all(len(early) == len(EARLY_LAYERS) for early in pieces)
 
 
 def test_graphs_that_are_not_used_are_no_longer_built() -> None:

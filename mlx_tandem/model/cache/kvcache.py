@@ -76,15 +76,6 @@ class LayerKernels(NamedTuple):
     rotary: Rotary
 
 
-EARLY_LAYERS = (3, 5, 9)
-"""The attention layers of the first pool, counted from 1, before which a step that is dispatched in pieces is cut.
-
-If all layers have attention, the pieces are layers 1 and 2, 3 and 4, 5 to 8, and the rest. On an H200 a layer takes the
-device 0.14 ms and the host 0.08, and each piece takes the host another 0.06 ms. So while the device computes a piece,
-the host launches the next one, which may be up to 1.5 times as long.
-"""
-
-
 class PoolLayout(NamedTuple):
     """The properties of a pool that are the same in every forward."""
 
@@ -118,7 +109,6 @@ class StepView:
             fused attention is fastest.
         kept, block_size: As in `PoolLayout`.
         turns_by_index: Whether each token's position is its index, so that a kernel may apply the rotary embedding.
-        early: The inputs of those EARLY_LAYERS that the forward has reached.
         each: The number of adjacent rows that belong to one sequence: its tokens, and padding behind them. Where no
             kernel reads the pool, the sequence's keys and values are gathered once for all of them.
 
@@ -150,7 +140,6 @@ class StepView:
         self._pause = pause
         self._computing: mx.array | None = None
         self._layers = 0
-        self.early: list[mx.array] = []
         self._num_blocks = pool.num_blocks
         self.mask_axes = tuple(range(1, 1 + pool.mask_axes))
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
@@ -224,8 +213,6 @@ class StepView:
     def arrive(self, x: mx.array) -> None:
         """Count a layer. After every `pause` layers, dispatch x, then wait for the array that was dispatched before."""
         self._layers += 1
-        if self._layers in EARLY_LAYERS:
-            self.early.append(x)
         if self._pause and self._layers % self._pause == 0:
             mx.async_eval(x)
             if self._computing is not None:

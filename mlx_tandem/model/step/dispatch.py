@@ -56,6 +56,4 @@ class DispatchQueue:
             self._running = self._waiting.popleft()
             if self.one_at_a_time:
                 device.blas_threads(every_core=self._running.prompt_tokens >= MANY_TOKENS)
-            for array in self._running.early:
-                mx.async_eval(array)
             mx.async_eval(self._running.marker)

@@ -62,7 +62,6 @@ class StepArrays(NamedTuple):
         lines: New states that are to be written when the step is done. If the step verifies drafts, those after each
             turn, and behind them the position [rows] of each row's first token.
         drafts: The drafts that the model's head makes, if it makes any.
-        early: The arrays at which the step is cut, if it is to be dispatched in pieces.
     """
 
     drawn: list[mx.array]
@@ -75,7 +74,6 @@ class StepArrays(NamedTuple):
     order: list[mx.array]
     lines: list[mx.array]
     drafts: list[mx.array]
-    early: list[mx.array]
 
 
 class _Drawn(NamedTuple):
@@ -119,9 +117,6 @@ class Forward:
     its cache is the last of `caches`.
 
     Attributes:
-        splits: Whether steps that verify drafts are dispatched in pieces, short ones first. The device has nothing to
-            do until the host has launched such a step, and CUDA begins when the host has launched a hundred operations
-            or all.
         gathered_share: The share of a row's state that a step gathers if the row decodes. Kernels read and write the
             rest in the pool.
     """
@@ -139,7 +134,6 @@ class Forward:
     ):
         module, mtp = model.module, model.mtp
         self.head = HeadPositions.of(module)
-        self.splits = device.is_cuda()
         self._module: Any = module
         own = caches if mtp is None else caches[:-1]
         self._ahead = None if mtp is None else HeadStep(mtp, caches[-1], pickers, nobody)
@@ -239,8 +233,7 @@ class Forward:
             order = [zero_of([logits, *states, *ahead.marker])] if order else []
             marker = [*states, *drawn.marker, *ahead.marker, *order]
             changed = drawn.last_tokens, drawn.moved, drawn.known, written, order
-            early = views[0].early if key.drafts and self.splits else []
-            return StepArrays(drawn.outputs, scored, marker, *changed, lines, ahead.drafts, early)
+            return StepArrays(drawn.outputs, scored, marker, *changed, lines, ahead.drafts)
 
         return step
 

@@ -41,7 +41,6 @@ class Part:
     is_pooled: bool = False  # whether `scored` has pooled hidden states and not scores
     saves: tuple[int, ...] = ()  # blocks whose contents the marker holds
     drafts: list[mx.array] = field(default_factory=list)  # what the model's head expects behind each of `drawn`
-    early: list[mx.array] = field(default_factory=list)  # what is dispatched before the marker, piece by piece
 
     def take_drawn(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> None:
         """Set the entries of the part's rows in `tokens`, which has the drawn tokens of each row of the plan."""
