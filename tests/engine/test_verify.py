@@ -178,6 +178,33 @@ def test_graphs_that_are_not_used_are_no_longer_built() -> None:
     assert made.take_repeatable(flight) is None, "it is another step's turn"
 
 
+def test_a_graph_is_used_for_a_call_with_the_same_arrays_only() -> None:
+    numbers = [np.zeros(4, np.int32)]
+    a, b = mx.zeros(1), mx.zeros(1)
+    pool = [[a, b], [a]]
+    calls: list[tuple[list[Any], bool]] = [
+        ([a, pool, []], True),
+        ([a, [[a, b], [a]], []], True),
+        ([a, [[a, b], [b]], []], False),
+        ([b, pool, []], False),
+        ([a, [[a, b]], []], False),
+        ([a, [[a, b], []], []], False),
+        ([a, pool, [b]], False),
+        ([a, pool, a], False),
+        ([a, pool], False),
+    ]
+    for arguments, is_same in calls:
+        made = Prebuilt(Inputs(packed=True))
+
+        def step(sent: list[mx.array], *_: Any) -> list[mx.array]:
+            return list(sent)
+
+        made.build(StepCall(step, numbers, [a, pool, []]))
+        assert made._made is not None
+        built = made._made[2]
+        assert (made.results(StepCall(step, numbers, arguments))[1] is built) == is_same
+
+
 @pytest.mark.parametrize("name", ["greedy", "penalties"])
 def test_drafts_from_own_tokens_change_nothing(engine: Engine, name: str) -> None:
     """The server's proposer, over prompts that repeat themselves, some of whose answers do, too."""
