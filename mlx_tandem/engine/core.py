@@ -324,14 +324,16 @@ class EngineCore:
         frame as the tokens.
         """
         was_empty = self._pipeline.is_empty
-        outcome = None
+        outcome = lost = None
         try:
             outcome = self._pipeline.turn()
         except StepsLost as e:
-            self._fail(e)
+            outcome, lost = e.outcome, e
         self._outbox += self._trainers.answers()
         if outcome is not None:
             self._report(outcome)
+        if lost is not None:
+            self._fail(lost)
         for failure in self._trainers.device_failures():
             self._strike(f"learning: {failure}")
         # Nothing was in flight, and nothing could be launched.

@@ -31,12 +31,19 @@ _NO_STEP = StepPlan(())
 
 
 class StepsLost(Exception):
-    """Raised when the device failed and these steps will have no result. `again` is that of the DeviceError."""
+    """Raised when the device failed and some steps will have no result.
+
+    Attributes:
+        plans: The plans of these steps.
+        again: As in the DeviceError.
+        outcome: The outcome of a step that had been read before in the same turn, if there was one.
+    """
 
     def __init__(self, plans: list[StepPlan], cause: DeviceError):
         super().__init__(str(cause))
         self.plans = plans
         self.again = cause.again
+        self.outcome: StepOutcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,11 @@ class Pipeline:
         step = None
         if not (due and self.time_share.may_go_on):  # otherwise another slice follows this one at once
             step = self.scheduler.plan(background=False)
-        return self._launch(replace(step or _NO_STEP, slice=slice_)) or outcome
+        try:
+            return self._launch(replace(step or _NO_STEP, slice=slice_)) or outcome
+        except StepsLost as lost:
+            lost.outcome = outcome
+            raise
 
     def _next_slice(self, due: bool) -> Slice | None:
         """Return the slice of learning to launch now, None for a step alone. `due`: whether it is learning's turn.

@@ -29,8 +29,8 @@ def draw_request(rng: Random, number: int) -> Request:
     return structs.replace(drawn, background=rng.random() < 0.3)
 
 
-def run_workload(rng: Random, make_front: Callable[..., Front]) -> tuple[int, int]:
-    """One life of an engine; how many slices ran, and how many messages failed."""
+def run_workload(rng: Random, steps: Random, make_front: Callable[..., Front]) -> tuple[int, int]:
+    """One life of an engine, in which some steps fail; how many slices ran, and how many messages failed."""
     backend = Backend()
     share = rng.choice((0.05, 0.3, 0.9))
     options = {"one_at_a_time": True} if rng.random() < 0.5 else {}
@@ -42,6 +42,9 @@ def run_workload(rng: Random, make_front: Callable[..., Front]) -> tuple[int, in
     for _ in range(rng.choice((0, 1, 2))):
         broken = rng.choice((backend.fail, backend.fail_wait))
         broken[rng.choice(("a", "b", "ab")), rng.randint(0, 9)] = rng.choice((RuntimeError, OutOfMemory))("broken")
+    failing = steps.sample(range(80), steps.choice((0, 6)))
+    front.reference.fail = {number: steps.choice(("launch", "half", "wait")) for number in failing}
+    front.reference.again = frozenset(front.reference.fail)  # all of them are computed again
     requests: list[Request] = []
     messages: list[m.Learning] = []
     slices = 0
@@ -76,7 +79,7 @@ def test_requests_and_two_trainers_come_out_as_alone(
     slices = failed = 0
     for seed in range(place, SEEDS, PLACES):
         try:
-            ran, lost = run_workload(Random(seed), make_front)
+            ran, lost = run_workload(Random(seed), Random(1000 + seed), make_front)
         except BaseException as e:
             e.add_note(f"seed {seed}")
             raise
