@@ -324,16 +324,18 @@ class EngineCore:
         frame as the tokens.
         """
         was_empty = self._pipeline.is_empty
-        outcome = lost = None
+        outcome = None
         try:
             outcome = self._pipeline.turn()
         except StepsLost as e:
-            outcome, lost = e.outcome, e
+            # The frames of these tracebacks hold the arrays of the step, and with them the pool that `_fail` replaces.
+            e.__traceback__ = e.__cause__ = e.__context__ = None
+            if e.outcome is not None:
+                self._report(e.outcome)
+            self._fail(e)
         self._outbox += self._trainers.answers()
         if outcome is not None:
             self._report(outcome)
-        if lost is not None:
-            self._fail(lost)
         for failure in self._trainers.device_failures():
             self._strike(f"learning: {failure}")
         # Nothing was in flight, and nothing could be launched.

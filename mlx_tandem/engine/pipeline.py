@@ -39,11 +39,11 @@ class StepsLost(Exception):
         outcome: The outcome of a step that had been read before in the same turn, if there was one.
     """
 
-    def __init__(self, plans: list[StepPlan], cause: DeviceError):
+    def __init__(self, plans: list[StepPlan], cause: DeviceError, outcome: StepOutcome | None = None):
         super().__init__(str(cause))
         self.plans = plans
         self.again = cause.again
-        self.outcome: StepOutcome | None = None
+        self.outcome = outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Pipeline:
         try:
             return self._launch(replace(step or _NO_STEP, slice=slice_)) or outcome
         except StepsLost as lost:
-            lost.outcome = outcome
+            lost.outcome = lost.outcome or outcome
             raise
 
     def _next_slice(self, due: bool) -> Slice | None:
@@ -209,7 +209,11 @@ class Pipeline:
                 result = self._read(slice_before, before)
         except DeviceError as e:
             self._flight = None
-            raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
+            outcome = None
+            if before is not None and result is not None:  # it was read before the launch that failed
+                outcome, before = self.scheduler.update_from_output(before.plan, result), None
+            plans = [p for p in (before.plan if before else None, plan) if p is not None]
+            raise StepsLost(plans, e, outcome) from e
         return None if before is None or result is None else self.scheduler.update_from_output(before.plan, result)
 
     def _launch_step(self, plan: StepPlan, before: _Flight | None) -> tuple[Any, Future[Any] | None]:

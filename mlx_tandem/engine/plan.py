@@ -278,7 +278,7 @@ class Runner(Protocol):
     def place(self, masks: list[list[Mask]]) -> Any:
         """Return masks as `sample` takes them: for each masked row of the newest plan, a mask per drawing position.
 
-        Another thread may call it while that plan is launched, once `on_built` was called.
+        It may be called on another thread during `launch`, but only after `on_built` was called.
         """
 
     def sample(self, handle: Any, masks: Any) -> None:

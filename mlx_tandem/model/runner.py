@@ -69,7 +69,10 @@ class RunnerSizes:
 
 
 class _Waiting(NamedTuple):
-    """The rows of the newest plan that wait for masks, until they draw: their indices, and what each forward left."""
+    """The rows of the newest plan that have not drawn because their masks are missing.
+
+    `masked` has their indices in the plan, and `undrawn` an entry for each forward.
+    """
 
     masked: tuple[int, ...]
     undrawn: list[Undrawn]
@@ -225,8 +228,8 @@ class MLXRunner:
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # a chunk may be padded to more tokens
 
     def place(self, masks: list[list[Mask]]) -> list[list[Numbers]]:
-        """Return the numbers that each draw of the newest plan is sent: the places of its rows' masks, and with the
-        first draw `Placed.new`.
+        """Return for each draw of the newest plan the numbers to send: the indices of its rows' masks in the table, and
+        for the first draw also the new masks (`Placed.new`).
         """
         placed = self._masks.place(masks)
         own = dict(zip(self._waiting.masked, placed.places, strict=True))
@@ -304,9 +307,9 @@ class MLXRunner:
         self._lora.unbind()
         self._forward.head.keep(None)
         self._order.reset()
-        self._pool.clear()
-        self._embeddings.clear()
         self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
+        self._embeddings.clear()
+        self._pool.clear()  # last, since arrays of a lost step hold the old pool
 
     # a step
 

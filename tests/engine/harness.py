@@ -55,7 +55,7 @@ class Loop:
         self.waits = 0  # turns in which nothing could be done but wait for the drive
         self._flights: deque[tuple[StepPlan, Any]] = deque()
         self._undrawn = False  # whether the newest of them waits for masks
-        self._early: list[Any] = []  # its masks as they were placed, where they were made before that was read
+        self._early: list[Any] = []  # what `place` returned for it before the step before was read
         self.early = 0  # plans with such masks
 
     def add(self, request: Request) -> None:

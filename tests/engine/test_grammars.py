@@ -306,7 +306,7 @@ def test_a_matcher_that_fails_says_why_once() -> None:
 
 
 def test_masks_made_together_are_those_made_alone() -> None:
-    """Also beside a matcher that fails."""
+    """This also holds if one of the matchers fails."""
     grammars = store()
     asked = [request(pattern, number) for number, pattern in enumerate(("ab", "[abc]{3}", "c+"))]
     for one in asked:

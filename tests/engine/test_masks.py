@@ -95,7 +95,7 @@ def test_what_a_mask_forbids_is_never_drawn(engine: Engine, name: str, options: 
 def test_numbers_that_travel_together_and_masks_that_are_placed_early_change_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """As on CUDA, with and without masks that the device does not have yet."""
+    """The runner packs its numbers and places masks early, as on CUDA, with and without masks that are new."""
     usual = serve(engine, requests(name), Turns())
     monkeypatch.setattr(engine.built.runner.inputs, "packed", True)
     monkeypatch.setattr(engine.built.runner, "one_at_a_time", False)
@@ -106,7 +106,7 @@ def test_numbers_that_travel_together_and_masks_that_are_placed_early_change_not
 
 
 def test_masks_travel_before_the_first_of_several_draws(engine: Engine) -> None:
-    """Prompts of different lengths are read in forwards of their own, whose rows draw by masks that nobody knows."""
+    """Prompts of different lengths are read in forwards of their own, and all their masks are new."""
 
     class Own(Same):
         def constrains(self, request: Request) -> bool:

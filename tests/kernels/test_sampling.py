@@ -121,7 +121,7 @@ def test_what_is_not_finite_is_seen_wherever_it_is(make: Make, dtype: mx.Dtype) 
 def draws(draw: st.DrawFn) -> tuple[mx.array, Noise | None, Masks | None]:
     """Logits of any kind, temperatures of any size, and masks of any density, each row with its own.
 
-    Any numbers may lie behind the rows' places of masks.
+    `places` may have any further elements behind those of the rows.
     """
     logits = draw(numbers())
     rows, width = logits.shape

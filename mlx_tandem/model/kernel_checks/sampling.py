@@ -143,7 +143,7 @@ def wrong(pick: Pick, dtypes: Iterable[mx.Dtype], vocabulary: int) -> str:
     for dtype in dtypes:
         logits = mx.array(invent(rng, vocabulary)).astype(dtype)
         for noisy, masked, rows in ((0, 0, 52), (0, 0, 1), (1, 0, 52), (1, 1, 20), (0, 1, 20)):
-            # Behind the places of these rows lie those of others, as other numbers do in a buffer of the host.
+            # `masks.places` is longer than the rows on purpose: in a buffer of the host, other numbers follow.
             problem = difference(pick, logits[:rows], _first(noise, rows) if noisy else None, masks if masked else None)
             if problem:
                 return f"{problem} of {rows}, {dtype}"

@@ -36,8 +36,8 @@ class Noise(NamedTuple):
 class Masks(NamedTuple):
     """The tokens that rows may draw.
 
-    places: int32, each row's mask in the table, and any numbers behind those of all rows; table: [masks, words] uint32,
-    a bit for each token.
+    places: [at least rows] int32; the first `rows` are the indices of the rows' masks in the table, and the others are
+    ignored; table: [masks, words] uint32, a bit for each token.
     """
 
     places: mx.array
@@ -45,11 +45,8 @@ class Masks(NamedTuple):
 
     def of_rows(self, rows: int) -> mx.array:
         """Return the masks of all rows, [rows, words] uint32, for MLX's operations."""
-        places = self.places
-        if len(places) > rows:
-            # They lie in a buffer of the host, and MLX's gather reads a place for each word of a mask.
-            places = places[:rows] + 0
-        return self.table[places]
+        # The places may lie in the host's memory, and MLX's gather reads them for each word, so they are copied first.
+        return self.table[self.places[:rows] + 0]
 
 
 NUMBERS = r"""

@@ -48,7 +48,7 @@ _MOST_PADDED = 2
 """Most rows after padding per row before: everything but the products grows with them."""
 
 _WIDER = 1.25
-"""A count is left out if a count at most so many times as large takes no longer, unless it is a power of two.
+"""A count that is not a power of two is left out if a larger one, at most so many times as large, takes about as long.
 
 Full batches mostly have a power of two of rows, and everything but the products takes longer with more rows. On an H200
 with at most 80 rows, 64 had been padded to 80, for which attention takes 32 µs a layer instead of 22.

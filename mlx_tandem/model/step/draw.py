@@ -18,9 +18,9 @@ from mlx_tandem.model.step.verify import Drafts
 Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array], list[mx.array], list[mx.array]]]
 """A function that draws. It takes logits [rows, vocabulary], the positions [rows] of the tokens to be drawn, the rows'
 seats, the newest token of each seat, the sampling arrays, the token counts of all seats, and optionally drafts with
-the position of each seat's newest token, and a table of masks with what was sent for `masks_at`. It returns the drawn
-arrays, the newest tokens, the token counts afterwards, with drafts a list of the newest tokens' positions, and with
-new masks a list of the table.
+the position of each seat's newest token, and a table of masks with the numbers that `masks_at` takes. It returns the
+drawn arrays, the newest tokens, the token counts afterwards, with drafts a list of the newest tokens' positions, and
+with new masks a list of the table.
 """
 
 

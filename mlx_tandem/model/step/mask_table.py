@@ -115,7 +115,8 @@ class MaskTable:
 def masks_at(table: mx.array, sent: Sequence[mx.array], rows: int, num_new: int) -> tuple[Masks, list[mx.array]]:
     """Return the masks of the rows, and the table in a list if it has new masks.
 
-    sent: the places [rows] int32 and `Placed.new`, as `Inputs` sends them. Places that travel alone are not copied.
+    sent: the places [rows] int32 and `Placed.new`, as `Inputs` sends them. Without new masks
+    the sent array is used as it is, and it may have further elements behind the first `rows`.
     """
     if not num_new:
         (places,) = sent

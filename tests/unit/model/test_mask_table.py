@@ -66,7 +66,7 @@ def test_a_mask_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_places_that_travel_alone_are_read_where_they_are() -> None:
-    """A draw whose masks the device has copies nothing: the kernel reads the places in the host's buffer."""
+    """If the device already has all masks, the draw copies nothing; the kernel reads places in the host's buffer."""
     table = MaskTable(40, 4)
     for masks, copied in (([{1}, {2}], True), ([{2}, {1}], False)):
         placed = table.place([[mask(each, 40)] for each in masks])
