@@ -1,4 +1,4 @@
-"""What has been read survives the loss of a later step, and what a lost step held is freed."""
+"""Tests of failed steps: results that were read before are delivered, and arrays of the lost step are freed."""
 
 from __future__ import annotations
 

@@ -91,13 +91,12 @@ def test_every_split_says_the_same(name: str, text: str, opened: bool, data: st.
     assert heard(parser(name, opened=opened, calls="hermes"), data.draw(cuts(text))) == heard(
         parser(name, opened=opened, calls="hermes"), [text]
     )
-    if name == HARMONY:
-        return
-    form, without = FORMS[name], text
-    for mark in form.dropped:
-        without = without.replace(mark, "")
-    if without.count(form.open) == text.count(form.open):  # else the text around a dropped mark joins to one
-        assert form.open not in text_of(whole), "a thought does not leak into the answer"
+    if name != HARMONY:
+        form, without = FORMS[name], text
+        for mark in form.dropped:
+            without = without.replace(mark, "")
+        joined = without.count(form.open) - text.count(form.open)  # by the text around dropped marks
+        assert text_of(whole).count(form.open) <= joined, "a thought does not leak into the answer"
 
 
 @pytest.mark.parametrize("name", sorted(FORMS.keys() - {HARMONY}))
