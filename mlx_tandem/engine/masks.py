@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Mask, RowKind, StepPlan, mask_words
 from mlx_tandem.engine.sequence import Sequence as EngineSequence
@@ -66,7 +66,10 @@ def masks_of_plan(
     depth = 0
     while waiting:
         behind = [(*drawn.get(s.id, ()), *drafts[:depth]) for s, drafts, _ in waiting]
-        places = [Place(s.request, s.choice, _behind(s, new)) for (s, _, _), new in zip(waiting, behind, strict=True)]
+        texts = [
+            ExtendedTokens(s.tokens, new) if new else s.tokens for (s, _, _), new in zip(waiting, behind, strict=True)
+        ]
+        places = [Place(s.request, s.choice, text) for (s, _, _), text in zip(waiting, texts, strict=True)]
         following = []
         for (s, drafts, own), mask in zip(waiting, maker.masks(places), strict=True):
             rest = len(drafts) - depth
@@ -86,6 +89,29 @@ def allows(mask: Mask, token: int) -> bool:
     return bool(mask[token // 8] >> token % 8 & 1)
 
 
-def _behind(s: EngineSequence, new: Tokens) -> Sequence[int]:
-    """Return the tokens of a sequence with other ones behind them."""
-    return [*s.tokens, *new] if new else s.tokens
+class ExtendedTokens(Sequence[int]):
+    """The tokens of a sequence with others behind them, without a copy of the former, which may be very many."""
+
+    __slots__ = ("_first", "_rest")
+
+    def __init__(self, first: Sequence[int], rest: Tokens):
+        self._first = first
+        self._rest = rest
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._rest)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        known = len(self._first)
+        if not isinstance(at, slice):
+            at = range(len(self))[at]
+            return self._first[at] if at < known else self._rest[at - known]
+        begin, end, step = at.indices(len(self))
+        assert step == 1
+        return [*self._first[begin:end], *self._rest[max(begin - known, 0) : max(end - known, 0)]]

@@ -9,7 +9,9 @@ from mlx_tandem.engine.plan import Mask, mask_words
 from mlx_tandem.types import Request, ThoughtBudget
 
 MOST_DRAFTS = 64
-"""Most tokens at the end of an output that may differ from those of the mask before: drafts that were not accepted."""
+"""Most tokens at the end of an output that may differ from those of the mask before: drafts that were not accepted.
+The marks of a thought have fewer tokens.
+"""
 
 
 class _Thoughts:
@@ -35,14 +37,17 @@ class _Thoughts:
             return closing[self.forced] if self.forced < len(closing) else None
         return closing[0] if self.is_open and self.spent >= self.budget.tokens else None
 
-    def follows(self, output: Sequence[int]) -> bool:
-        """Return whether `output` continues what was read. Drafts that were not accepted differ at its end."""
-        return output[self.length - len(self._recent) : self.length] == self._recent
+    def read(self, tokens: Sequence[int], begin: int) -> bool:
+        """Read the tokens of the output, which is `tokens` from `begin` on, behind those that were read before.
 
-    def read(self, output: Sequence[int]) -> None:
-        """Read the tokens of `output` behind those that were read before."""
-        budget = self.budget
-        for end in range(self.length + 1, len(output) + 1):
+        Return False without reading if the output does not continue what was read. Drafts that were not accepted
+        differ at its end.
+        """
+        budget, known = self.budget, len(self._recent)
+        output = list(tokens[begin + self.length - known :])  # what came before does not matter any more
+        if output[:known] != self._recent:
+            return False
+        for end in range(known + 1, len(output) + 1):
             forced = self.next_forced
             if forced is not None and output[end - 1] == forced:
                 self.forced += 1
@@ -53,8 +58,9 @@ class _Thoughts:
                 self.is_open = not _ends_with(output, end, budget.close)
             else:
                 self.is_open = _ends_with(output, end, budget.open)
-        self.length = len(output)
+        self.length += len(output) - known
         self._recent = output[-MOST_DRAFTS:]
+        return True
 
 
 class ThoughtBudgets:
@@ -97,12 +103,11 @@ class ThoughtBudgets:
         budget = request.params.thoughts
         if budget is None:
             return None
-        output = list(tokens[len(request.prompt) :])
-        key = request.id, choice
+        key, begin = (request.id, choice), len(request.prompt)
         thoughts = self._choices.get(key)
-        if thoughts is None or not thoughts.follows(output):
+        if thoughts is None or not thoughts.read(tokens, begin):
             thoughts = self._choices[key] = _Thoughts(budget)
-        thoughts.read(output)
+            thoughts.read(tokens, begin)
         return thoughts.next_forced
 
     def forget(self, request: int, choice: int) -> None:
