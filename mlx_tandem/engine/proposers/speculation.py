@@ -35,6 +35,16 @@ a larger batch needs (docs/decisions/speculation.md)."""
 WORTH_WAITING = 1.0
 """Accepted drafts a row, on average, from which on a sequence waits for its newest token before it drafts."""
 
+MOSTLY = 0.8
+"""Share of a draft model's drafts behind rejected ones that has to be accepted so that a rejected draft does not lead to
+fewer drafts."""
+
+TRUST = 4.0
+"""Number of drafts behind rejected ones that a new sequence is taken to have accepted."""
+
+FADES = 0.7
+"""How much the drafts of a row still count once another row behind a rejected draft has been verified."""
+
 WITHOUT_MODEL = 8
 """Tokens during which a sequence does not wait for a draft model that had nothing for it."""
 
@@ -56,6 +66,9 @@ class _Drafter:
     is_copied: bool = False  # whether the last drafts are copied, from the prediction or the sequence's own tokens
     accepted: float = 0.0  # a row, moving average
     is_copying: bool = False  # whether all of the last drafts were accepted
+    has_missed: bool = False  # whether one of the model's last drafts was rejected
+    judged: float = TRUST  # the model's drafts in rows behind rejected ones, without those behind the first wrong one
+    right: float = TRUST  # the accepted ones among them
     misses: int = 0  # rows in a row of which no draft was accepted
     pause: int = 0  # tokens to let pass
     resume: int = 0  # number of tokens from which on it drafts again
@@ -124,7 +137,7 @@ class Speculation:
             pauses = self._pauses(drafter, len(a.tokens) + max(a.unread - 1, 0))
             copies = (not a.unread or drafter.is_copying) and self._match(drafter, a.tokens)[1] > 0
             drafter.awaits_model = not (pauses or copies)
-        numbers = self._numbers([drafter.is_copying for a, drafter in pairs if drafter.awaits_model and not a.unread])
+        numbers = self._numbers([drafter for a, drafter in pairs if drafter.awaits_model and not a.unread])
         wanted = []
         for a, drafter in pairs:
             drafts = drafter.awaits_model and not a.unread
@@ -192,21 +205,23 @@ class Speculation:
             self._model, self.together, self.for_all = None, False, False
             return {}
 
-    def _numbers(self, went_on: Sequence[bool]) -> Sequence[int]:
+    def _numbers(self, drafters: Sequence[_Drafter]) -> Sequence[int]:
         """Return the numbers of drafts that the draft model may make for a sequence, in descending order.
 
         Each sequence gets the first number for which it has room. The numbers are those of all sequences, since one
         step makes the drafts of all, and another step verifies the same number of tokens of each. They begin with the
-        larger number while more than half of the sequences accept all drafts. They are few, since each kind of step is
-        traced.
+        larger number while it suits more than half of the sequences. They are few, since each kind of step is traced.
 
-        went_on: for each sequence that drafts now, whether all of its last drafts were accepted.
+        The larger number suits a sequence that accepted all of its last drafts. Some draft models are wrong for a while
+        once they are wrong, others only for a token. So it also suits a sequence that accepts most drafts behind
+        rejected ones.
         """
         most = self._config.num_tokens
         if not self._config.dynamic:
             return range(most, 0, -1)
         half = max(most // 2, 1)
-        return (most, half, 1) if 2 * sum(went_on) > len(went_on) else (half, 1)
+        suits = sum(not d.has_missed or d.right >= MOSTLY * d.judged for d in drafters)
+        return (most, half, 1) if 2 * suits > len(drafters) else (half, 1)
 
     def _number(self, drafter: _Drafter, most: int, length: int) -> int:
         """Return how many drafts, `most` at most, to copy where so many tokens agree."""
@@ -245,6 +260,11 @@ class Speculation:
             drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, MOST_DRAFTS)
         elif drafter.is_copied:
             drafter.drafts = max(2 * accepted + 1, 1)
+        else:
+            if drafter.has_missed:
+                drafter.judged = FADES * drafter.judged + accepted + (accepted < drafts)
+                drafter.right = FADES * drafter.right + accepted
+            drafter.has_missed = accepted < drafts
         drafter.misses = 0 if accepted else drafter.misses + 1
         if drafter.misses > self._patience:
             drafter.pause = min(1 << drafter.misses, LONGEST_PAUSE)

@@ -238,32 +238,49 @@ def with_model() -> tuple[Speculation, Small]:
     return Speculation(SpeculationConfig(method="draft"), cast(DraftModel, model), clock=lambda: 0.0), model
 
 
-def test_a_draft_model_is_asked_for_more_while_all_its_drafts_are_accepted() -> None:
+def asked_for(rounds: Sequence[int]) -> list[int]:
+    """Return how many drafts the model is asked for in these rounds, of which so many are accepted."""
     request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
     tokens = list(request.prompt)
-    for accepted in (2, 5, 4, 2, 0, 2, 5):
+    for accepted in rounds:
         proposer.prepare([Asked(request, 0, tokens, 0, 100)])
         drafts = proposer.propose(request, 0, tokens, 0, 100)
         assert list(drafts) == [7] * model.most[-1]
         proposer.settle(request, 0, len(drafts), accepted)
         tokens += range(len(tokens), len(tokens) + 8)  # nothing that was said comes again
-    assert model.most == [2, 5, 5, 2, 5, 2, 5]
     for room, most in ((4, 2), (1, 1), (0, 0)):
         proposer.prepare([Asked(request, 0, tokens, 0, room)])
         assert model.most[-1] == most, "few numbers, each of which is traced"
+    return model.most[: len(rounds)]
+
+
+def test_a_draft_model_is_asked_for_fewer_while_it_is_wrong_for_long() -> None:
+    most = asked_for((5, 1, 1, 1, 1, 2, 5, 4, 1, 2, 5))
+    assert most == [5, 5, 5, 2, 2, 2, 5, 5, 2, 2, 5], "the second time, one wrong row is enough"
+
+
+def test_a_draft_model_that_is_wrong_for_a_token_at_a_time_is_asked_for_as_many_as_before() -> None:
+    assert asked_for((5, 3, 5, 4, 5, 2, 5, 4, 5)) == [5] * 9
+
+
+def test_a_draft_model_forgets_a_sequence_that_has_ended() -> None:
+    request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
+    proposer.prepare([Asked(request, 0, [1, 2, 3], 0, 100)])
     proposer.forget(request, 0)
-    assert not model.most, "the draft model forgets the sequence, too"
+    assert not model.most
 
 
 @pytest.mark.parametrize(("sure", "most"), [(0, 2), (1, 2), (2, 2), (3, 5), (4, 5)])
 def test_all_sequences_of_a_plan_get_as_many_drafts_of_a_model_as_most_of_them_accept(sure: int, most: int) -> None:
     proposer, model = with_model()
     asked = [Asked(Request(i, (1, 2, 3), PARAMS), 0, [1, 2, 3], 0, 100) for i in range(5)]
-    proposer.prepare(asked)
-    for i, a in enumerate(asked[:4]):
-        proposer.settle(a.request, 0, 2, 2 if i < sure else 1)
+    for _ in range(2):
+        proposer.prepare(asked)
+        for i, a in enumerate(asked[:4]):
+            proposer.settle(a.request, 0, 5, 5 if i < sure else 1)
+    model.most.clear()
     proposer.prepare([*asked[:4], asked[4]._replace(unread=1)])
-    assert model.most[5:] == [most] * 4 + [0], "what is on the device still drafts not, and is not asked"
+    assert model.most == [most] * 4 + [0], "what is on the device still drafts not, and is not asked"
 
 
 def test_nobody_waits_for_a_draft_model_that_has_nothing() -> None:
@@ -286,8 +303,8 @@ def test_what_a_sequence_repeats_is_copied_and_no_draft_model_asked() -> None:
     said = list(range(10, 30))
     tokens = [*said, *said[: SURE - 1]]
     proposer.prepare([Asked(request, 0, tokens, 0, 100)])
-    assert model.most == [2] and proposer.needs_newest(request, 0), "a short match is the model's"
-    proposer.settle(request, 0, 2, 2)
+    assert model.most == [5] and proposer.needs_newest(request, 0), "a short match is the model's"
+    proposer.settle(request, 0, 5, 5)
     tokens = [*said, *said[:SURE]]
     for unread in (0, 4):
         proposer.prepare([Asked(request, 0, tokens, unread, 100)])
