@@ -36,8 +36,8 @@ WORTH_WAITING = 1.0
 """Accepted drafts a row, on average, from which on a sequence waits for its newest token before it drafts."""
 
 MOSTLY = 0.8
-"""Share of a draft model's drafts behind rejected ones that has to be accepted so that a rejected draft does not lead to
-fewer drafts."""
+"""Share of a draft model's drafts behind rejected ones that a sequence has to accept so that it gets no fewer drafts
+after a rejected one."""
 
 TRUST = 4.0
 """Number of drafts behind rejected ones that a new sequence is taken to have accepted."""
