@@ -830,9 +830,8 @@ def _never_forget(patch: pytest.MonkeyPatch) -> None:
 
 def _mask_the_token_before(patch: pytest.MonkeyPatch) -> None:
     """Masks are made without the newest token."""
-
-    original = masks._behind
-    patch.setattr(masks, "_behind", lambda s, drafts: [*s.tokens[:-1], *original(s, drafts)[len(s.tokens) :]])
+    original = masks.Place
+    patch.setattr(masks, "Place", lambda request, choice, tokens: original(request, choice, tokens[:-1]))
 
 
 _masks_of = Scheduler.masks
