@@ -66,10 +66,10 @@ def masks_of_plan(
     depth = 0
     while waiting:
         behind = [(*drawn.get(s.id, ()), *drafts[:depth]) for s, drafts, _ in waiting]
-        texts = [
-            ExtendedTokens(s.tokens, new) if new else s.tokens for (s, _, _), new in zip(waiting, behind, strict=True)
+        places = [
+            Place(s.request, s.choice, ExtendedTokens(s.tokens, new) if new else s.tokens)
+            for (s, _, _), new in zip(waiting, behind, strict=True)
         ]
-        places = [Place(s.request, s.choice, text) for (s, _, _), text in zip(waiting, texts, strict=True)]
         following = []
         for (s, drafts, own), mask in zip(waiting, maker.masks(places), strict=True):
             rest = len(drafts) - depth
@@ -90,7 +90,7 @@ def allows(mask: Mask, token: int) -> bool:
 
 
 class ExtendedTokens(Sequence[int]):
-    """The tokens of a sequence with others behind them, without a copy of the former, which may be very many."""
+    """The tokens of a sequence followed by others. The sequence's tokens, which may be many, are not copied."""
 
     __slots__ = ("_first", "_rest")
 

@@ -10,7 +10,7 @@ from mlx_tandem.types import Request, ThoughtBudget
 
 MOST_DRAFTS = 64
 """Most tokens at the end of an output that may differ from those of the mask before: drafts that were not accepted.
-The marks of a thought have fewer tokens.
+These tokens also suffice to find the marks of a thought, which are shorter.
 """
 
 
@@ -38,10 +38,10 @@ class _Thoughts:
         return closing[0] if self.is_open and self.spent >= self.budget.tokens else None
 
     def read(self, tokens: Sequence[int], begin: int) -> bool:
-        """Read the tokens of the output, which is `tokens` from `begin` on, behind those that were read before.
+        """Read the new tokens of the output, which is `tokens[begin:]`.
 
-        Return False without reading if the output does not continue what was read. Drafts that were not accepted
-        differ at its end.
+        Return False and read nothing if the output does not begin with what was read before. This happens after drafts
+        that were not accepted.
         """
         budget, known = self.budget, len(self._recent)
         output = list(tokens[begin + self.length - known :])  # what came before does not matter any more

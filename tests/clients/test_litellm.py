@@ -116,8 +116,8 @@ def test_other_dialects(litellm, server, provider):
     assert reply.choices[0].message.content == "17 + 25 = 42."
     chunks = litellm.completion(messages=QUESTION, max_tokens=24, stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "17 + 25 = 42."
-    # The package stops at the finish reason and leaves the response open. If Python collected that response while
-    # httpcore holds the lock of its connections, closing it would wait for the same lock forever.
+    # litellm stops at the finish reason and leaves the response open. If Python collected that response while httpcore
+    # holds the lock of its connections, closing it would wait for the same lock forever. So it is read to its end.
     for _ in chunks.completion_stream:
         pass
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

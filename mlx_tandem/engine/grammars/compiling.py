@@ -30,11 +30,12 @@ SLICES = [
     *(f"{_IN_STRING}{{1,{most}}}" for most in (*range(1, 11), 15, 20, 30)),
     f"{_IN_STRING}+",
 ]
-"""Groups of tokens that llguidance allows at once where all of their texts may come next, instead of one by one.
+"""Groups of tokens, which llguidance calls slices. Where all tokens of a group may come next, llguidance allows the
+whole group at once; elsewhere it tests each token.
 
-Inside of a JSON string with a greatest length, the tokens of at most so many characters are such a group. llguidance's
-own groups have at most 10 and 30 characters: where fewer than 10 are left, each mask of 150,000 tokens takes a
-millisecond with them.
+In a JSON string with a maximum length, the tokens that still fit form such a group. The tokens of llguidance's own
+groups have at most 10 characters, at most 30, or any number. Where fewer than 10 characters are left, none of these
+groups fits, and a mask of 150,000 tokens takes a millisecond.
 """
 
 _QUOTED_LINE = re.compile(r"\d+ \|")

@@ -35,15 +35,15 @@ a larger batch needs (docs/decisions/speculation.md)."""
 WORTH_WAITING = 1.0
 """Accepted drafts a row, on average, from which on a sequence waits for its newest token before it drafts."""
 
-MOSTLY = 0.8
-"""Share of a draft model's drafts behind rejected ones that a sequence has to accept so that it gets no fewer drafts
-after a rejected one."""
+MIN_RETRY_ACCEPTANCE = 0.8
+"""Share of a draft model's drafts in retries that a sequence has to accept so that it still gets many drafts in them.
+A retry is the row that follows a row of which a draft was rejected."""
 
-TRUST = 4.0
-"""Number of drafts behind rejected ones that a new sequence is taken to have accepted."""
+PRIOR_RETRIES = 4.0
+"""Number of accepted drafts in retries with which the counts of a new sequence begin."""
 
-FADES = 0.7
-"""How much the drafts of a row still count once another row behind a rejected draft has been verified."""
+RETRY_DECAY = 0.7
+"""Factor by which the counts of drafts in retries are multiplied before those of another retry are added."""
 
 WITHOUT_MODEL = 8
 """Tokens during which a sequence does not wait for a draft model that had nothing for it."""
@@ -66,9 +66,9 @@ class _Drafter:
     is_copied: bool = False  # whether the last drafts are copied, from the prediction or the sequence's own tokens
     accepted: float = 0.0  # a row, moving average
     is_copying: bool = False  # whether all of the last drafts were accepted
-    has_missed: bool = False  # whether one of the model's last drafts was rejected
-    judged: float = TRUST  # the model's drafts in rows behind rejected ones, without those behind the first wrong one
-    right: float = TRUST  # the accepted ones among them
+    retries: bool = False  # whether one of the model's last drafts was rejected
+    retried: float = PRIOR_RETRIES  # decayed count of the model's drafts in retries, up to the first rejected one
+    retried_accepted: float = PRIOR_RETRIES  # decayed count of the accepted ones among them
     misses: int = 0  # rows in a row of which no draft was accepted
     pause: int = 0  # tokens to let pass
     resume: int = 0  # number of tokens from which on it drafts again
@@ -212,15 +212,14 @@ class Speculation:
         step makes the drafts of all, and another step verifies the same number of tokens of each. They begin with the
         larger number while it suits more than half of the sequences. They are few, since each kind of step is traced.
 
-        The larger number suits a sequence that accepted all of its last drafts. Some draft models are wrong for a while
-        once they are wrong, others only for a token. So it also suits a sequence that accepts most drafts behind
-        rejected ones.
+        The larger number suits a sequence that accepted all of its last drafts. It also suits one that accepts most
+        drafts in retries: some draft models make several wrong drafts in a row, others single ones.
         """
         most = self._config.num_tokens
         if not self._config.dynamic:
             return range(most, 0, -1)
         half = max(most // 2, 1)
-        suits = sum(not d.has_missed or d.right >= MOSTLY * d.judged for d in drafters)
+        suits = sum(not d.retries or d.retried_accepted >= MIN_RETRY_ACCEPTANCE * d.retried for d in drafters)
         return (most, half, 1) if 2 * suits > len(drafters) else (half, 1)
 
     def _number(self, drafter: _Drafter, most: int, length: int) -> int:
@@ -261,10 +260,10 @@ class Speculation:
         elif drafter.is_copied:
             drafter.drafts = max(2 * accepted + 1, 1)
         else:
-            if drafter.has_missed:
-                drafter.judged = FADES * drafter.judged + accepted + (accepted < drafts)
-                drafter.right = FADES * drafter.right + accepted
-            drafter.has_missed = accepted < drafts
+            if drafter.retries:
+                drafter.retried = RETRY_DECAY * drafter.retried + accepted + (accepted < drafts)
+                drafter.retried_accepted = RETRY_DECAY * drafter.retried_accepted + accepted
+            drafter.retries = accepted < drafts
         drafter.misses = 0 if accepted else drafter.misses + 1
         if drafter.misses > self._patience:
             drafter.pause = min(1 << drafter.misses, LONGEST_PAUSE)

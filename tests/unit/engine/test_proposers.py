@@ -239,7 +239,7 @@ def with_model() -> tuple[Speculation, Small]:
 
 
 def asked_for(rounds: Sequence[int]) -> list[int]:
-    """Return how many drafts the model is asked for in these rounds, of which so many are accepted."""
+    """Return how many drafts the model is asked for in each round, of which `rounds` has the accepted ones."""
     request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
     tokens = list(request.prompt)
     for accepted in rounds:
@@ -259,7 +259,7 @@ def test_a_draft_model_is_asked_for_fewer_while_it_is_wrong_for_long() -> None:
     assert most == [5, 5, 5, 2, 2, 2, 5, 5, 2, 2, 5], "the second time, one wrong row is enough"
 
 
-def test_a_draft_model_that_is_wrong_for_a_token_at_a_time_is_asked_for_as_many_as_before() -> None:
+def test_a_draft_model_with_single_wrong_drafts_is_asked_for_as_many_as_before() -> None:
     assert asked_for((5, 3, 5, 4, 5, 2, 5, 4, 5)) == [5] * 9
 
 
@@ -280,7 +280,7 @@ def test_all_sequences_of_a_plan_get_as_many_drafts_of_a_model_as_most_of_them_a
             proposer.settle(a.request, 0, 5, 5 if i < sure else 1)
     model.most.clear()
     proposer.prepare([*asked[:4], asked[4]._replace(unread=1)])
-    assert model.most == [most] * 4 + [0], "what is on the device still drafts not, and is not asked"
+    assert model.most == [most] * 4 + [0], "a sequence with unread tokens does not draft yet"
 
 
 def test_nobody_waits_for_a_draft_model_that_has_nothing() -> None:

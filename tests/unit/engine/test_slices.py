@@ -1,4 +1,4 @@
-"""Groups of tokens that are allowed at once change no mask."""
+"""The groups of tokens that llguidance allows at once do not change any mask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain(sliced: LLTokenizer) -> LLTokenizer:
 
 @given(st.integers(0, 12), st.integers(0, 12), st.sampled_from([None, "^[a-z ]*$", "^é*x"]), st.integers(0, 2**32))
 @settings(max_examples=60)
-def test_they_change_no_mask(
+def test_slices_change_no_mask(
     sliced: LLTokenizer, plain: LLTokenizer, least: int, more: int, pattern: str | None, seed: int
 ) -> None:
     string = {"type": "string", "minLength": least, "maxLength": least + more}
