@@ -35,9 +35,9 @@ a larger batch needs (docs/decisions/speculation.md)."""
 WORTH_WAITING = 1.0
 """Accepted drafts a row, on average, from which on a sequence waits for its newest token before it drafts."""
 
-MIN_RETRY_ACCEPTANCE = 0.8
-"""Share of a draft model's drafts in retries that a sequence has to accept so that it still gets many drafts in them.
-A retry is the row that follows a row of which a draft was rejected."""
+MIN_RETRY_CHANCE = 1 / 3
+"""Chance of accepting all drafts of a retry from which on a sequence still gets as many drafts in retries. A retry is
+the row that follows a row of which a draft was rejected."""
 
 PRIOR_RETRIES = 4.0
 """Number of accepted drafts in retries with which the counts of a new sequence begin."""
@@ -212,14 +212,15 @@ class Speculation:
         step makes the drafts of all, and another step verifies the same number of tokens of each. They begin with the
         larger number while it suits more than half of the sequences. They are few, since each kind of step is traced.
 
-        The larger number suits a sequence that accepted all of its last drafts. It also suits one that accepts most
-        drafts in retries: some draft models make several wrong drafts in a row, others single ones.
+        The larger number suits a new sequence, and one that accepted all of its last drafts. It also suits one that is
+        likely to accept as many in a retry: some draft models make several wrong drafts in a row, others single ones.
         """
         most = self._config.num_tokens
         if not self._config.dynamic:
             return range(most, 0, -1)
         half = max(most // 2, 1)
-        suits = sum(not d.retries or d.retried_accepted >= MIN_RETRY_ACCEPTANCE * d.retried for d in drafters)
+        chances = [(d.retried_accepted / d.retried) ** most if d.retries else 1.0 for d in drafters]
+        suits = sum(chance >= MIN_RETRY_CHANCE for chance in chances)
         return (most, half, 1) if 2 * suits > len(drafters) else (half, 1)
 
     def _number(self, drafter: _Drafter, most: int, length: int) -> int:

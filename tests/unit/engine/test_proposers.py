@@ -233,22 +233,23 @@ class Small:
         self.most.clear()
 
 
-def with_model() -> tuple[Speculation, Small]:
+def with_model(num_tokens: int = 5) -> tuple[Speculation, Small]:
     model = Small()
-    return Speculation(SpeculationConfig(method="draft"), cast(DraftModel, model), clock=lambda: 0.0), model
+    config = SpeculationConfig(method="draft", num_tokens=num_tokens)
+    return Speculation(config, cast(DraftModel, model), clock=lambda: 0.0), model
 
 
-def asked_for(rounds: Sequence[int]) -> list[int]:
+def asked_for(rounds: Sequence[int], num_tokens: int = 5) -> list[int]:
     """Return how many drafts the model is asked for in each round, of which `rounds` has the accepted ones."""
-    request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model()
+    request, (proposer, model) = Request(0, (1, 2, 3), PARAMS), with_model(num_tokens)
     tokens = list(request.prompt)
     for accepted in rounds:
         proposer.prepare([Asked(request, 0, tokens, 0, 100)])
         drafts = proposer.propose(request, 0, tokens, 0, 100)
         assert list(drafts) == [7] * model.most[-1]
         proposer.settle(request, 0, len(drafts), accepted)
-        tokens += range(len(tokens), len(tokens) + 8)  # nothing that was said comes again
-    for room, most in ((4, 2), (1, 1), (0, 0)):
+        tokens += range(len(tokens), len(tokens) + 40)  # nothing that was said comes again
+    for room, most in ((num_tokens - 1, num_tokens // 2), (1, 1), (0, 0)):
         proposer.prepare([Asked(request, 0, tokens, 0, room)])
         assert model.most[-1] == most, "few numbers, each of which is traced"
     return model.most[: len(rounds)]
@@ -261,6 +262,16 @@ def test_a_draft_model_is_asked_for_fewer_while_it_is_wrong_for_long() -> None:
 
 def test_a_draft_model_with_single_wrong_drafts_is_asked_for_as_many_as_before() -> None:
     assert asked_for((5, 3, 5, 4, 5, 2, 5, 4, 5)) == [5] * 9
+
+
+def test_a_new_sequence_is_trusted_after_its_first_wrong_draft_only() -> None:
+    assert asked_for((1, 1, 2)) == [5, 5, 2]
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(5, 5), (16, 8)])
+def test_many_drafts_need_more_of_them_accepted(num_tokens: int, most: int) -> None:
+    """Of each retry the sixth draft is rejected, or the fifth of five is accepted."""
+    assert asked_for((1, 5, 1, 5, 1, 5, 1, 5), num_tokens)[-1] == most
 
 
 def test_a_draft_model_forgets_a_sequence_that_has_ended() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from mlx_tandem import demo
-from mlx_tandem.engine.grammars.compiling import compiled, open_tokenizer
+from mlx_tandem.engine.grammars import compiling
+from mlx_tandem.engine.grammars.compiling import SLICES, compiled, open_tokenizer
 from mlx_tandem.generation.grammar.constraint import Constraint, Schema
 from mlx_tandem.generation.grammar.lark import grammar_of
 from mlx_tandem.strict_json import dumps
@@ -26,6 +28,18 @@ def sliced() -> LLTokenizer:
 @pytest.fixture(scope="module")
 def plain(sliced: LLTokenizer) -> LLTokenizer:
     return sliced.with_slices([])
+
+
+def test_tokenizers_are_opened_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_slices: list[Any] = []
+
+    def opened(*args: Any, slices: Any, **options: Any) -> LLTokenizer:
+        given_slices.append(slices)
+        return LLTokenizer(*args, slices=slices, **options)
+
+    monkeypatch.setattr(compiling, "LLTokenizer", opened)
+    open_tokenizer(demo.MODEL_PATH, VOCAB, [2])
+    assert given_slices == [SLICES] and len(SLICES) > len(LLTokenizer.general_slices())
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.sampled_from([None, "^[a-z ]*$", "^é*x"]), st.integers(0, 2**32))
