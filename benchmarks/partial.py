@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from asyncio import runners
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from mlx_tandem.cli.bench.machine import describe
@@ -41,12 +43,30 @@ def stop_cleanly() -> None:
     signal.signal(signal.SIGTERM, _leave)
 
 
-def _leave(signum: int, frame: object) -> None:
+AGAIN_SECONDS = 0.01
+"""Time after which a signal that came while an event loop was started or closed is looked at again."""
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
     def leave() -> NoReturn:
         sys.exit(f"stopped by signal {signum}")
 
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        leave()
+        if not _is_in_runner(frame):
+            leave()
+        # A loop is being started or closed, and an exception would leave it half open.
+        signal.signal(signal.SIGALRM, lambda _, later: _leave(signum, later))
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+        return
     loop.call_soon_threadsafe(leave)  # an exception raised here could look like a failure of a transport
+
+
+def _is_in_runner(frame: FrameType | None) -> bool:
+    """Return whether a frame, or one that called it, belongs to asyncio's runners."""
+    while frame is not None:
+        if frame.f_code.co_filename == runners.__file__:
+            return True
+        frame = frame.f_back
+    return False

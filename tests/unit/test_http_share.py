@@ -67,3 +67,41 @@ def test_a_run_that_is_stopped_keeps_its_rounds_and_ends_its_server(tmp_path: Pa
     assert address is not None
     with socket.socket() as probe:
         assert probe.connect_ex((address[1], int(address[2]))) != 0
+
+
+@pytest.mark.parametrize("when", ["before", "made", "running", "closed"])
+def test_a_signal_ends_a_program_whatever_its_loop_does(when: str) -> None:
+    script = f"""
+import asyncio, os, signal, time
+from partial import stop_cleanly
+
+def kill(now):
+    if now == {when!r}:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def made():
+    loop = asyncio.new_event_loop()
+    close = loop.close
+    loop.close = lambda: (kill("closed"), close())
+    kill("made")
+    return loop
+
+async def main():
+    kill("running")
+    await asyncio.sleep(0.1 if {when!r} == "closed" else 60)
+
+stop_cleanly()
+kill("before")
+with asyncio.Runner(loop_factory=made) as runner:
+    runner.run(main())
+time.sleep(60)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert (done.returncode, done.stderr) == (1, "stopped by signal 15\n")
