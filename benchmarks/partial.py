@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.serve import write
 
+AGAIN_SECONDS = 0.01
+"""Time after which a signal that came while an event loop was started or closed is looked at again."""
+
 
 class Results:
     """The figures so far, in a file that says in `complete` whether they are all."""
@@ -41,10 +44,6 @@ def stop_cleanly() -> None:
     it.
     """
     signal.signal(signal.SIGTERM, _leave)
-
-
-AGAIN_SECONDS = 0.01
-"""Time after which a signal that came while an event loop was started or closed is looked at again."""
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

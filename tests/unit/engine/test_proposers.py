@@ -270,7 +270,7 @@ def test_a_new_sequence_is_trusted_after_its_first_wrong_draft_only() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(5, 5), (16, 8)])
 def test_many_drafts_need_more_of_them_accepted(num_tokens: int, most: int) -> None:
-    """Of each retry the sixth draft is rejected, or the fifth of five is accepted."""
+    """Each retry accepts five drafts, which are all of five and a part of sixteen."""
     assert asked_for((1, 5, 1, 5, 1, 5, 1, 5), num_tokens)[-1] == most
 
 
