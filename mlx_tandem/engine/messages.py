@@ -6,7 +6,9 @@ MAX_FRAME before they read on.
 
 from __future__ import annotations
 
-from msgspec import Struct
+import time
+
+from msgspec import Struct, field
 
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Delta, EngineInfo, EngineStats, Request
@@ -202,9 +204,13 @@ class Preempted(Struct, frozen=True, array_like=True, tag="preempted"):
 
 
 class Output(Struct, frozen=True, array_like=True, tag="output"):
-    """All deltas of one step."""
+    """All deltas of one step.
+
+    `at` is when they were made, in seconds of the monotonic clock, which all processes of a machine share.
+    """
 
     deltas: list[Delta]
+    at: float = field(default_factory=time.monotonic)
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from mlx_tandem.engine.messages import Failed, Output, Submit
-from mlx_tandem.types import Delta
+from mlx_tandem.types import Delta, FinishReason
 from tests.api.scripted import Peer, scripted_server
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -84,12 +85,13 @@ def test_an_engine_that_dies_during_a_stream_ends_it_with_an_error(path: str) ->
         assert ERROR[path](json.loads(last))
 
 
-def answered(client: httpx.Client, peer: Peer, path: str, body: Any, answer: Callable[[int], Any]) -> httpx.Response:
-    """The reply to a request that the engine answers with one message."""
+def answered(client: httpx.Client, peer: Peer, path: str, body: Any, *answers: Callable[[int], Any]) -> httpx.Response:
+    """The reply to a request that the engine answers with these messages, in one frame."""
     found: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: found.append(client.post(path, json=body)))
     asking.start()
-    peer.say(answer(peer.hear(Submit).request.id))
+    request = peer.hear(Submit).request.id
+    peer.say(*(answer(request) for answer in answers))
     asking.join()
     return found[0]
 
@@ -118,6 +120,28 @@ def test_the_end_of_the_context_is_not_the_end_that_was_asked_for(asked: int, re
 
 
 def test_durations_are_those_of_the_request() -> None:
+    """They are those of the engine, even if the front reads all tokens at once."""
+    with scripted_server() as (client, peer, _):
+
+        def ask(*seconds: float) -> dict[str, Any]:
+            """The reply to a request whose tokens the engine makes at these times from now on."""
+            now = time.monotonic()
+
+            def message(i: int) -> Callable[[int], Output]:
+                finish: FinishReason | None = "stop" if i == len(seconds) - 1 else None
+                return lambda request: Output([Delta(request, 0, (token(i),), finish=finish)], now + seconds[i])
+
+            messages = [message(i) for i in range(len(seconds))]
+            body = BODIES["/api/chat"] | {"stream": False}
+            return answered(client, peer, "/api/chat", body, *messages).json()
+
+        body = ask(0.5, 1, 2.5)
+        assert body["eval_duration"] == pytest.approx(2e9, abs=100)
+        assert 0 < body["prompt_eval_duration"] <= 5e8
+        assert ask(0.5)["eval_duration"] == 1, "the rate of one token is no division by zero"
+
+
+def test_durations_of_a_stream() -> None:
     with scripted_server() as (client, peer, _), begun(client, peer, "/api/chat") as (reply, request):
         lines = reply.iter_lines()
         assert reply.headers["content-type"] == "application/x-ndjson"

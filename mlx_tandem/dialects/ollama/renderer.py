@@ -138,8 +138,11 @@ class OllamaRenderer(Renderer):
         return {"model": self._model, "created_at": now()}
 
     def _end(self, reason: str, usage: Usage) -> dict[str, Any]:
-        """Return the members at the end of a reply. Durations are in nanoseconds."""
-        waited, generated = self.times
+        """Return the members at the end of a reply. Durations are in nanoseconds.
+
+        Those of the prompt and of the answer are at least one, since clients divide counts of tokens by them.
+        """
+        waited, generated = (max(seconds, 1e-9) for seconds in self.times)
         seconds = {
             "total_duration": time.monotonic() - self._began,
             "load_duration": self._load_seconds,

@@ -198,7 +198,7 @@ class EngineClient(Supervisor):
                 for delta in message.deltas:
                     stream = streams.get(delta.request)
                     if stream is not None:
-                        stream.push(delta)
+                        stream.push(delta, message.at)
             elif isinstance(message, Started):
                 stream = streams.get(message.request)
                 if stream is not None and stream.started is None:

@@ -39,6 +39,8 @@ class Stream:
         "_requests",
         "_waiter",
         "first",
+        "first_token_at",
+        "last_token_at",
         "preemptions",
         "started",
     )
@@ -54,6 +56,8 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: TandemError | None = None
         self.started: float | None = None  # when its first row was planned, in seconds of the monotonic clock
+        self.first_token_at = 0.0  # when the engine made its first tokens, by the same clock; 0: there are none yet
+        self.last_token_at = 0.0  # when the engine made its newest tokens
         self.preemptions = 0  # how often a sequence of it was preempted
 
     def index(self, delta: Delta) -> int:
@@ -62,8 +66,11 @@ class Stream:
 
     # -- the client's side --------------------------------------------------------------------------------------
 
-    def push(self, delta: Delta) -> None:
-        """Add a delta and wake the reader. A delta of a choice that has ended is dropped."""
+    def push(self, delta: Delta, at: float) -> None:
+        """Add a delta, which the engine made at this time, and wake the reader.
+
+        A delta of a choice that has ended is dropped.
+        """
         if delta.finish is not None:
             index = self.index(delta)
             if not self._live[index]:
@@ -72,6 +79,8 @@ class Stream:
         elif not self._live[self.index(delta)]:
             return
         self._mailbox.append(delta)
+        self.first_token_at = self.first_token_at or at
+        self.last_token_at = at
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None

@@ -74,7 +74,7 @@ async def followed(requests: int, n: int, events: list[Any]) -> None:
         elif kind == "delta":
             delta = Delta(FIRST + k, c, (number,), None, what[1])
             assert stream.index(delta) == k * n + c
-            stream.push(delta)
+            stream.push(delta, float(number + 1))
             if (k, c) in live:
                 sent.append(delta)
                 if what[1] is not None:
