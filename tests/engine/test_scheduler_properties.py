@@ -16,7 +16,8 @@ from mlx_tandem.engine import prefill, prefix_leaders, run_queue
 from mlx_tandem.engine.plan import Runner, StepPlan
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import Request, SamplingParams
-from tests.engine.mutants import CORRUPTIONS, FOUND_BY, OF_SPOILS, OF_STATES, PLANTS, Corrupting
+from tests.engine.mutants import FOUND_BY, OF_SPOILS, OF_STATES, PLANTS
+from tests.engine.mutants.corruptions import CORRUPTIONS, Corrupting
 from tests.engine.reference import ReferenceRunner
 from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, expected, make_engine, play, request
 
