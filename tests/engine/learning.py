@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.engine.learning import Datum
@@ -33,6 +34,11 @@ def trainers_of(folder: Path, *, micro_batch_tokens: int = 64, dtype: str = "flo
         most_tokens=256,
         **more,
     )
+
+
+def base_leaves(trainers: MLXTrainers) -> list[tuple[str, mx.array]]:
+    """Return the base's weights in the trainers' tree, with their paths."""
+    return list(tree_flatten(trainers._tree.model.parameters()))  # type: ignore[arg-type]
 
 
 def finish(slices: Generator[Wait, None, T]) -> T:

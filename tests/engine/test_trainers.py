@@ -1,10 +1,8 @@
-"""Trainers through their life: steps, taking back, publishing, saving, resuming; and agreement with what is served."""
+"""Trainers through their life: steps, taking back, publishing, saving and resuming."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,22 +13,15 @@ import numpy as np
 import pytest
 
 from mlx_tandem.adapters import formats
-from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, LossKind, TrainerSpec, Truncation
-from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Slice
+from mlx_tandem.engine.plan import DeviceError, OutOfMemory
 from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
-from mlx_tandem.model.build import build
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.training.device import copies, trained_adapter
-from mlx_tandem.training.device.backward import MicroBatch
 from mlx_tandem.training.device.slices import device_errors
 from mlx_tandem.training.device.trainers import MLXTrainers
-from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
-from tests.engine.hosts import Driver
-from tests.engine.learning import finish, largest_difference, some_data, strengthen, trainers_of
-from tests.engine.mlx_engine import Engine
+from tests.engine.learning import base_leaves, finish, largest_difference, some_data, strengthen, trainers_of
 
 SPEC = TrainerSpec("a", 4, 8.0, seed=5)
 ADAM = AdamParams(1e-2, grad_norm=1.0, weight_decay=0.01)
@@ -60,19 +51,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_learning_lowers_the_loss_and_leaves_the_base_alone(trainers: MLXTrainers) -> None:
     data = tuple(msgspec.structs.replace(d, weights=(1.0,) * len(d.weights)) for d in some_data())
     batch = Batch("a", data, LossConfig("cross_entropy", normalize="token_mean"))
-    base = [np.array(p) for _, p in _leaves(trainers)]
+    base = [np.array(p) for _, p in base_leaves(trainers)]
     first = finish(trainers.run([batch], True, 0))[0].loss
     for _ in range(12):
         finish(trainers.run([batch], False, 0))
         finish(trainers.step("a", AdamParams(2e-2)))
     assert finish(trainers.run([batch], True, 0))[0].loss < 0.8 * first
-    assert all(np.array_equal(p, now) for p, (_, now) in zip(base, _leaves(trainers), strict=True))
-
-
-def _leaves(trainers: MLXTrainers) -> list[Any]:
-    from mlx.utils import tree_flatten
-
-    return list(tree_flatten(trainers._tree.model.parameters()))
+    assert all(np.array_equal(p, now) for p, (_, now) in zip(base, base_leaves(trainers), strict=True))
 
 
 def test_a_fresh_trainer_is_the_base(trainers: MLXTrainers) -> None:
@@ -420,203 +405,11 @@ def test_trainers_that_cannot_be(trainers: MLXTrainers) -> None:
         trainers.publish("a")()
 
 
-def serve_and_train(folder: Path, dtype: str = "float32") -> tuple[Engine, MLXTrainers]:
-    """One base, both sides of it."""
-    weights: dict[str, Any] = {}
-    config = EngineConfig(
-        model=ModelConfig(path=str(folder), dtype=dtype),  # type: ignore[arg-type]
-        cache=CacheConfig(block_size=8, num_blocks=64),
-        scheduler=SchedulerConfig(max_num_seqs=6),
-        lora=LoraConfig(max_loras=3, max_lora_rank=16),
-    )
-    built = build(config, weights, lambda stage, fraction: None)
-    trainers = MLXTrainers(
-        built.twin, built.adapter_dtype, vocab_size=tiny_models.VOCAB, micro_batch_tokens=64, most_tokens=200
-    )
-    return Engine(built, weights), trainers
-
-
-@pytest.mark.parametrize(
-    ("family", "bits", "dtype", "tolerance"),
-    [
-        ("qwen3", None, "float32", 1e-4),
-        ("llama", 4, "float32", 1e-4),
-        ("gemma2", None, "float32", 1e-4),
-        ("gemma3_text", None, "float32", 1e-4),
-        ("qwen3_moe", None, "float32", 1e-4),
-        ("qwen3", None, "bfloat16", 0.1),
-    ],
-)
-def test_sampler_and_trainer_agree(family: str, bits: int | None, dtype: str, tolerance: float, tmp_path: Path) -> None:
-    """What a mixed batch drew under a published version, against the trainer's forward of the same tokens."""
-    engine, trainers = serve_and_train(tiny_models.make(tmp_path / family, family, bits=bits), dtype)
-    before = engine.built.runner
-    trainers.open(SPEC, "", None)
-    strengthen(trainers, "a")
-    adapter = trainers.publish("a")()
-    engine.weights[adapter.info.digest] = adapter
-    ref = AdapterRef("a", 1, adapter.info.digest)
-    g = np.random.default_rng(0)
-    requests = [
-        Request(
-            i,
-            tuple(g.integers(3, tiny_models.VOCAB, 9 + i).tolist()),
-            SamplingParams(max_tokens=14, temperature=0.8, logprobs=0, seed=i),
-            ref if i % 2 else None,
-            n=2,
-        )
-        for i in range(4)
-    ]
-    loop = engine.run(requests)
-    for adapted in (True, False):
-        if not adapted:
-            trainers.open(SPEC, "", None)  # as fresh as the base
-        chosen = [(r, k) for r in requests for k in range(2) if (r.adapter is not None) == adapted]
-        data = tuple(
-            Datum((*r.prompt, *loop.tokens[r.id, k]), len(r.prompt), (1.0,) * 14, (-1.0,) * 14, 0.8) for r, k in chosen
-        )
-        (result,) = finish(trainers.run([Batch("a", data, LossConfig())], True, 0))
-        worst = 0.0
-        for (r, k), hot, cold in zip(chosen, result.logprobs, result.model_logprobs, strict=True):
-            said = loop.logprobs[r.id, k]
-            worst = max(worst, *(abs(lp.sampled - p) for lp, p in zip(said, hot, strict=True)))
-            worst = max(worst, *(abs(lp.model - p) for lp, p in zip(said, cold, strict=True)))
-        assert worst <= tolerance
-    assert engine.built.runner is before
-
-
-def test_serving_goes_on_between_slices(tmp_path: Path) -> None:
-    """Steps and slices in turn, on one thread: both say what each says alone."""
-    engine, trainers = serve_and_train(tiny_models.make(tmp_path / "m", "qwen3"))
-    trainers.open(SPEC, "", None)
-    strengthen(trainers, "a")
-    batch = Batch("a", tuple(some_data()), LossConfig(kl_coef=0.1))
-    request = Request(0, (5, 6, 7), SamplingParams(max_tokens=40, temperature=0.0, logprobs=0))
-    alone = engine.run([request])
-    result = finish(trainers.run([batch], False, 0))
-    trainers.drop_gradients("a")
-
-    loop = engine.loop()
-    loop.add(request)
-    slices = trainers.run([batch], False, 0)
-    for _ in slices:
-        loop.step()
-    loop.run()
-    assert loop.tokens == alone.tokens
-    assert loop.logprobs == alone.logprobs
-    trainers.drop_gradients("a")
-    assert finish(trainers.run([batch], False, 0)) == result
-
-
-def test_serving_and_training_share_the_weights(tmp_path: Path) -> None:
-    """The second tree costs no memory."""
-    folder = tiny_models.make(tmp_path / "m", "qwen3")
-    engine, trainers = serve_and_train(folder)
-    mx.synchronize()
-    served = {id(p) for _, p in _leaves(trainers)}
-    assert served
-    from mlx.utils import tree_flatten
-
-    own: Any = tree_flatten(engine.built.runner.module.parameters())
-    assert served == {id(p) for _, p in own}
-
-
 def test_the_slowest_slice_is_timed_and_nothing_is_left(tmp_path: Path) -> None:
     own = trainers_of(tiny_models.make(tmp_path / "model", "qwen3"))
     assert 0.0 < own.slowest_slice(8, 64) < 60_000.0
     with pytest.raises(NotFound):
         own.settle("warm-up", True)
-
-
-# --- several trainers under one host -----------------------------------------------------------------------------
-
-
-def bits_of(trainers: MLXTrainers, name: str) -> dict[str, list[bytes]]:
-    """The gradients of a trainer to the bit."""
-    return {path: [np.array(x).tobytes() for x in pair] for path, pair in trainers._trainers[name].gradients.items()}
-
-
-def hosted(folder: Path, *names: str) -> tuple[MLXTrainers, Driver]:
-    trainers = trainers_of(folder, micro_batch_tokens=48)
-    driver = Driver(trainers, budget=1 << 30).open()
-    for i, name in enumerate(names):
-        driver.host.submit(m.OpenTrainer(100 + i, TrainerSpec(name, 4, 8.0, seed=5 + i)))
-    driver.run()
-    for name in names:
-        strengthen(trainers, name)
-    return trainers, driver
-
-
-def a_pass(call: int, name: str, seed: int) -> m.ForwardBackward:
-    return m.ForwardBackward(call, (Batch(name, tuple(some_data(seed)), LossConfig("ppo", kl_coef=0.1)),))
-
-
-@pytest.mark.parametrize("error", [RuntimeError("broken"), ValueError("broken"), DeviceError("broken")])
-@pytest.mark.parametrize("after", [1, 9, 30])
-def test_gradients_of_another_trainer_survive_a_failure_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, after: int
-) -> None:
-    """Those that were there before, and those of a pass that was under way in turns with the one that fails."""
-    folder = tiny_models.make(tmp_path / "model", "qwen3")
-    wanted: dict[str, list[bytes]] = {}
-    for fails in (False, True):
-        trainers, driver = hosted(folder, "a", "b")
-        driver.host.submit(a_pass(1, "b", 1))
-        driver.run()
-        driver.host.submit(a_pass(2, "a", 2))
-        driver.host.submit(a_pass(3, "b", 3))
-        slices = 0
-        while not any(isinstance(x, m.CallFailed) for x in driver.answers) and driver.host.has_work:
-            slice_ = driver.host.next_slice()
-            if fails and slice_ == Slice(("a",), "forward_backward", after):
-                with monkeypatch.context() as patch:
-                    patch.setattr(MicroBatch, "_run", _raising(error))
-                    patch.setattr(MicroBatch, "_head", _raising(error))
-                    patch.setattr(MicroBatch, "__init__", _raising(error))
-                    driver.turn()
-            else:
-                driver.turn()
-            slices += 1
-        driver.run()
-        assert {x.call for x in driver.answers if isinstance(x, m.CallFailed)} == ({2} if fails else set())
-        if fails:
-            assert bits_of(trainers, "b") == wanted and not bits_of(trainers, "a")
-        wanted = bits_of(trainers, "b")
-    assert wanted
-
-
-def _raising(error: Exception) -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return fail
-
-
-def test_passes_in_turns_find_what_each_finds_alone(tmp_path: Path) -> None:
-    """Two trainers' micro-batches in turns: losses, logprobs, gradients and weights to the bit."""
-    folder = tiny_models.make(tmp_path / "model", "qwen3")
-    found = []
-    for together in (True, False):
-        trainers, driver = hosted(folder, "a", "b")
-        for call, (name, seed) in enumerate([("a", 1), ("b", 2), ("a", 3), ("b", 4)]):
-            driver.host.submit(a_pass(call, name, seed))
-            if not together:
-                driver.run()
-        driver.run()
-        order = [x.trainers for x in driver.slices if x.kind == "forward_backward"]
-        switches = sum(one != other for one, other in itertools.pairwise(order))
-        assert switches > 4 if together else switches == 3
-        gradients = [bits_of(trainers, name) for name in "ab"]
-        for call, name in enumerate("ab", 10):
-            driver.host.submit(m.OptimStep(call, name, ADAM))
-        driver.run()
-        results = {x.call: x.results for x in driver.answers if isinstance(x, m.PassDone)}
-        weights = [
-            {path: [np.array(x).tobytes() for x in pair] for path, pair in trainers._trainers[n].pairs.items()}
-            for n in "ab"
-        ]
-        found.append((results, gradients, weights))
-    assert found[0] == found[1]
 
 
 def test_what_a_trainer_takes_is_known_before_it_is_opened(trainers: MLXTrainers, tmp_path: Path) -> None:
