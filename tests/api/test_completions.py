@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 from msgspec import structs
@@ -214,25 +216,36 @@ def test_fields_that_are_refused(server, fields, param):
 
 
 def test_whoever_matters_more_is_served_first():
-    """One seat: while it is taken, what comes last but matters most runs next."""
+    """One seat: while it is taken, what comes last but matters most runs next. Each stream runs until it is left."""
     config = demo_config()
-    engine = structs.replace(config.engine, scheduler=SchedulerConfig(max_num_seqs=1))
+    model = structs.replace(config.engine.model, max_model_len=0)
+    engine = structs.replace(config.engine, model=model, scheduler=SchedulerConfig(max_num_seqs=1))
     with serving(structs.replace(config, engine=engine)) as small, ThreadPoolExecutor(4) as pool:
-        ended: list[int] = []
+        begun: SimpleQueue[int] = SimpleQueue()
+        leave = {priority: threading.Event() for priority in (-5, 3, 0, -1)}
 
         def ask(priority: int) -> None:
-            reply = small.complete("hi", max_tokens=8, ignore_eos=True, priority=priority)
-            assert reply.status_code == 200, reply.text
-            ended.append(priority)
+            body = {"prompt": "hi", "max_tokens": 8000, "ignore_eos": True, "stream": True, "priority": priority}
+            with small.client.stream("POST", "/v1/completions", json=body) as reply:
+                assert reply.status_code == 200, reply.read()
+                lines = reply.iter_lines()  # httpx closes the stream when this iterator is gone
+                next(lines)
+                begun.put(priority)
+                assert leave[priority].wait(60)
 
-        body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True, "priority": -5}
-        with small.client.stream("POST", "/v1/completions", json=body) as first:
-            lines = first.iter_lines()
-            next(lines)
-            for waiting, priority in enumerate((3, 0, -1), 1):
-                pool.submit(ask, priority)
+        asking, order = [], []
+        try:
+            for waiting, priority in enumerate(leave):
+                asking.append(pool.submit(ask, priority))
                 until(lambda n=waiting: small.client.get("/health").json()["open_requests"] > n)
-            for _ in lines:
-                pass
-        pool.shutdown()
-    assert ended == [-1, 0, 3]
+                if not waiting:
+                    order.append(begun.get(timeout=60))
+            for _ in range(3):
+                leave[order[-1]].set()
+                order.append(begun.get(timeout=60))
+        finally:
+            for event in leave.values():
+                event.set()
+        for answer in asking:
+            answer.result()
+    assert order == [-5, -1, 0, 3]
