@@ -37,7 +37,7 @@ class Renderer(ABC):
     media = b"text/event-stream; charset=utf-8"
     """The content type of a stream."""
     times = (0.0, 0.0)
-    """The seconds until the engine made the first token, and from there to the last. They are known at the end."""
+    """The seconds until the engine reported the first token, and from there to the last. They are set at the end."""
 
     @abstractmethod
     def whole(self, answers: Answers, usage: Usage, outcomes: Sequence[Outcome]) -> bytes:

@@ -206,7 +206,7 @@ class Preempted(Struct, frozen=True, array_like=True, tag="preempted"):
 class Output(Struct, frozen=True, array_like=True, tag="output"):
     """All deltas of one step.
 
-    `at` is when they were made, in seconds of the monotonic clock, which all processes of a machine share.
+    `at` is when the engine reported them, in seconds of the monotonic clock, which all processes of a machine share.
     """
 
     deltas: list[Delta]

@@ -40,7 +40,8 @@ class Reply:
             self._recorder = Recorder(front.learning, plan.collect, plan.prompted.prompts, plan.prompted.n)
         self._began = time.monotonic()
         self._observe = front.metrics.inter_token.observe
-        self._first = self._last = 0.0  # times of the first and the last token, in seconds of the monotonic clock
+        # When the first and the last token were read from the stream, in seconds of the monotonic clock.
+        self._first = self._last = 0.0
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._gone = False
 

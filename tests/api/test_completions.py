@@ -216,7 +216,10 @@ def test_fields_that_are_refused(server, fields, param):
 
 
 def test_whoever_matters_more_is_served_first():
-    """One seat: while it is taken, what comes last but matters most runs next. Each stream runs until it is left."""
+    """There is one seat. While it is taken, three requests come, and the one that comes last matters most of them.
+
+    Each answer is far too long to end before its stream is left.
+    """
     config = demo_config()
     model = structs.replace(config.engine.model, max_model_len=0)
     engine = structs.replace(config.engine, model=model, scheduler=SchedulerConfig(max_num_seqs=1))
@@ -227,16 +230,15 @@ def test_whoever_matters_more_is_served_first():
         def ask(priority: int) -> None:
             body = {"prompt": "hi", "max_tokens": 8000, "ignore_eos": True, "stream": True, "priority": priority}
             with small.client.stream("POST", "/v1/completions", json=body) as reply:
-                assert reply.status_code == 200, reply.read()
-                lines = reply.iter_lines()  # httpx closes the stream when this iterator is gone
+                lines = reply.iter_lines()  # kept by name, since httpx closes the stream when it is collected
                 next(lines)
-                begun.put(priority)
-                assert leave[priority].wait(60)
+                begun.put(priority if reply.status_code == 200 else reply.status_code)
+                leave[priority].wait(180)
 
-        asking, order = [], []
+        order = []
         try:
             for waiting, priority in enumerate(leave):
-                asking.append(pool.submit(ask, priority))
+                pool.submit(ask, priority)
                 until(lambda n=waiting: small.client.get("/health").json()["open_requests"] > n)
                 if not waiting:
                     order.append(begun.get(timeout=60))
@@ -246,6 +248,4 @@ def test_whoever_matters_more_is_served_first():
         finally:
             for event in leave.values():
                 event.set()
-        for answer in asking:
-            answer.result()
     assert order == [-5, -1, 0, 3]

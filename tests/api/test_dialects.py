@@ -119,12 +119,13 @@ def test_the_end_of_the_context_is_not_the_end_that_was_asked_for(asked: int, re
         assert answered(client, peer, "/v1/messages", body, ends).json()["stop_reason"] == reason
 
 
-def test_durations_are_those_of_the_request() -> None:
-    """They are those of the engine, even if the front reads all tokens at once."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_durations_are_those_of_the_engine(stream: bool) -> None:
+    """Even if the front reads all tokens at once."""
     with scripted_server() as (client, peer, _):
 
         def ask(*seconds: float) -> dict[str, Any]:
-            """The reply to a request whose tokens the engine makes at these times from now on."""
+            """The end of the reply to a request whose tokens the engine makes at these times from now on."""
             now = time.monotonic()
 
             def message(i: int) -> Callable[[int], Output]:
@@ -132,13 +133,16 @@ def test_durations_are_those_of_the_request() -> None:
                 return lambda request: Output([Delta(request, 0, (token(i),), finish=finish)], now + seconds[i])
 
             messages = [message(i) for i in range(len(seconds))]
-            body = BODIES["/api/chat"] | {"stream": False}
-            return answered(client, peer, "/api/chat", body, *messages).json()
+            body = BODIES["/api/chat"] | {"stream": stream}
+            last: dict[str, Any] = json.loads(
+                answered(client, peer, "/api/chat", body, *messages).text.splitlines()[-1]
+            )
+            return last
 
-        body = ask(0.5, 1, 2.5)
-        assert body["eval_duration"] == pytest.approx(2e9, abs=100)
-        assert 0 < body["prompt_eval_duration"] <= 5e8
-        assert ask(0.5)["eval_duration"] == 1, "the rate of one token is no division by zero"
+        last = ask(100, 101, 102.5)
+        assert last["eval_duration"] == pytest.approx(2.5e9, abs=100)
+        assert 5e10 < last["prompt_eval_duration"] <= 1e11
+        assert ask(100)["eval_duration"] == 1, "clients divide the number of tokens by it"
 
 
 def test_durations_of_a_stream() -> None:

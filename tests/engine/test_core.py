@@ -314,6 +314,27 @@ def test_the_engine_ends_when_its_front_is_gone(front: Front) -> None:
     front.core.run()
 
 
+# --- occupancy ---------------------------------------------------------------------------------------------------
+
+
+def test_how_full_the_engine_is_comes_with_its_outputs(front: Front) -> None:
+    front.send(m.Submit(request(0, max_tokens=20)))
+    front.turn(4)
+    now = front.got(m.Occupancy)[-1]
+    assert (now.running, now.waiting, now.used_blocks > 0) == (1, 0, True)
+    front.finish()
+    assert front.got(m.Occupancy)[-1].used_blocks == 0
+
+
+def test_room_that_a_cancellation_makes_is_told_at_once(front: Front) -> None:
+    front.core._heartbeat_seconds = 1e9
+    front.send(m.Submit(request(0, max_tokens=40)))
+    front.turn(3)
+    front.send(m.Cancel(0))
+    front.turn()
+    assert front.got(m.Occupancy)[-1].used_blocks == 0
+
+
 # --- everything at once ------------------------------------------------------------------------------------------
 
 
@@ -366,21 +387,3 @@ def test_any_order_of_messages_is_survived(
                 assert len(ends) == 1
     front.assert_nothing_is_held()
     assert set(front.slots.residents()) <= set(front.weights)
-
-
-def test_how_full_the_engine_is_comes_with_its_outputs(front: Front) -> None:
-    front.send(m.Submit(request(0, max_tokens=20)))
-    front.turn(4)
-    now = front.got(m.Occupancy)[-1]
-    assert (now.running, now.waiting, now.used_blocks > 0) == (1, 0, True)
-    front.finish()
-    assert front.got(m.Occupancy)[-1].used_blocks == 0
-
-
-def test_room_that_a_cancellation_makes_is_told_at_once(front: Front) -> None:
-    front.core._heartbeat_seconds = 1e9
-    front.send(m.Submit(request(0, max_tokens=40)))
-    front.turn(3)
-    front.send(m.Cancel(0))
-    front.turn()
-    assert front.got(m.Occupancy)[-1].used_blocks == 0

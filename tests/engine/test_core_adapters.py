@@ -157,9 +157,6 @@ def test_an_unload_beside_a_lost_upload_harms_nobody(make_front: Callable[..., F
     assert front.core.stats().step_failures == 1
 
 
-# --- adapters that come and go from memory -----------------------------------------------------------------------
-
-
 def test_an_adapter_that_was_dropped_is_read_again(make_front: Callable[..., Front]) -> None:
     front = make_front(most_loaded=1)
     front.load("a", "b", "c")

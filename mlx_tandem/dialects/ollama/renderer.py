@@ -140,7 +140,7 @@ class OllamaRenderer(Renderer):
     def _end(self, reason: str, usage: Usage) -> dict[str, Any]:
         """Return the members at the end of a reply. Durations are in nanoseconds.
 
-        Those of the prompt and of the answer are at least one, since clients divide counts of tokens by them.
+        The durations of prompt and answer are at least 1 ns, since clients compute tokens per second by them.
         """
         waited, generated = (max(seconds, 1e-9) for seconds in self.times)
         seconds = {

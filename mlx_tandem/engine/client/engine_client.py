@@ -1,7 +1,7 @@
 """The client of the engine: submits requests, hands out their deltas, and calls its adapters and trainers.
 
 All of it belongs to one event loop. A frame from the engine costs one wake-up for each stream that it has deltas of,
-and for each token no more than an append to a list.
+and for each token an append to a list and a note of its time.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: TandemError | None = None
         self.started: float | None = None  # when its first row was planned, in seconds of the monotonic clock
-        self.first_token_at = 0.0  # when the engine made its first tokens, by the same clock; 0: there are none yet
-        self.last_token_at = 0.0  # when the engine made its newest tokens
+        self.first_token_at = 0.0  # when the engine reported the first tokens, by the monotonic clock; 0: not yet
+        self.last_token_at = 0.0  # when the engine reported the newest tokens
         self.preemptions = 0  # how often a sequence of it was preempted
 
     def index(self, delta: Delta) -> int:
@@ -67,9 +67,9 @@ class Stream:
     # -- the client's side --------------------------------------------------------------------------------------
 
     def push(self, delta: Delta, at: float) -> None:
-        """Add a delta, which the engine made at this time, and wake the reader.
+        """Add a delta and wake the reader. A delta of a choice that has ended is dropped.
 
-        A delta of a choice that has ended is dropped.
+        `at` is when the engine reported it, in seconds of the monotonic clock.
         """
         if delta.finish is not None:
             index = self.index(delta)

@@ -1,6 +1,7 @@
 """Planted bugs. Each changes the scheduler, its books or what the runner is told; the property suite must find it.
 
-`corruptions` has those of plans. Each of the other modules has a dictionary `PLANTS` with those of one subject.
+`corruptions` has the bugs that change plans, and `planting` what the others share. Every other module has a dictionary
+`PLANTS` with the bugs of one subject.
 """
 
 from __future__ import annotations
@@ -8,15 +9,10 @@ from __future__ import annotations
 from tests.engine.mutants import adapters, blocks, drafts, embeddings, masks, scheduling, states
 from tests.engine.mutants.planting import Plant
 
-PLANTS: dict[str, Plant] = {
-    **adapters.PLANTS,
-    **blocks.PLANTS,
-    **drafts.PLANTS,
-    **embeddings.PLANTS,
-    **masks.PLANTS,
-    **scheduling.PLANTS,
-    **states.PLANTS,
-}
+PLANTS: dict[str, Plant] = {}
+for subject in (adapters, blocks, drafts, embeddings, masks, scheduling, states):
+    assert not PLANTS.keys() & subject.PLANTS.keys(), "two bugs have one name"
+    PLANTS |= subject.PLANTS
 
 OF_SPOILS = {"blocks are published before their step is read"}
 """Those that show where rows are often not finite."""

@@ -34,7 +34,7 @@ def _drawn(change: Callable[[Row, tuple[int, ...]], tuple[int, ...]]) -> Plant:
 
 
 def _truncate(positions: int) -> Plant:
-    """A row keeps this many more positions than were accepted."""
+    """A row keeps `positions` more of its drafts than were accepted."""
     original = DraftBlocks.truncate
     changed = lambda self, s, n: original(self, s, n + positions)  # noqa: E731
     return attribute(DraftBlocks, "truncate", changed)

@@ -1,4 +1,4 @@
-"""Planted bugs in embeddings, which need the hidden states of all positions."""
+"""Planted bugs in what is pooled for embeddings."""
 
 from __future__ import annotations
 

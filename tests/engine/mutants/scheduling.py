@@ -1,4 +1,4 @@
-"""Planted bugs in who runs when: admission, preemption, priorities, failed steps and ends."""
+"""Planted bugs in the order in which sequences run: admission, preemption, priorities, failed steps and ends."""
 
 from __future__ import annotations
 

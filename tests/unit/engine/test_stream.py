@@ -101,6 +101,8 @@ async def followed(requests: int, n: int, events: list[Any]) -> None:
     assert got == sent
     assert owner.told == told
     assert raised is failure
+    times = [float(number + 1) for delta in sent for number in delta.tokens]
+    assert (stream.first_token_at, stream.last_token_at) == ((times[0], times[-1]) if times else (0.0, 0.0))
     if failure is None:
         assert not [deltas async for deltas in stream], "it stays ended"
 
