@@ -9,7 +9,7 @@ from random import Random
 
 from mlx_tandem.kv.disk.cache import Read
 from mlx_tandem.kv.disk.records import BlockId, Payload
-from tests.engine.reference import cell, cells_of
+from tests.engine.toy_model import cell, cells_of
 
 BASE = b"b" * 32
 

@@ -12,7 +12,8 @@ from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.types import AdapterRef, Delta, FinishReason, Request, TokenLogprob
-from tests.engine.reference import BASE, Handle, begins_in, cell, cells_of_tokens
+from tests.engine.reference import Handle
+from tests.engine.toy_model import BASE, begins_in, cell, cells_of_tokens
 
 Choice = tuple[int, int]  # request id, index
 

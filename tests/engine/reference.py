@@ -8,16 +8,12 @@ contract of `engine/plan.py` strictly: what a plan may not do is an assertion he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, reduce
-from struct import pack, unpack
 from typing import Any, Literal
-from zlib import crc32
 
 from msgspec import structs
 
-from mlx_tandem.engine.masks import allows
 from mlx_tandem.engine.plan import (
     CARRY,
     NOT_A_NUMBER,
@@ -30,169 +26,27 @@ from mlx_tandem.engine.plan import (
     StepResult,
     scored_positions,
 )
-from mlx_tandem.kv.disk.records import Payload
 from mlx_tandem.kv.groups import CacheGroup
 from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.groups.state import StateGroup
 from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import SCRATCH, BlockPool, Window
-from mlx_tandem.types import AdapterRef, Pooling, SamplingParams, TokenLogprob
-
-BASE = ""
-"""The digest of the base model's cells."""
-NOWHERE = 1 << 40
-"""A position that no sequence has."""
-_PRIME = (1 << 61) - 1
-_NAN = -1
-"""A cell that is not finite: it spoils whatever reads its block, even behind a mask."""
-
-
-def cell(token: int, digest: str) -> int:
-    """What one position of the cache holds: which token, and computed under which adapter."""
-    return _high_bits(digest) | token
-
-
-@cache
-def _high_bits(digest: str) -> int:
-    return crc32(digest.encode()) << 20
-
-
-def cells_of_tokens(tokens: Sequence[int], digest: str, begins: int = 0) -> list[int]:
-    """Those of a sequence whose adapter applies from position `begins` on, and the base model before it."""
-    own, base = _high_bits(digest), _high_bits(BASE)
-    return [base | t for t in tokens[:begins]] + [own | t for t in tokens[begins:]]
-
-
-def begins_in(prompt: Sequence[int], adapter: AdapterRef | None) -> int:
-    """Where in a prompt an adapter begins to apply: where what invokes it begins the last time; NOWHERE: nowhere."""
-    wanted = () if adapter is None else adapter.invocation
-    places = [at for at in range(len(prompt)) if tuple(prompt[at : at + len(wanted)]) == wanted]
-    return 0 if not wanted else places[-1] if places else NOWHERE
-
-
-def bytes_of(cells: Sequence[int | None]) -> bytes:
-    """Of one block, which must have been written."""
-    assert None not in cells, "what was not written is saved"
-    assert _NAN not in cells, "what is not finite is saved"
-    return pack(f"<{len(cells)}q", *cells)
-
-
-def cells_of(content: Payload) -> list[int]:
-    return list(unpack(f"<{len(content) // 8}q", content))
-
-
-def next_token(
-    context: Sequence[int],
-    params: SamplingParams,
-    choice: int,
-    history: Sequence[int],
-    vocab: int,
-    banned: Iterable[int] = (),
-    mask: Mask | None = None,
-) -> int:
-    """The token after `context` (the cells that are seen), none of `banned` and one that is allowed. Greedy:
-    of the context alone; else also of seed, choice and position; with a penalty also of how often each token was met
-    in what it counts (`history`: the prompt and the output so far)."""
-    key: tuple[object, ...] = (tuple(context),)
-    if not params.greedy:
-        key += (params.seed, choice, len(history), params.top_k, params.xtc_probability)
-    if params.repetition_penalty != 1.0:
-        key += (tuple(sorted(history[-params.repetition_context :])),)
-    if params.presence_penalty or params.frequency_penalty:
-        key += (tuple(sorted(history)),)
-    if params.logit_bias:
-        key += (params.logit_bias,)
-    token = hash(key) % _PRIME % vocab  # of integers and floats only, so the same in every process
-    if mask is None and not params.allowed_token_ids and token not in banned:
-        return token
-    allowed = set(params.allowed_token_ids or range(vocab)).difference(banned)
-    if mask is not None:
-        allowed = {t for t in allowed if allows(mask, t)}
-    return next(t % vocab for t in range(token, token + vocab) if t % vocab in allowed)
-
-
-def logprob_of(token: int, params: SamplingParams) -> TokenLogprob:
-    """A stand-in that names its token and what was asked for."""
-    k = params.logprobs or 0
-    return TokenLogprob(-float(token), -float(token) / 2, tuple((i, -float(i)) for i in range(k)))
-
-
-def score_of(context: Sequence[int], token: int, params: SamplingParams) -> TokenLogprob:
-    """What a prompt's token is said to score after `context` (cells); of the two alone, and of how many were asked."""
-    value = -float(hash((tuple(context), token)) % 1009)
-    return TokenLogprob(value, value, tuple((i, value - i) for i in range(params.prompt_logprobs or 0)), token + 1)
-
-
-def hidden_of(context: Sequence[int]) -> list[float]:
-    """The hidden state at the last of these positions (cells): whole numbers, so that sums are exact."""
-    value = hash(tuple(context))
-    return [float(value % 1009), float(value % 17)]
-
-
-def embedding_alone(
-    prompt: Sequence[int], pooling: Pooling, digest: str, windows: Windows = (None,), begins: int = 0
-) -> list[float]:
-    """The oracle for a prompt's pooled hidden states."""
-    cells = cells_of_tokens(prompt, digest, begins)
-    hidden = [hidden_of(seen(cells[:end], windows)) for end in range(1, len(prompt) + 1)]
-    return [sum(v) / len(prompt) for v in zip(*hidden, strict=True)] if pooling == "mean" else hidden[-1]
-
-
-Windows = tuple[int | None, ...]
-"""What the layers of each cache group see; None: everything; STATE: a state that every position goes into."""
-
-STATE = 0
-_NOTHING = 1
-"""The state before the first position."""
-
-
-def state_after(state: int, own: int) -> int:
-    """What a state becomes when a position with this cell goes into it."""
-    return _NAN if _NAN in (state, own) else hash((state, own)) % _PRIME
-
-
-def seen(cells: Sequence[int], windows: Windows) -> list[int]:
-    """What the layers see of all `cells` up to a position, those of each group after one another."""
-    context: list[int] = []
-    for w in windows:
-        if w == STATE:
-            context.append(reduce(state_after, cells, _NOTHING))
-        else:
-            context += cells if w is None else cells[-w:]
-    return context
-
-
-def scores_alone(
-    prompt: Sequence[int], params: SamplingParams, digest: str, windows: Windows = (None,), begins: int = 0
-) -> list[TokenLogprob]:
-    """The oracle for a prompt's own logprobs."""
-    cells = cells_of_tokens(prompt, digest, begins)
-    return [score_of(seen(cells[:at], windows), prompt[at], params) for at in range(1, len(prompt))]
-
-
-def alone(
-    prompt: Sequence[int],
-    params: SamplingParams,
-    choice: int,
-    digest: str,
-    vocab: int,
-    stop_ids: Iterable[int] = (),
-    windows: Windows = (None,),
-    mask_of: Callable[[Sequence[int]], Mask] | None = None,
-    begins: int = 0,
-) -> list[int]:
-    """The oracle: what one sequence says when nothing else exists. Its adapter applies from position `begins` on."""
-    stops = frozenset(stop_ids)
-    tokens, cells = list(prompt), cells_of_tokens(prompt, digest, begins)
-    while len(tokens) - len(prompt) < params.max_tokens:
-        banned = stops if len(tokens) - len(prompt) < params.min_tokens else ()
-        context = seen(cells, windows)
-        mask = None if mask_of is None else mask_of(tokens)
-        tokens.append(next_token(context, params, choice, tokens, vocab, banned, mask))
-        cells.append(cell(tokens[-1], digest if len(cells) >= begins else BASE))
-        if tokens[-1] in stops:
-            break
-    return tokens[len(prompt) :]
+from mlx_tandem.types import SamplingParams, TokenLogprob
+from tests.engine.toy_model import (
+    BASE,
+    NAN,
+    NOTHING,
+    STATE,
+    Windows,
+    bytes_of,
+    cell,
+    cells_of,
+    hidden_of,
+    logprob_of,
+    next_token,
+    score_of,
+    state_after,
+)
 
 
 @dataclass(slots=True)
@@ -387,7 +241,7 @@ class ReferenceRunner:
         held = [list(self._cells[a]) for a, _ in copies]  # all reads before all writes
         for b in self.freed:
             # What is not finite stays so until somebody writes over it.
-            self._cells[b] = [c if c == _NAN else None for c in self._cells[b]]
+            self._cells[b] = [c if c == NAN else None for c in self._cells[b]]
         self.freed.clear()
         for (_, b), content in zip(copies, held, strict=True):
             self._cells[b] = content
@@ -454,7 +308,7 @@ class ReferenceRunner:
         """Take the state before a row's first position through its tokens; it is kept behind the last token. A row with
         drafts keeps states when it has drawn."""
         table, size = row.tables[group], self.block_size
-        state: int | None = _NOTHING
+        state: int | None = NOTHING
         if row.start:
             source = table[(row.start - 1) // size]
             assert source not in self._scratches, "a state that was given back is read"
@@ -514,18 +368,18 @@ class ReferenceRunner:
         end = row.start + len(row.tokens)
         cells = [self._read(row, i) for i, w in enumerate(self.windows) if w != STATE]
         states = [self._states[row.seat, i] for i, w in enumerate(self.windows) if w == STATE]
-        self.infected += any(_NAN in own[:1] for own in states) and row.sequence not in self._ill
-        self.spoiled += any(_NAN in own[end:] for own in cells)
-        self.infected += any(_NAN in own[: row.start] for own in cells) and row.sequence not in self._ill
+        self.infected += any(NAN in own[:1] for own in states) and row.sequence not in self._ill
+        self.spoiled += any(NAN in own[end:] for own in cells)
+        self.infected += any(NAN in own[: row.start] for own in cells) and row.sequence not in self._ill
         forbidden = any(not any(mask) for mask in masks)  # no logit is left, as on a device
-        not_finite = not_finite or forbidden or any(_NAN in own for own in (*cells, *states))
+        not_finite = not_finite or forbidden or any(NAN in own for own in (*cells, *states))
         if not_finite:
             self._ill.add(row.sequence)
             for group, table in enumerate(row.tables):
                 for block in self._written.get((row.seat, group), ()):
-                    self._cells[block] = [_NAN]
+                    self._cells[block] = [NAN]
                 for at in range(row.start, end) if self.windows[group] != STATE else ():
-                    self._cells[table[at // self.block_size]][at % self.block_size] = _NAN
+                    self._cells[table[at // self.block_size]][at % self.block_size] = NAN
         if not_finite:
             seat.last = 0
             seat.history.append(0)
@@ -553,8 +407,8 @@ class ReferenceRunner:
         assert row.kind is RowKind.PROMPT and STATE not in self.windows, "a row that cannot draw several tokens"
         seat, digest, end = self._seats[row.seat], self._slots[row.lora_slot], row.start + len(row.tokens)
         cells = [self._read(row, i)[:end] for i in range(len(self.windows))]
-        self.infected += any(_NAN in own[: row.start] for own in cells) and row.sequence not in self._ill
-        if not_finite or any(_NAN in own for own in cells):
+        self.infected += any(NAN in own[: row.start] for own in cells) and row.sequence not in self._ill
+        if not_finite or any(NAN in own for own in cells):
             return (NOT_A_NUMBER,) * number
         drawn: list[int] = []
         assert len(seat.history) == end or not seat.params.counts_tokens, "the counts are not those of the row's tokens"
@@ -614,7 +468,7 @@ class ReferenceRunner:
         for pool in range(len(self.windows)):
             if self.windows[pool]:
                 known = zip(self._read(row, pool)[: row.start], history, strict=False)
-                assert all(c in (None, _NAN) or c & 0xFFFFF == t for c, t in known), "another's cell"
+                assert all(c in (None, NAN) or c & 0xFFFFF == t for c, t in known), "another's cell"
 
     def _logprobs(self, rows: Sequence[Row], drawn: Sequence[tuple[int, ...]]) -> list[tuple[TokenLogprob, ...] | None]:
         wanted = [self._seats[row.seat].params for row in rows]

@@ -28,7 +28,7 @@ from mlx_tandem.types import AdapterRef, Request
 from tests import tiny_families, tiny_models
 from tests.engine.agreement import PROMPTS, Oracles, ask, cached
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
-from tests.engine.reference import begins_in
+from tests.engine.toy_model import begins_in
 
 CALLS = {"one": (5, 6, 7), "other": (9,)}
 BEFORE = tuple(t for t in PROMPTS[1] if t > 9)

@@ -21,7 +21,7 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterRef, AdapterSource, Grammar, Request, SamplingParams
 from tests.engine.front import Front
 from tests.engine.guessing import RowByRow
-from tests.engine.reference import alone
+from tests.engine.toy_model import alone
 from tests.engine.workloads import VOCAB, digest_of, make_engine
 
 EOS = 0

@@ -23,7 +23,7 @@ from mlx_tandem.kv.hashing import ROOT, Chain
 from mlx_tandem.kv.prefix import Match, PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.drive import LateDrive, Store
-from tests.engine.reference import STATE
+from tests.engine.toy_model import STATE
 from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, make_engine, play, some_workload_fails
 
 PATIENCE = 2

@@ -36,18 +36,8 @@ from tests.engine import drive as drives
 from tests.engine.guessing import RowByRow
 from tests.engine.harness import Choice, Loop
 from tests.engine.hosts import Learning
-from tests.engine.reference import (
-    BASE,
-    STATE,
-    ReferenceRunner,
-    Windows,
-    alone,
-    begins_in,
-    embedding_alone,
-    logprob_of,
-    open_groups,
-    scores_alone,
-)
+from tests.engine.reference import ReferenceRunner, open_groups
+from tests.engine.toy_model import BASE, STATE, Windows, alone, begins_in, embedding_alone, logprob_of, scores_alone
 
 VOCAB = 13
 EOS = 12
