@@ -100,6 +100,10 @@ class Reply:
             return []
         return await self._recorder.record(answers.choices)
 
+    def _times(self, stream: Stream) -> tuple[float, float]:
+        """Return the seconds until the engine reported the first token, and from there to the last."""
+        return stream.first_token_at - self._began, stream.last_token_at - stream.first_token_at
+
     def _headers(self, kind: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         """Return the headers of a reply with the content type `kind`."""
         return [kind, (b"cache-control", b"no-cache")]

@@ -42,7 +42,7 @@ class StreamReply(Reply):
             if self._gone:
                 return
             outcomes = await self._outcomes(answers)
-            renderer.times = stream.first_token_at - self._began, stream.last_token_at - stream.first_token_at
+            renderer.times = self._times(stream)
         except Exception as e:
             if not started:
                 raise

@@ -31,7 +31,7 @@ class WholeReply(Reply):
         if self._gone:
             return
         outcomes = await self._outcomes(answers)
-        renderer.times = stream.first_token_at - self._began, stream.last_token_at - stream.first_token_at
+        renderer.times = self._times(stream)
         if _numbers(prompted, answers) < MANY_NUMBERS:
             body = renderer.whole(answers, assembler.usage(), outcomes)
         else:

@@ -21,7 +21,7 @@ from mlx_tandem.engine.core import EngineCore, Gauges
 from mlx_tandem.engine.grammars.masks import Grammars
 from mlx_tandem.engine.loading import Loader
 from mlx_tandem.engine.pipeline import Pipeline
-from mlx_tandem.engine.plan import Mask, Runner, StepPlan, StepResult
+from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.engine.trainers import TrainerBackend, TrainerHost
@@ -31,47 +31,34 @@ from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Delta, Request, SamplingParams
-from tests.engine.reference import ReferenceRunner, WatchedPool
+from tests.engine.reference import ReferenceRunner, WatchedPool, WrappedRunner
 from tests.engine.workloads import VOCAB
 
 Message = TypeVar("Message")
 
 
-class Recording:
-    """Notes the order of launches and reads."""
+class Recording(WrappedRunner):
+    """A runner that notes the order of launches and reads."""
 
     def __init__(self, inner: ReferenceRunner):
-        self.inner = inner
+        super().__init__(inner)
         self.calls: list[str] = []
 
     def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
         self.calls.append(f"launch {self.inner.launches}")
-        return self.inner.launch(plan, on_built)
-
-    @property
-    def one_at_a_time(self) -> bool:
-        return self.inner.one_at_a_time
-
-    def place(self, masks: list[list[Mask]]) -> Any:
-        return self.inner.place(masks)
+        return super().launch(plan, on_built)
 
     def sample(self, handle: Any, masks: Any) -> None:
         self.calls.append(f"sample {handle.number}")
-        self.inner.sample(handle, masks)
-
-    def drawn(self, handle: Any) -> list[tuple[int, ...]]:
-        return self.inner.drawn(handle)
-
-    def launch_waits(self, plan: StepPlan) -> bool:
-        return self.inner.launch_waits(plan)
+        super().sample(handle, masks)
 
     def wait(self, handle: Any) -> StepResult:
         self.calls.append(f"wait {handle.number}")
-        return self.inner.wait(handle)
+        return super().wait(handle)
 
     def reset(self) -> None:
         self.calls.append("reset")
-        self.inner.reset()
+        super().reset()
 
 
 def no_tokenizer() -> LLTokenizer:

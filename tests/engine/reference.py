@@ -480,6 +480,38 @@ class ReferenceRunner:
         ]
 
 
+class WrappedRunner:
+    """A reference runner behind another one, which changes or notes some of the calls."""
+
+    def __init__(self, inner: ReferenceRunner):
+        self.inner = inner
+
+    @property
+    def one_at_a_time(self) -> bool:
+        return self.inner.one_at_a_time
+
+    def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
+        return self.inner.launch(plan, on_built)
+
+    def launch_waits(self, plan: StepPlan) -> bool:
+        return self.inner.launch_waits(plan)
+
+    def place(self, masks: list[list[Mask]]) -> Any:
+        return self.inner.place(masks)
+
+    def sample(self, handle: Any, masks: Any) -> None:
+        self.inner.sample(handle, masks)
+
+    def drawn(self, handle: Any) -> list[tuple[int, ...]]:
+        return self.inner.drawn(handle)
+
+    def wait(self, handle: Any) -> StepResult:
+        return self.inner.wait(handle)
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+
 class WatchedPool(BlockPool):
     """One of the runner's pools. Tells it which blocks are free, so that they are poison from the next launch on."""
 

@@ -15,7 +15,7 @@ for subject in (adapters, blocks, drafts, embeddings, masks, scheduling, states)
     PLANTS |= subject.PLANTS
 
 OF_SPOILS = {"blocks are published before their step is read"}
-"""Those that show where rows are often not finite."""
+"""Plants that only show where rows are often not finite."""
 
 OF_STATES = {
     "a chunk goes beyond the block that it begins within",

@@ -20,7 +20,7 @@ from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterRef
-from tests.engine.mutants.planting import Plant, attribute
+from tests.engine.mutants.planting import Plant, attribute, kept
 
 
 def _share_by_name(patch: pytest.MonkeyPatch) -> None:
@@ -60,18 +60,6 @@ def _steal_slots(patch: pytest.MonkeyPatch) -> None:
     original = SlotTable.acquire
     patch.setattr(SlotTable, "acquire", acquire)
     patch.setattr(SlotTable, "release", lambda self, digest: None)
-
-
-def _follow_in_name_only(patch: pytest.MonkeyPatch) -> None:
-    """A follower says the new version and stays in the old one's slot."""
-
-    def move(self: RunQueue, s: Sequence) -> None:
-        slot = s.slot
-        original(self, s)
-        s.slot = slot
-
-    original = RunQueue._move
-    patch.setattr(RunQueue, "_move", move)
 
 
 def _name_the_newest(patch: pytest.MonkeyPatch) -> None:
@@ -143,7 +131,7 @@ PLANTS: dict[str, Plant] = {
     "an evicted slot is not written": _assume_resident,
     "a slot in use is given away": _steal_slots,
     "a slot is never given back": attribute(SlotTable, "release", lambda self, digest: None),
-    "a follower stays in its slot": _follow_in_name_only,
+    "a follower stays in its slot": kept(RunQueue, "_move", "slot"),
     "a token names the newest version": _name_the_newest,
     "everybody follows": _follow_without_being_asked,
     "whoever waits for a slot waits for ever": attribute(run_queue, "OVERTAKEN_FOR_SLOT", 1000),

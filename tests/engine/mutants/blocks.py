@@ -15,7 +15,7 @@ from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv import prefix
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import Match, PrefixCache
-from tests.engine.mutants.planting import Plant, attribute
+from tests.engine.mutants.planting import Plant, attribute, preset
 
 
 def _replace(s: Sequence, at: int, block: int) -> None:
@@ -80,7 +80,7 @@ def _hit_scored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _publish_early(patch: pytest.MonkeyPatch) -> None:
-    """What a step will have computed can be found as soon as it is planned."""
+    """Blocks can be found as soon as the step that fills them is planned."""
 
     def row(self: Scheduler, s: Sequence, *args: Any) -> Row:
         made = original(self, s, *args)
@@ -110,19 +110,8 @@ def _write_into_hits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockManager, "begin", begin)
 
 
-def _publish_the_impure(patch: pytest.MonkeyPatch) -> None:
-    """What was computed under several versions, or is not finite, is there for others."""
-
-    def publish(self: BlockManager, s: Sequence) -> None:
-        s.is_pure = True
-        original(self, s)
-
-    original = BlockManager.publish
-    patch.setattr(BlockManager, "publish", publish)
-
-
 def _trust_after_failure(patch: pytest.MonkeyPatch) -> None:
-    """What was in the cache before a failed step can still be found."""
+    """Blocks that were cached before a failed step can still be found."""
     patch.setattr(BlockManager, "distrust", lambda self: self.writes.distrust())
 
 
@@ -133,7 +122,7 @@ def _evict_in_silence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _wait_for_the_gone(patch: pytest.MonkeyPatch) -> None:
-    """Who has left is still waited for."""
+    """Sequences still wait for a leader that has left."""
     patch.setattr(PrefixLeaders, "retract", lambda self, s: None)
     patch.setattr(BlockManager, "check", lambda self, sequences: None)
 
@@ -191,7 +180,7 @@ PLANTS: dict[str, Plant] = {
     "blocks are published before their step is read": _publish_early,
     "a hit is written to": _write_into_hits,
     "a hit is longer than it agrees": attribute(prefix, "_shared", lambda a, b: min(len(a), len(b))),
-    "what is not of one version can be found": _publish_the_impure,
+    "what is not of one version can be found": preset(BlockManager, "publish", "is_pure", True),
     "what a failed step leaves can be found": _trust_after_failure,
     "what is given to others can be found": _evict_in_silence,
     "whoever has left is waited for": _wait_for_the_gone,

@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
 
-from mlx_tandem.engine.plan import CARRY, Mask, Row, RowKind, StepPlan, StepResult
-from tests.engine.reference import ReferenceRunner
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, StepPlan
+from tests.engine.reference import ReferenceRunner, WrappedRunner
 
 
-@dataclass(slots=True)
-class Corrupting:
+class Corrupting(WrappedRunner):
     """A runner that executes another plan than it was given."""
 
-    inner: ReferenceRunner
-    change: Callable[[StepPlan], StepPlan]
+    def __init__(self, inner: ReferenceRunner, change: Callable[[StepPlan], StepPlan]):
+        super().__init__(inner)
+        self._change = change
 
     def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
-        return self.inner.launch(self.change(plan), on_built)
-
-    @property
-    def one_at_a_time(self) -> bool:
-        return self.inner.one_at_a_time
-
-    def place(self, masks: list[list[Mask]]) -> Any:
-        return self.inner.place(masks)
-
-    def sample(self, handle: Any, masks: Any) -> None:
-        self.inner.sample(handle, masks)
-
-    def drawn(self, handle: Any) -> list[tuple[int, ...]]:
-        return self.inner.drawn(handle)
-
-    def launch_waits(self, plan: StepPlan) -> bool:
-        return self.inner.launch_waits(plan)
-
-    def wait(self, handle: Any) -> StepResult:
-        return self.inner.wait(handle)
-
-    def reset(self) -> None:
-        self.inner.reset()
+        return super().launch(self._change(plan), on_built)
 
 
 def _rows(plan: StepPlan, change: Callable[[Row], Row]) -> StepPlan:

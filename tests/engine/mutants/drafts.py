@@ -20,7 +20,7 @@ from tests.engine.mutants.planting import Plant, attribute
 
 
 def _drawn(change: Callable[[Row, tuple[int, ...]], tuple[int, ...]]) -> Plant:
-    """What rows with drafts have drawn is taken for something else."""
+    """The scheduler gets other tokens than rows with drafts have drawn."""
 
     def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         tokens = [
@@ -51,7 +51,7 @@ def _shorten_without_release(patch: pytest.MonkeyPatch) -> None:
 
 
 def _stay_behind_drafts(patch: pytest.MonkeyPatch) -> None:
-    """What was scheduled of drafts that were rejected counts as computed."""
+    """Rejected drafts that were scheduled count as computed."""
 
     def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         ends = {row.sequence: row.start + len(row.tokens) for row in plan.rows if row.kind is RowKind.VERIFY}
@@ -67,7 +67,7 @@ def _stay_behind_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def _roll_nothing_back(patch: pytest.MonkeyPatch) -> None:
-    """Whoever lost its seat while its drafts were on the device is rolled back in its new one."""
+    """A sequence that lost its seat while its drafts were on the device is rolled back in its new seat."""
 
     def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         verified = [self._sequences.get(row.sequence) for row in plan.rows if row.kind is RowKind.VERIFY]
@@ -95,7 +95,7 @@ def _say_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def _look_at_the_last(patch: pytest.MonkeyPatch) -> None:
-    """Of several tokens only the last can end a choice."""
+    """Only the last of several tokens can end a choice."""
 
     def say(self: Sequence, drawn: tuple[int, ...]) -> Any:
         self.tokens += drawn
@@ -196,7 +196,7 @@ def _draft_as_if_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def _count_deltas(patch: pytest.MonkeyPatch) -> None:
-    """What is counted as generated are rows, not tokens."""
+    """The scheduler counts rows, not tokens, as generated."""
 
     def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         before = self.generated_tokens

@@ -11,8 +11,7 @@ import pytest
 from mlx_tandem.engine import masks, scheduler
 from mlx_tandem.engine.plan import Mask, StepPlan
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.engine.sequence import Sequence
-from tests.engine.mutants.planting import Plant, attribute
+from tests.engine.mutants.planting import Plant, attribute, preset
 
 
 def _masks(change: Callable[[list[Any]], list[Any]]) -> Plant:
@@ -34,17 +33,6 @@ def _mask_before_the_token_is_known(patch: pytest.MonkeyPatch) -> None:
     original, masks_of = Scheduler.plan, Scheduler.masks
     patch.setattr(Scheduler, "plan", plan)
     patch.setattr(Scheduler, "masks", lambda self, plan, *args: early[id(self)])
-
-
-def _never_forget(patch: pytest.MonkeyPatch) -> None:
-    """The maker of masks is not told that a choice has ended."""
-
-    def end(self: Scheduler, s: Sequence) -> None:
-        s.is_masked = False
-        original(self, s)
-
-    original = Scheduler._end
-    patch.setattr(Scheduler, "_end", end)
 
 
 def _mask_the_token_before(patch: pytest.MonkeyPatch) -> None:
@@ -101,7 +89,7 @@ PLANTS: dict[str, Plant] = {
         Scheduler, "masks", lambda self, plan, drawn=None: _masks_of(self, plan)
     ),
     "a mask made early is asked for behind the end": _mask_behind_the_end,
-    "the maker of masks keeps what has ended": _never_forget,
+    "the maker of masks keeps what has ended": preset(Scheduler, "_end", "is_masked", False),
     "a mask is one token old": _mask_the_token_before,
     "drafts draw by one mask": _mask_drafts_alike,
     "other choices draw without masks": _mask_some_choices,

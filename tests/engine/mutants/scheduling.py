@@ -17,17 +17,7 @@ from mlx_tandem.engine.run_queue import RunQueue
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.types import Delta
-from tests.engine.mutants.planting import Plant, attribute
-
-
-def _keep_seated(patch: pytest.MonkeyPatch) -> None:
-    def leave(self: RunQueue, s: Sequence) -> None:
-        seated = s.is_seated
-        original(self, s)
-        s.is_seated = seated
-
-    original = RunQueue._leave
-    patch.setattr(RunQueue, "_leave", leave)
+from tests.engine.mutants.planting import Plant, attribute, kept
 
 
 def _speak_of_the_dead(patch: pytest.MonkeyPatch) -> None:
@@ -158,12 +148,12 @@ def _nan_is_a_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def _first_come_first_served(patch: pytest.MonkeyPatch) -> None:
-    """What a request says of its priority is not heard; nor is the check that would notice."""
+    """The priorities of requests are ignored, and so is the check that would notice."""
     patch.setattr(run_queue, "_PRIORITY", lambda s: (False, 0))
 
 
 def _lose_the_place(patch: pytest.MonkeyPatch) -> None:
-    """Whoever was preempted waits behind its equals."""
+    """A preempted sequence waits behind those of its priority."""
 
     def preempt(self: RunQueue, s: Sequence) -> None:
         original(self, s)
@@ -210,12 +200,12 @@ def _leave_nobody_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def _wait_behind_training(patch: pytest.MonkeyPatch) -> None:
-    """Who asks makes no difference to the order."""
+    """Requests of users do not come before those made for training."""
     patch.setattr(Sequence, "priority", property(lambda s: (False, s.request.priority)))
 
 
 PLANTS: dict[str, Plant] = {
-    "preemption keeps the seat's state": _keep_seated,
+    "preemption keeps the seat's state": kept(RunQueue, "_leave", "is_seated"),
     "an outcome speaks of what has ended": _speak_of_the_dead,
     "an outcome forgets what was pending": _never_mind_pending,
     "a cancelled leader takes its siblings along": _lose_heirs,
