@@ -102,6 +102,7 @@ class EngineCore:
             log.info("engine ends: %s", e)
             self._save_all()
         finally:
+            self._pipeline.runner.release()
             self._adapters.close()
             self._grammars.close()
             self._trainers.close()
@@ -242,7 +243,11 @@ class EngineCore:
             wait = _POLL_SECONDS
         else:
             wait = max(self._next_heartbeat - time.monotonic(), 0.0)
+        if wait:
+            self._pipeline.runner.release()
         for message in self._channel.receive(wait):
+            if not isinstance(message, (m.Submit, m.Cancel)):
+                self._pipeline.runner.release()
             match message:
                 case m.Submit():
                     self._submit(message.request)

@@ -187,6 +187,8 @@ class Pipeline:
         The step before is read first where the next step could not start earlier, or where its launch would wait for
         the device itself.
         """
+        if plan is None or plan.slice is not None or not plan.has_step:
+            self.runner.release()
         before, slice_before = self._flight, self._slice  # at most one of the two is not None
         self._flight = self._slice = result = None
         if plan is not None and plan.slice is not None:

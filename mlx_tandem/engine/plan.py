@@ -297,6 +297,12 @@ class Runner(Protocol):
     def launch_waits(self, plan: StepPlan) -> bool:
         """Return whether `launch` would wait for much of the step instead of returning at once."""
 
+    def release(self) -> None:
+        """Let the device go on if it waits for the plan of a next step.
+
+        It is called before other work than a step is launched or waited for, and before the loop rests.
+        """
+
     def wait(self, handle: Any) -> StepResult:
         """Block until a step is done and return its result. Raises DeviceError."""
 

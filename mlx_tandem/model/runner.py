@@ -148,7 +148,7 @@ class MLXRunner:
         self.drafting_positions = most if self._forward.chains else 0
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
-        self._prebuilt = Prebuilt(self.inputs)
+        self._prebuilt = Prebuilt(self.inputs, _dispatch if device.is_cuda() else None)
         self._masks, self._waiting = MaskTable(sizes.vocab_size, sizes.max_num_seqs), _Waiting((), [])
         self.queue = DispatchQueue()
         self.pauses = device.is_cuda()
@@ -188,9 +188,9 @@ class MLXRunner:
         """
         try:
             # Reads of saved blocks are dispatched before anything that writes the pool.
-            parts = saving(self._pool, plan.saves) if plan.saves else []
-            if plan.uploads:
+            if plan.saves or plan.uploads or plan.copies or plan.loads or plan.encodes:
                 self._prebuilt.drop()
+            parts = saving(self._pool, plan.saves) if plan.saves else []
             for slot, digest in plan.uploads:
                 if self._lora.grows(self._weights[digest]):
                     self.compiled.clear()
@@ -263,6 +263,13 @@ class MLXRunner:
             raise compiler.device_error(e) from e
         return tokens
 
+    def release(self) -> None:
+        """Let the device go on if it waits for the numbers of a step that was dispatched before these were known.
+
+        It is called before anything else is launched or waited for, and before the loop rests.
+        """
+        self._prebuilt.drop()
+
     def wait(self, handle: Flight) -> StepResult:
         """Wait until all parts of a step are done; return its result. Raises DeviceError."""
         plan = handle.plan
@@ -291,6 +298,7 @@ class MLXRunner:
                     logprobs = logprobs or [None] * len(tokens)
                     for i, found in part.logprobs(plan).items():
                         logprobs[i] = found[: len(tokens[i])]
+            self._prebuilt.passed()
         except Exception as e:
             raise compiler.device_error(e) from e
         return StepResult(tokens, logprobs, scores, saves, handle.first_use, pooled, drafts, handle.unencoded)
@@ -340,6 +348,7 @@ class MLXRunner:
         step = self.compiled.step(key, numbers, given.in_place, untraced=untraced, pauses=pauses)
         sent, results = self._prebuilt.results(StepCall(step, numbers, self._arguments(given)))
         made = StepArrays(*results)
+        dispatched = self._prebuilt.dispatched
         self._last, self._pool.layers, self._order.zeros = made.last_tokens, made.pool, made.order
         self._seats.remember(made.known)
         self._move(made.moved)
@@ -348,7 +357,7 @@ class MLXRunner:
         if key.turns is not None:
             assert given.turns is not None
             held = HeldStates(key.turns, given.turns, made.lines[:-1], made.lines[-1])
-        parts = [self._part(given, made, sent, held)]
+        parts = [self._part(given, made, sent, held, dispatched=dispatched)]
         if held is not None:
             parts += [] if key.masked else [self._keep(held)]
         elif made.lines:
@@ -379,14 +388,19 @@ class MLXRunner:
         """Build a step like `flight`, if no later step is in flight and the next one is likely to be of its kind."""
         forward = self._prebuilt.take_repeatable(flight)
         if forward is not None:
-            self._prebuilt.build(StepCall(forward.step, forward.numbers, self._arguments(forward.given)))
+            call = StepCall(forward.step, forward.numbers, self._arguments(forward.given))
+            self._prebuilt.build(
+                call, dispatches=forward.changes_nothing and not (flight.plan.saves or self.one_at_a_time)
+            )
 
     def _keep(self, held: HeldStates) -> Part:
         """Return the part that writes the states after accepted drafts, when these are drawn."""
         sent = self.inputs.send(held.numbers.for_keeping())
         return keeping(self._pool, held, self._places_of_last, self._index_arrays.block_size, sent)
 
-    def _part(self, given: ForwardInputs, made: StepArrays, sent: Sent, held: HeldStates | None) -> Part:
+    def _part(
+        self, given: ForwardInputs, made: StepArrays, sent: Sent, held: HeldStates | None, *, dispatched: bool
+    ) -> Part:
         """Return the part of a step's results, with what its seats want of them."""
         key, rows, flags, drawn = given.key, given.rows, given.key.flags, made.drawn
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
@@ -410,6 +424,7 @@ class MLXRunner:
             undrawn,
             given.verifies,
             key.pooled,
+            dispatched=dispatched,
             drafts=made.drafts,
         )
 
@@ -456,3 +471,8 @@ class MLXRunner:
     def _may_pause(self) -> bool:
         """Whether long forwards pause; with one part at a time, earlier parts may not be dispatched yet."""
         return self.pauses and not self.one_at_a_time
+
+
+def _dispatch(results: Any) -> None:
+    """Dispatch a step that was built."""
+    mx.async_eval(StepArrays(*results).marker)

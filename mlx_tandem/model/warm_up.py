@@ -198,3 +198,4 @@ def _verify_some(runner: MLXRunner, info: EngineInfo, tokens: int, *, proposes: 
             ]
             for flight in flights:
                 runner.wait(flight)
+    runner.release()

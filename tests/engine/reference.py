@@ -209,6 +209,9 @@ class ReferenceRunner:
         assert handle.sampled, "rows wait for their masks"
         return list(handle.result.tokens)
 
+    def release(self) -> None:
+        pass
+
     def launch_waits(self, plan: StepPlan) -> bool:
         """For some plans, by their contents."""
         return self.may_wait and sum(len(row.tokens) for row in plan.rows) % 3 == 0
@@ -495,6 +498,9 @@ class WrappedRunner:
 
     def launch_waits(self, plan: StepPlan) -> bool:
         return self.inner.launch_waits(plan)
+
+    def release(self) -> None:
+        self.inner.release()
 
     def place(self, masks: list[list[Mask]]) -> Any:
         return self.inner.place(masks)

@@ -18,7 +18,9 @@ from mlx_tandem.engine.plan import StepPlan
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
+from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step import prebuilt
+from mlx_tandem.model.step.forward import StepArrays
 from mlx_tandem.model.step.inputs import Inputs
 from mlx_tandem.model.step.parts import Flight
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
@@ -156,6 +158,47 @@ def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
             loop = serve(engine, [request], Waiting(free, wrong))
             assert all(said == free.tokens[key] for key, said in loop.tokens.items())
     assert True in built and False in built
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing(
+    folder: Path, wrong: int, kv_bits: Literal[8, 16], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where the device waits for the numbers. Here it begins when they are read."""
+    engine = make_engine(folder, max_num_seqs=8, kv_bits=kv_bits)
+    asked = requests("greedy")
+    free = serve(engine, asked)
+    runner = engine.built.runner
+    used, dropped = [], []
+
+    def drop(self: Prebuilt) -> None:
+        if self._made is not None and self._is_ahead:
+            pools = StepArrays(*self._made[2]).pool
+            for own, now in zip(pools, runner._pool.layers, strict=True):
+                for a, b in zip(own, now, strict=True):
+                    assert mx.array_equal(a[1:], b[1:]).item(), "the device computes the last step once more"
+            dropped.append(True)
+        original(self)
+
+    original = Prebuilt.drop
+    results = Prebuilt.results
+
+    def counted(self: Prebuilt, call: StepCall) -> tuple[Any, Any]:
+        found = results(self, call)
+        used.append(self.dispatched)
+        return found
+
+    monkeypatch.setattr(Prebuilt, "drop", drop)
+    monkeypatch.setattr(Prebuilt, "results", counted)
+    monkeypatch.setattr(prebuilt, "LEAST_USED", 0.0)
+    monkeypatch.setattr(MLXRunner, "one_at_a_time", False)
+    runner.inputs.packed = runner.builds_ahead = True
+    runner._prebuilt._dispatch = lambda results: None
+    for request in asked:
+        loop = serve(engine, [request], Waiting(free, wrong))
+        assert all(said == free.tokens[key] for key, said in loop.tokens.items())
+    assert any(used) and any(dropped)
 
 
 def test_graphs_that_are_not_used_are_no_longer_built() -> None:

@@ -170,6 +170,22 @@ DEVICE uint4 stream16(const void* p) {
   }
 MMA(__nv_bfloat16, "bf16")
 MMA(__half, "f16")
+DEVICE int shared_number(const int* p) {
+  int x;
+  asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+DEVICE void await(const int* p) {
+  int x = 0;
+  long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do {
+    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (x == 0 && now - start < 10000000000ll);
+}
+#define AWAIT(p) await(p)
+#define LOAD_SHARED(p) shared_number(p)
 """
 
 # MLX appends the declaration of the kernel itself to this text.

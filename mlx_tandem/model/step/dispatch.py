@@ -56,4 +56,5 @@ class DispatchQueue:
             self._running = self._waiting.popleft()
             if self.one_at_a_time:
                 device.blas_threads(every_core=self._running.prompt_tokens >= MANY_TOKENS)
-            mx.async_eval(self._running.marker)
+            if not self._running.dispatched:
+                mx.async_eval(self._running.marker)

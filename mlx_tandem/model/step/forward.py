@@ -19,6 +19,8 @@ from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.cache.turns import Turns, line_of
+from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.gate import Gate
 from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
@@ -28,7 +30,7 @@ from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.chain import Chain
 from mlx_tandem.model.step.draw import Drawing, drawing
 from mlx_tandem.model.step.head import HeadPositions
-from mlx_tandem.model.step.inputs import ArraySpec, receive
+from mlx_tandem.model.step.inputs import ArraySpec, copied, receive
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.operands import Operands
 from mlx_tandem.model.step.rope import SharedAngles
@@ -153,6 +155,7 @@ class Forward:
         self.gathered_share = gathered_bytes(module, [cache.shape for cache in states]) / whole if states else 0.0
         self._lora = lora
         self._pickers = pickers
+        self._copy = Gate(dialect.maker("cuda")) if "cuda" in dialect.available() else copied
         self._nobody = nobody
         self._merged = merged_in(module)
         self._angles = SharedAngles(module) if device.is_cpu() else None
@@ -198,7 +201,7 @@ class Forward:
             order: list[mx.array],
             images: list[mx.array],
         ) -> tuple[Any, ...]:
-            given = Operands.unflatten(receive(inputs, expected), key)
+            given = Operands.unflatten(receive(inputs, expected, self._copy), key)
             offset, places = given.offset, given.places
             if given.bounds is not None:
                 offset = settled(offset, given.bounds, last_places[0][given.seats])

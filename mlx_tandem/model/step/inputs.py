@@ -9,7 +9,7 @@ only take time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -26,6 +26,9 @@ KEPT = 64
 """Most constant arrays that are kept on the device to be used again."""
 
 _ALIGNED = 4  # numbers that a kernel loads at once
+
+_FLAG = -1
+"""The index, in an array that travels, of a number that is not 0 once the others may be read."""
 
 _TYPES = {"int32": mx.int32, "uint32": mx.uint32, "float32": mx.float32}
 
@@ -65,16 +68,27 @@ class Inputs:
 
         All numbers have to travel as one array.
         """
-        buffer = self._staging.take(sum([_aligned(n.size) for n in numbers]))
+        buffer = self._staging.take(1 + sum([_aligned(n.size) for n in numbers]))
+        buffer.numbers[_FLAG] = 0
         return Sent([buffer.array], buffer)
 
     def fill(self, sent: Sent, numbers: Sequence[Numbers]) -> None:
         """Write the numbers into an array that `reserve` has returned and the device has not read."""
+        self.write(sent, numbers)
+        self.open(sent)
+
+    def write(self, sent: Sent, numbers: Sequence[Numbers]) -> None:
+        """Write the numbers without letting a step that waits for them go on."""
         assert sent.buffer is not None
         start = 0
         for n in numbers:
             sent.buffer.numbers[start : start + n.size] = n.reshape(-1).view(np.int32)
             start += _aligned(n.size)
+
+    def open(self, sent: Sent) -> None:
+        """Let a step that waits for its numbers go on with what is written."""
+        assert sent.buffer is not None
+        sent.buffer.numbers[_FLAG] = 1
 
     def done(self, sent: Sent) -> None:
         """Note that the device has read what was sent, so that its buffer can be used again."""
@@ -98,15 +112,24 @@ def specs(numbers: Sequence[Numbers]) -> tuple[ArraySpec, ...]:
     return tuple(ArraySpec(n.shape, n.dtype.name) for n in numbers)
 
 
-def receive(sent: Sequence[mx.array], expected: Sequence[ArraySpec]) -> list[mx.array]:
+Copy = Callable[[mx.array], mx.array]
+"""A function that copies an array of numbers into the device's own memory."""
+
+
+def copied(numbers: mx.array) -> mx.array:
+    """Return a copy of the numbers."""
+    return numbers + 0
+
+
+def receive(sent: Sequence[mx.array], expected: Sequence[ArraySpec], copy: Copy = copied) -> list[mx.array]:
     """Return the arrays that were sent, in the forward that is being traced. Each is contiguous.
 
-    expected: their shapes and types.
+    expected: their shapes and types; copy: copies them to the device if they travel as one array.
     """
     if [(a.shape, a.dtype) for a in sent] == [(s.shape, _TYPES[s.type]) for s in expected]:
         return list(sent)
     (whole,) = sent
-    whole = whole + 0  # a copy in the device's own memory
+    whole = copy(whole)
     arrays = []
     start = 0
     for shape, kind in expected:

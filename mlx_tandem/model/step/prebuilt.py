@@ -9,11 +9,12 @@ later. A step of another kind is built anew. Whoever writes into an argument of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_tandem.engine.plan import CARRY
 from mlx_tandem.model.step.forward_inputs import ForwardInputs
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.parts import Flight
@@ -49,6 +50,15 @@ class RepeatableForward(NamedTuple):
     numbers: Sequence[Numbers]
     given: ForwardInputs
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether computing it once more writes the same keys and values to the same places, and nothing else.
+
+        It does not if tokens or places follow from what the device has drawn meanwhile, or if layers keep states.
+        """
+        known = all(row.tokens[0] != CARRY and not row.slack for row in self.given.every)
+        return known and self.given.key.turns is None
+
 
 class Prebuilt:
     """The graph that was built before its numbers were known, if there is one, and the forward that it repeats.
@@ -57,10 +67,14 @@ class Prebuilt:
         used: The share of the graphs that was used, a moving average.
     """
 
-    def __init__(self, inputs: Inputs):
+    def __init__(self, inputs: Inputs, dispatch: Callable[[Any], None] | None = None):
         self.used = 1.0
+        self.dispatched = False
         self._inputs = inputs
+        self._dispatch = dispatch
         self._made: tuple[StepCall, Sent, Any] | None = None
+        self._is_ahead = False  # whether that graph has been dispatched
+        self._dropped: list[Sent] = []  # of steps that were dispatched, and dropped behind the newest step
         self._forwards: list[RepeatableForward | None] = []
         self._newest: Flight | None = None
         self._skipped = 0
@@ -93,8 +107,12 @@ class Prebuilt:
         self._skipped = 0
         return forward
 
-    def build(self, call: StepCall) -> None:
-        """Build the graph of a call, whose numbers only say what shapes the numbers will have."""
+    def build(self, call: StepCall, *, dispatches: bool = False) -> None:
+        """Build the graph of a call, whose numbers only say what shapes the numbers will have.
+
+        dispatches: whether it is dispatched as well, and waits on the device. If it is dropped, the device computes the
+        call with these numbers, which must change nothing then.
+        """
         self.drop()
         sent = self._inputs.reserve(call.numbers)
         try:
@@ -102,6 +120,11 @@ class Prebuilt:
         finally:
             if self._made is None:
                 self._inputs.done(sent)
+        self._is_ahead = dispatches and self._dispatch is not None
+        if self._is_ahead:
+            assert self._dispatch is not None
+            self._inputs.write(sent, call.numbers)
+            self._dispatch(self._made[2])
 
     def results(self, call: StepCall) -> tuple[Sent, Any]:
         """Return the numbers of a call as they were sent, and the results of the call.
@@ -109,6 +132,7 @@ class Prebuilt:
         The graph that was built before is used if its step and its arguments are the same objects. Otherwise it is
         dropped, and the call is built now.
         """
+        self.dispatched = False
         if self._made is not None:
             built, sent, results = self._made
             is_same = built.step is call.step and _same(built.arguments, call.arguments)
@@ -116,6 +140,7 @@ class Prebuilt:
             if is_same:
                 self._made = None
                 self._inputs.fill(sent, call.numbers)
+                self.dispatched = self._is_ahead
                 return sent, results
             self.drop()
         sent = self._inputs.send(call.numbers)
@@ -129,8 +154,17 @@ class Prebuilt:
     def drop(self) -> None:
         """Forget the graph that was built."""
         if self._made is not None:
-            self._inputs.done(self._made[1])
-            self._made = None
+            sent, self._made = self._made[1], None
+            if not self._is_ahead:
+                self._inputs.done(sent)
+            else:
+                self._inputs.open(sent)
+                self._dropped.append(sent)
+
+    def passed(self) -> None:
+        """Note that the device has computed everything that was dispatched before the last drop."""
+        while self._dropped:
+            self._inputs.done(self._dropped.pop())
 
 
 def _same(ours: Arguments | mx.array, theirs: Arguments | mx.array) -> bool:

@@ -1,0 +1,22 @@
+"""Numbers that are copied once the host has written them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mlx_tandem.model.kernels.gate import Gate
+from mlx_tandem.model.step.inputs import Inputs, receive, specs
+from tests.kernels import shim
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+
+
+def test_a_copy_has_what_was_written_before_the_gate_was_opened() -> None:
+    numbers = [np.arange(700, dtype=np.int32), np.array([0.5, -2.0], np.float32)]
+    inputs = Inputs(packed=True)
+    sent = inputs.reserve(numbers)
+    inputs.fill(sent, numbers)
+    received = receive(sent.arrays, specs(numbers), Gate(shim.maker()))
+    for one, other in zip(received, numbers, strict=True):
+        assert np.array_equal(np.array(one), other)
