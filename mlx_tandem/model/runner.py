@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
-from mlx_tandem.engine.plan import LONGEST_READ, Mask, RowKind, StepPlan, StepResult
+from mlx_tandem.engine.plan import LONGEST_READ, DeviceError, Mask, RowKind, StepPlan, StepResult
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model import compiler, device
 from mlx_tandem.model.cache import inplace
@@ -299,6 +299,8 @@ class MLXRunner:
                     for i, found in part.logprobs(plan).items():
                         logprobs[i] = found[: len(tokens[i])]
             self._prebuilt.passed()
+        except DeviceError:
+            raise
         except Exception as e:
             raise compiler.device_error(e) from e
         return StepResult(tokens, logprobs, scores, saves, handle.first_use, pooled, drafts, handle.unencoded)
@@ -464,6 +466,9 @@ class MLXRunner:
         if self.one_at_a_time and not device.is_cpu():
             mx.synchronize()  # a GPU releases the inputs of operations a little later
         if part.sent is not None:
+            if not self.inputs.came_in_time(part.sent):
+                self._prebuilt.no_longer_dispatch()
+                raise DeviceError("the device did not wait for the numbers of a step", again=True)
             self.inputs.done(part.sent)
         self.queue.done(part)
 

@@ -221,6 +221,20 @@ def test_graphs_that_are_not_used_are_no_longer_built() -> None:
     assert made.take_repeatable(flight) is None, "it is another step's turn"
 
 
+def test_no_step_is_dispatched_early_once_the_host_had_to_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatched: list[Any] = []
+    made = Prebuilt(Inputs(packed=True), dispatched.append)
+    call = StepCall(lambda sent: sent, [np.zeros(4, np.int32)], ())
+    for limit, still in ((60.0, True), (0.0, False), (60.0, False)):
+        monkeypatch.setattr(prebuilt, "LONGEST_WAIT", limit)
+        before = len(dispatched)
+        made.build(call, dispatches=True)
+        made.passed()
+        made.results(call)
+        assert made.dispatched == still
+        assert (len(dispatched) > before) == (still or limit == 0.0)
+
+
 def test_a_graph_is_used_for_a_call_with_the_same_arrays_only() -> None:
     numbers = [np.zeros(4, np.int32)]
     a, b = mx.zeros(1), mx.zeros(1)

@@ -282,8 +282,9 @@ static void wait(int groups) {
 #define SHUFFLE(x, lane) shim::exchange(x, lane, __LINE__)
 #define LOAD16(p) shim::load<uint4>(p)
 #define LOAD8(p) shim::load<uint2>(p)
-#define AWAIT(p) while (*(const volatile int*)(p) == 0) {}
+#define AWAIT(p) (*(const volatile int*)(p) != 0)
 #define LOAD_SHARED(p) (*(const volatile int*)(p))
+#define STORE_SHARED(p, x) *(volatile int*)(p) = x
 #define STREAM16(p) LOAD16(p)
 #define STORE16(p, v) shim::store<uint4>(p, v)
 #define FLOAT_BITS(w) bits<float>((uint)(w))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -20,3 +21,16 @@ def test_a_copy_has_what_was_written_before_the_gate_was_opened() -> None:
     received = receive(sent.arrays, specs(numbers), Gate(shim.maker()))
     for one, other in zip(received, numbers, strict=True):
         assert np.array_equal(np.array(one), other)
+    assert inputs.came_in_time(sent)
+
+
+def test_a_gate_that_was_not_opened_in_time_says_so() -> None:
+    numbers = [np.arange(700, dtype=np.int32)]
+    inputs = Inputs(packed=True)
+    sent = inputs.reserve(numbers)
+    inputs.write(sent, numbers)
+    mx.eval(receive(sent.arrays, specs(numbers), Gate(shim.maker())))
+    assert not inputs.came_in_time(sent)
+    inputs.done(sent)
+    again = inputs.reserve(numbers)
+    assert again.buffer is sent.buffer and inputs.came_in_time(again)

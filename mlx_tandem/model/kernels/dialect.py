@@ -36,6 +36,11 @@ Memory of the block that is filled while the thread does something else:
   `there`; `ASYNC_CLOSE()` makes a group, possibly empty, of the copies that this thread started since the last group;
   `ASYNC_WAIT(n)` waits until all of its groups but the last n are done. Other threads see them after a BARRIER.
 
+Memory that the host reads and writes meanwhile:
+
+- `AWAIT(p)` waits until the int at p is not 0, and returns whether it is not; it is 0 still after ten seconds;
+- `LOAD_SHARED(p)` loads an int as it is now, and `STORE_SHARED(p, x)` stores one.
+
 Bodies may also use what every target has: structs, templates, `auto`, `uint`, `float4` and the like. They must not
 use lambdas, pointers to shared memory in functions, or infinities or NaN as constants (Metal's fast arithmetic may
 assume there are none). An input of fewer than eight elements lies in another address space on Metal and must be
@@ -175,7 +180,10 @@ DEVICE int shared_number(const int* p) {
   asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
 }
-DEVICE void await(const int* p) {
+DEVICE void put_shared(const int* p, int x) {
+  asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+DEVICE bool await(const int* p) {
   int x = 0;
   long long start, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
@@ -183,9 +191,11 @@ DEVICE void await(const int* p) {
     asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   } while (x == 0 && now - start < 10000000000ll);
+  return x != 0;
 }
 #define AWAIT(p) await(p)
 #define LOAD_SHARED(p) shared_number(p)
+#define STORE_SHARED(p, x) put_shared(p, x)
 """
 
 # MLX appends the declaration of the kernel itself to this text.

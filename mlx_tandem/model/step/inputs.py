@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.gate import OPEN, TOLD, TOO_LATE
 from mlx_tandem.model.step.staging import Buffer, Staging
 
 Numbers = npt.NDArray[Any]
@@ -26,9 +27,6 @@ KEPT = 64
 """Most constant arrays that are kept on the device to be used again."""
 
 _ALIGNED = 4  # numbers that a kernel loads at once
-
-_FLAG = -1
-"""The index, in an array that travels, of a number that is not 0 once the others may be read."""
 
 _TYPES = {"int32": mx.int32, "uint32": mx.uint32, "float32": mx.float32}
 
@@ -68,8 +66,8 @@ class Inputs:
 
         All numbers have to travel as one array.
         """
-        buffer = self._staging.take(1 + sum([_aligned(n.size) for n in numbers]))
-        buffer.numbers[_FLAG] = 0
+        buffer = self._staging.take(2 + sum([_aligned(n.size) for n in numbers]))
+        buffer.numbers[OPEN] = buffer.numbers[TOLD] = 0
         return Sent([buffer.array], buffer)
 
     def fill(self, sent: Sent, numbers: Sequence[Numbers]) -> None:
@@ -88,7 +86,11 @@ class Inputs:
     def open(self, sent: Sent) -> None:
         """Let a step that waits for its numbers go on with what is written."""
         assert sent.buffer is not None
-        sent.buffer.numbers[_FLAG] = 1
+        sent.buffer.numbers[OPEN] = 1
+
+    def came_in_time(self, sent: Sent) -> bool:
+        """Return whether the device, which has read what was sent, had waited until that was written."""
+        return sent.buffer is None or sent.buffer.numbers[TOLD] != TOO_LATE
 
     def done(self, sent: Sent) -> None:
         """Note that the device has read what was sent, so that its buffer can be used again."""

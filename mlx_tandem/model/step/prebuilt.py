@@ -9,6 +9,8 @@ later. A step of another kind is built anew. Whoever writes into an argument of 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +29,13 @@ LEAST_USED = 0.5
 
 PROBE = 32
 """Number of steps after which one graph is built again although too few were used."""
+
+
+LONGEST_WAIT = 5.0
+"""Seconds that the host may need to read a step while the device waits for the next one. It needs longer only if the
+device waits ten seconds for the host (`gate.py`) and the host for the device."""
+
+log = logging.getLogger(__name__)
 
 
 class StepCall(NamedTuple):
@@ -74,6 +83,7 @@ class Prebuilt:
         self._dispatch = dispatch
         self._made: tuple[StepCall, Sent, Any] | None = None
         self._is_ahead = False  # whether that graph has been dispatched
+        self._began = 0.0  # when it was
         self._dropped: list[Sent] = []  # of steps that were dispatched, and dropped behind the newest step
         self._forwards: list[RepeatableForward | None] = []
         self._newest: Flight | None = None
@@ -123,6 +133,7 @@ class Prebuilt:
         self._is_ahead = dispatches and self._dispatch is not None
         if self._is_ahead:
             assert self._dispatch is not None
+            self._began = time.monotonic()
             self._inputs.write(sent, call.numbers)
             self._dispatch(self._made[2])
 
@@ -165,6 +176,14 @@ class Prebuilt:
         """Note that the device has computed everything that was dispatched before the last drop."""
         while self._dropped:
             self._inputs.done(self._dropped.pop())
+        if self._made is not None and self._is_ahead and time.monotonic() - self._began > LONGEST_WAIT:
+            self.no_longer_dispatch()
+
+    def no_longer_dispatch(self) -> None:
+        """Dispatch no more steps before their numbers are known, since host and device wait for each other then."""
+        self.drop()
+        self._dispatch = None
+        log.warning("steps are no longer dispatched before their numbers are known: the device could not wait for them")
 
 
 def _same(ours: Arguments | mx.array, theirs: Arguments | mx.array) -> bool:
