@@ -24,6 +24,7 @@ from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateShape
 from mlx_tandem.model.cache.turns import HeldStates
+from mlx_tandem.model.kernels.gate import IN_ORDER
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
@@ -34,6 +35,7 @@ from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
+from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.mask_table import MaskTable, places_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
@@ -148,7 +150,7 @@ class MLXRunner:
         self.drafting_positions = most if self._forward.chains else 0
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
-        self._prebuilt = Prebuilt(self.inputs, _dispatch if device.is_cuda() else None)
+        self._prebuilt = Prebuilt(self.inputs, _dispatch if device.is_cuda() and IN_ORDER else None)
         self._masks, self._waiting = MaskTable(sizes.vocab_size, sizes.max_num_seqs), _Waiting((), [])
         self.queue = DispatchQueue()
         self.pauses = device.is_cuda()
@@ -187,9 +189,9 @@ class MLXRunner:
         on_built: is called when the last rectangle is built, before its parts are dispatched.
         """
         try:
-            # Reads of saved blocks are dispatched before anything that writes the pool.
-            if plan.saves or plan.uploads or plan.copies or plan.loads or plan.encodes:
+            if not self._prebuilt.expects(plan):
                 self._prebuilt.drop()
+            # Reads of saved blocks are dispatched before anything that writes the pool.
             parts = saving(self._pool, plan.saves) if plan.saves else []
             for slot, digest in plan.uploads:
                 if self._lora.grows(self._weights[digest]):
@@ -298,6 +300,9 @@ class MLXRunner:
                     logprobs = logprobs or [None] * len(tokens)
                     for i, found in part.logprobs(plan).items():
                         logprobs[i] = found[: len(tokens[i])]
+            for part in handle.parts:
+                if part.sent is not None:
+                    self.inputs.done(part.sent)
             self._prebuilt.passed()
         except DeviceError:
             raise
@@ -348,7 +353,7 @@ class MLXRunner:
         loops = key.goes_on is not None and key.length > 1
         untraced = USUAL if loops else self.compiled.untraced if given.mixed else 0
         step = self.compiled.step(key, numbers, given.in_place, untraced=untraced, pauses=pauses)
-        sent, results = self._prebuilt.results(StepCall(step, numbers, self._arguments(given)))
+        sent, results = self._prebuilt.results(StepCall(step, numbers, self._arguments(given), self._room(key)))
         made = StepArrays(*results)
         dispatched = self._prebuilt.dispatched
         self._last, self._pool.layers, self._order.zeros = made.last_tokens, made.pool, made.order
@@ -390,10 +395,14 @@ class MLXRunner:
         """Build a step like `flight`, if no later step is in flight and the next one is likely to be of its kind."""
         forward = self._prebuilt.take_repeatable(flight)
         if forward is not None:
-            call = StepCall(forward.step, forward.numbers, self._arguments(forward.given))
-            self._prebuilt.build(
-                call, dispatches=forward.changes_nothing and not (flight.plan.saves or self.one_at_a_time)
-            )
+            given = forward.given
+            call = StepCall(forward.step, forward.numbers, self._arguments(given), self._room(given.key))
+            waits = forward.can_wait and call.room > 0 and not (flight.plan.saves or self.one_at_a_time)
+            self._prebuilt.build(call, dispatches=waits)
+
+    def _room(self, key: StepKey) -> int:
+        """Return how many numbers a step with this key writes back."""
+        return self._forward.reported(key) if self.inputs.packed else 0
 
     def _keep(self, held: HeldStates) -> Part:
         """Return the part that writes the states after accepted drafts, when these are drawn."""
@@ -461,7 +470,7 @@ class MLXRunner:
             (self._places_of_last,) = moved
 
     def _finish(self, part: Part) -> None:
-        """Wait until a part is done, and give back what it held."""
+        """Wait until a part is done, and let the part behind it begin."""
         mx.eval(part.marker)
         if self.one_at_a_time and not device.is_cpu():
             mx.synchronize()  # a GPU releases the inputs of operations a little later
@@ -469,7 +478,6 @@ class MLXRunner:
             if not self.inputs.came_in_time(part.sent):
                 self._prebuilt.no_longer_dispatch()
                 raise DeviceError("the device did not wait for the numbers of a step", again=True)
-            self.inputs.done(part.sent)
         self.queue.done(part)
 
     @property

@@ -18,12 +18,15 @@ from mlx_tandem.engine.plan import StepPlan
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
+from mlx_tandem.model.kernels.gate import RESERVED
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step import prebuilt
 from mlx_tandem.model.step.forward import StepArrays
 from mlx_tandem.model.step.inputs import Inputs
-from mlx_tandem.model.step.parts import Flight
+from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
+from mlx_tandem.model.step.seats import Seats
+from mlx_tandem.model.step.staging import Staging
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_families, tiny_models
 from tests.engine.guessing import RowByRow
@@ -160,17 +163,36 @@ def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
     assert True in built and False in built
 
 
+@pytest.mark.parametrize("name", ["hot", "penalties", "a window of penalties"])
 @pytest.mark.parametrize("kv_bits", [16, 8])
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing(
-    folder: Path, wrong: int, kv_bits: Literal[8, 16], monkeypatch: pytest.MonkeyPatch
+    folder: Path, wrong: int, kv_bits: Literal[8, 16], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA, where the device waits for the numbers. Here it begins when they are read."""
+    """As on CUDA, where the device waits for the numbers. Here it begins when they are read.
+
+    While it waits, no array is made and none is read, since the host might wait for the device then.
+    """
     engine = make_engine(folder, max_num_seqs=8, kv_bits=kv_bits)
-    asked = requests("greedy")
+    asked = requests(name, SamplingParams(**({"max_tokens": 16, "seed": 11} | PARAMS[name] | {"logprobs": None})))
     free = serve(engine, asked)
     runner = engine.built.runner
     used, dropped = [], []
+
+    def check(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            waits = runner._prebuilt._made is not None and runner._prebuilt._is_ahead
+            assert not waits or (name == "take_drawn" and self.sent.room), f"{name} while the device waits"
+            if name == "take_drawn" and self.sent.room:  # as the kernel does
+                self.sent.buffer.numbers[-RESERVED - self.sent.room : -RESERVED] = np.array(self.drawn[0])
+            return function(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, checked)
+
+    for owner, called in ((Seats, "arrays"), (Staging, "take"), *((Part, own) for own in ("take_drawn", "logprobs"))):
+        check(owner, called)
 
     def drop(self: Prebuilt) -> None:
         if self._made is not None and self._is_ahead:
@@ -195,8 +217,9 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
     monkeypatch.setattr(MLXRunner, "one_at_a_time", False)
     runner.inputs.packed = runner.builds_ahead = True
     runner._prebuilt._dispatch = lambda results: None
-    for request in asked:
-        loop = serve(engine, [request], Waiting(free, wrong))
+    runner._forward.report = lambda tokens, numbers: tokens
+    for together in (*([request] for request in asked), asked):
+        loop = serve(engine, together, Waiting(free, wrong))
         assert all(said == free.tokens[key] for key, said in loop.tokens.items())
     assert any(used) and any(dropped)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_tandem.model.kernels.gate import Gate
+from mlx_tandem.model.kernels.report import Report
 from mlx_tandem.model.step.inputs import Inputs, receive, specs
 from tests.kernels import shim
 
@@ -34,3 +35,17 @@ def test_a_gate_that_was_not_opened_in_time_says_so() -> None:
     inputs.done(sent)
     again = inputs.reserve(numbers)
     assert again.buffer is sent.buffer and inputs.came_in_time(again)
+
+
+@pytest.mark.parametrize("count", [1, 5, 96, 300])
+def test_drawn_tokens_are_written_back_beside_the_numbers(count: int) -> None:
+    numbers = [np.arange(200, dtype=np.int32)]
+    inputs = Inputs(packed=True)
+    sent = inputs.send(numbers, room=count)
+    tokens = np.random.default_rng(1).integers(-1, 150_000, count).astype(np.int32)
+    copy = Report(shim.maker())(mx.array(tokens), sent.arrays[0])
+    assert np.array_equal(np.array(copy), tokens)
+    assert sent.written_back == tokens.tolist()
+    assert inputs.came_in_time(sent)
+    (received,) = receive(sent.arrays, specs(numbers), Gate(shim.maker()))
+    assert np.array_equal(np.array(received), numbers[0])

@@ -6,6 +6,8 @@ as the host has them, and not after the milliseconds that MLX needs to dispatch 
 
 from __future__ import annotations
 
+import platform
+
 import mlx.core as mx
 
 from mlx_tandem.model.kernels.dialect import Make, Source
@@ -14,6 +16,12 @@ _THREADS = 512
 
 OPEN, TOLD = -1, -2
 """The indices, in the numbers, of the one that the kernel waits for and of the one that it writes."""
+
+IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+"""Whether the device sees what the host writes in the order in which the host writes it."""
+
+RESERVED = 2
+"""How many of the last numbers these are."""
 
 IN_TIME, TOO_LATE = 1, 2
 """What the kernel writes: whether the host had opened the gate when it read the numbers."""

@@ -21,6 +21,7 @@ from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.cache.turns import Turns, line_of
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.gate import Gate
+from mlx_tandem.model.kernels.report import Report
 from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
@@ -155,7 +156,9 @@ class Forward:
         self.gathered_share = gathered_bytes(module, [cache.shape for cache in states]) / whole if states else 0.0
         self._lora = lora
         self._pickers = pickers
-        self._copy = Gate(dialect.maker("cuda")) if "cuda" in dialect.available() else copied
+        on_cuda = "cuda" in dialect.available()
+        self._copy = Gate(dialect.maker("cuda")) if on_cuda else copied
+        self.report = Report(dialect.maker("cuda")) if on_cuda else None
         self._nobody = nobody
         self._merged = merged_in(module)
         self._angles = SharedAngles(module) if device.is_cpu() else None
@@ -177,6 +180,11 @@ class Forward:
         They can if MLX's own operations write the pool, no kernel reads it in place, and the model keeps no states.
         """
         return self._chain is not None
+
+    def reported(self, key: StepKey) -> int:
+        """Return how many tokens a step with this key writes back into its numbers, as far as it draws any."""
+        reports = self.report is not None and key.samples and not key.masked and not key.chained
+        return (key.picks or key.rows) if reports else 0
 
     def drawing(self, flags: SamplingFlags, num_new: int = 0) -> Drawing:
         """Return the function that draws with these flags, and writes so many new masks into the table of masks."""
@@ -226,7 +234,14 @@ class Forward:
                 drawn = _Drawn([several], [several], last_tokens, [], [], None)
             elif key.samples:
                 held = last_tokens, sampling, seen, given.drafts, last_places
-                drawn = _drawn(key, given, offset, logits, last_tokens, lambda *at: draw(logits, *at, *held))
+
+                def drawing(*at: mx.array) -> Any:
+                    (tokens, *others), *changed = draw(logits, *at, *held)
+                    if self.report is not None and self.reported(key):
+                        tokens = self.report(tokens, inputs[0])
+                    return [tokens, *others], *changed
+
+                drawn = _drawn(key, given, offset, logits, last_tokens, drawing)
                 drawn.marker.extend(scored)
             ahead = Ahead([], [], [])
             if self._ahead is not None:

@@ -120,7 +120,8 @@ class InputBuilder:
     def build(self, plan: StepPlan, indices: Sequence[int]) -> ForwardInputs:
         """Return the inputs of the forward that computes these rows of the plan."""
         slots = [r.lora_slot for r in plan.rows]
-        indices = sorted(indices, key=slots.__getitem__)  # adjacent rows of one adapter are faster
+        # Adjacent rows of one adapter are faster, and rows in the same order have the same sampling arrays.
+        indices = sorted(indices, key=lambda i: (slots[i], i))
         whole = rows = [plan.rows[i] for i in indices]
         verifies = any(r.kind is RowKind.VERIFY or r.slack for r in rows)  # one kind of steps, so that few are traced
         mixed = verifies or any(r.piggybacked for r in rows)

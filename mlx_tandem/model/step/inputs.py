@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.gate import OPEN, TOLD, TOO_LATE
+from mlx_tandem.model.kernels.gate import OPEN, RESERVED, TOLD, TOO_LATE
 from mlx_tandem.model.step.staging import Buffer, Staging
 
 Numbers = npt.NDArray[Any]
@@ -39,10 +39,24 @@ class ArraySpec(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The arrays that the forward is given, for `receive` there; `buffer` holds them if they travel as one."""
+    """The arrays that the forward is given, for `receive` there.
+
+    Attributes:
+        arrays: The arrays.
+        buffer: The buffer that holds the numbers if they travel as one array.
+        room: How many numbers the device writes back into that buffer.
+    """
 
     arrays: list[mx.array]
     buffer: Buffer | None = None
+    room: int = 0
+
+    @property
+    def written_back(self) -> list[int]:
+        """The numbers that the device has written back, once it is done."""
+        assert self.buffer is not None
+        numbers: list[int] = self.buffer.numbers[-RESERVED - self.room : -RESERVED].tolist()
+        return numbers
 
 
 class Inputs:
@@ -53,22 +67,22 @@ class Inputs:
         self._kept: dict[int, tuple[Numbers, mx.array]] = {}
         self._staging = Staging()
 
-    def send(self, numbers: Sequence[Numbers]) -> Sent:
-        """Return the arrays for a forward with these numbers."""
+    def send(self, numbers: Sequence[Numbers], room: int = 0) -> Sent:
+        """Return the arrays for a forward with these numbers. `room` is as in `Sent` if they travel as one array."""
         if not self.packed:
             return Sent([self._array(n) for n in numbers])
-        sent = self.reserve(numbers)
+        sent = self.reserve(numbers, room)
         self.fill(sent, numbers)
         return sent
 
-    def reserve(self, numbers: Sequence[Numbers]) -> Sent:
+    def reserve(self, numbers: Sequence[Numbers], room: int = 0) -> Sent:
         """Return the array for a forward with numbers of these shapes and types, which `fill` is to write.
 
-        All numbers have to travel as one array.
+        All numbers have to travel as one array. room: as in `Sent`.
         """
-        buffer = self._staging.take(2 + sum([_aligned(n.size) for n in numbers]))
+        buffer = self._staging.take(sum([_aligned(n.size) for n in numbers]) + room + RESERVED)
         buffer.numbers[OPEN] = buffer.numbers[TOLD] = 0
-        return Sent([buffer.array], buffer)
+        return Sent([buffer.array], buffer, room)
 
     def fill(self, sent: Sent, numbers: Sequence[Numbers]) -> None:
         """Write the numbers into an array that `reserve` has returned and the device has not read."""

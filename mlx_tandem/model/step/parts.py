@@ -45,7 +45,7 @@ class Part:
 
     def take_drawn(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> None:
         """Set the entries of the part's rows in `tokens`, which has the drawn tokens of each row of the plan."""
-        drawn: Any = self.drawn[0].tolist()
+        drawn: Any = self.drawn[0].tolist() if self.sent is None or not self.sent.room else self.sent.written_back
         if plan.drafts:
             for i, several in zip(self.rows, drawn, strict=False):
                 tokens[i] = tuple(several)

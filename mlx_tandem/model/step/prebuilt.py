@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_tandem.engine.plan import CARRY
+from mlx_tandem.engine.plan import CARRY, StepPlan
 from mlx_tandem.model.step.forward_inputs import ForwardInputs
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.parts import Flight
@@ -45,11 +45,13 @@ class StepCall(NamedTuple):
         step: The step.
         numbers: The numbers of the call. Those of another call have the same shapes and types.
         arguments: The other arguments.
+        room: How many numbers the step writes back, as in `Sent`.
     """
 
     step: Any
     numbers: Sequence[Numbers]
     arguments: Arguments
+    room: int = 0
 
 
 class RepeatableForward(NamedTuple):
@@ -60,13 +62,16 @@ class RepeatableForward(NamedTuple):
     given: ForwardInputs
 
     @property
-    def changes_nothing(self) -> bool:
-        """Whether computing it once more writes the same keys and values to the same places, and nothing else.
+    def can_wait(self) -> bool:
+        """Whether it may be dispatched once more before its numbers are known.
 
-        It does not if tokens or places follow from what the device has drawn meanwhile, or if layers keep states.
+        If it is dropped then, the device computes it with the old numbers. That writes the same keys and values to the
+        same places, unless tokens or places follow from what the device has drawn meanwhile, or layers keep states.
+        While it waits, nothing can be read but what steps write back: no logprobs and no drafts of the model's head.
         """
+        key = self.given.key
         known = all(row.tokens[0] != CARRY and not row.slack for row in self.given.every)
-        return known and self.given.key.turns is None
+        return known and key.turns is None and key.flags.logprobs < 0 and not key.proposes
 
 
 class Prebuilt:
@@ -87,6 +92,7 @@ class Prebuilt:
         self._dropped: list[Sent] = []  # of steps that were dispatched, and dropped behind the newest step
         self._forwards: list[RepeatableForward | None] = []
         self._newest: Flight | None = None
+        self._behind: StepPlan | None = None  # the plan behind whose step that graph was built
         self._skipped = 0
 
     def begin(self) -> None:
@@ -115,16 +121,22 @@ class Prebuilt:
             self._skipped += 1
             return None
         self._skipped = 0
+        self._behind = flight.plan
         return forward
+
+    def expects(self, plan: StepPlan) -> bool:
+        """Return whether the graph may be that of this plan: the plan has the same rows and nothing else to do."""
+        others = plan.seatings, plan.uploads, plan.copies, plan.saves, plan.loads, plan.masked, plan.drops, plan.encodes
+        return self._behind is not None and not any(others) and _extents(plan) == _extents(self._behind)
 
     def build(self, call: StepCall, *, dispatches: bool = False) -> None:
         """Build the graph of a call, whose numbers only say what shapes the numbers will have.
 
-        dispatches: whether it is dispatched as well, and waits on the device. If it is dropped, the device computes the
-        call with these numbers, which must change nothing then.
+        dispatches: whether it is dispatched as well, and waits on the device, as far as `can_wait` allows. Nothing that
+        makes an array or reads one may happen before `results` or `drop` then, since it may wait for the device.
         """
         self.drop()
-        sent = self._inputs.reserve(call.numbers)
+        sent = self._inputs.reserve(call.numbers, call.room)
         try:
             self._made = call, sent, call.step(sent.arrays, *call.arguments)
         finally:
@@ -154,7 +166,7 @@ class Prebuilt:
                 self.dispatched = self._is_ahead
                 return sent, results
             self.drop()
-        sent = self._inputs.send(call.numbers)
+        sent = self._inputs.send(call.numbers, call.room)
         return sent, call.step(sent.arrays, *call.arguments)
 
     def reset(self) -> None:
@@ -184,6 +196,11 @@ class Prebuilt:
         self.drop()
         self._dispatch = None
         log.warning("steps are no longer dispatched before their numbers are known: the device could not wait for them")
+
+
+def _extents(plan: StepPlan) -> list[tuple[int, int]]:
+    """Return the seat and the number of tokens of each row."""
+    return [(row.seat, len(row.tokens)) for row in plan.rows]
 
 
 def _same(ours: Arguments | mx.array, theirs: Arguments | mx.array) -> bool:
