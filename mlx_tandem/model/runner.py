@@ -35,7 +35,6 @@ from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
-from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.mask_table import MaskTable, places_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
@@ -353,7 +352,8 @@ class MLXRunner:
         loops = key.goes_on is not None and key.length > 1
         untraced = USUAL if loops else self.compiled.untraced if given.mixed else 0
         step = self.compiled.step(key, numbers, given.in_place, untraced=untraced, pauses=pauses)
-        sent, results = self._prebuilt.results(StepCall(step, numbers, self._arguments(given), self._room(key)))
+        call = StepCall(step, numbers, self._arguments(given), self._forward.reported(key))
+        sent, results = self._prebuilt.results(call)
         made = StepArrays(*results)
         dispatched = self._prebuilt.dispatched
         self._last, self._pool.layers, self._order.zeros = made.last_tokens, made.pool, made.order
@@ -396,13 +396,9 @@ class MLXRunner:
         forward = self._prebuilt.take_repeatable(flight)
         if forward is not None:
             given = forward.given
-            call = StepCall(forward.step, forward.numbers, self._arguments(given), self._room(given.key))
+            call = StepCall(forward.step, forward.numbers, self._arguments(given), self._forward.reported(given.key))
             waits = forward.can_wait and call.room > 0 and not (flight.plan.saves or self.one_at_a_time)
             self._prebuilt.build(call, dispatches=waits)
-
-    def _room(self, key: StepKey) -> int:
-        """Return how many numbers a step with this key writes back."""
-        return self._forward.reported(key) if self.inputs.packed else 0
 
     def _keep(self, held: HeldStates) -> Part:
         """Return the part that writes the states after accepted drafts, when these are drawn."""
@@ -474,10 +470,9 @@ class MLXRunner:
         mx.eval(part.marker)
         if self.one_at_a_time and not device.is_cpu():
             mx.synchronize()  # a GPU releases the inputs of operations a little later
-        if part.sent is not None:
-            if not self.inputs.came_in_time(part.sent):
-                self._prebuilt.no_longer_dispatch()
-                raise DeviceError("the device did not wait for the numbers of a step", again=True)
+        if part.sent is not None and not self.inputs.came_in_time(part.sent):
+            self._prebuilt.no_longer_dispatch()
+            raise DeviceError("the device did not wait for the numbers of a step", again=True)
         self.queue.done(part)
 
     @property
