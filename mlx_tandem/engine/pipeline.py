@@ -159,7 +159,9 @@ class Pipeline:
     def drain(self) -> StepOutcome | None:
         """Read everything in flight and launch nothing, so that the device has nothing to do. Raises StepsLost."""
         self._catch_up()
-        return self._launch(None)
+        outcome = self._launch(None)
+        self.runner.release()  # the step that was read may have a next one behind it that waits for its plan
+        return outcome
 
     def _catch_up(self) -> None:
         """Let the rows draw that wait for masks, and read a slice behind which a step has been launched."""
@@ -262,6 +264,7 @@ class Pipeline:
     def _read_slice(self, slice_: _LaunchedSlice | None) -> None:
         """Wait until a slice is done, and note how long it took."""
         if slice_ is not None:
+            self.runner.release()  # a step that was read since the slice was launched may have a next one behind it
             slice_.wait()
             self._charge(slice_.slice, self._done(slice_.launched))
 

@@ -111,6 +111,7 @@ class ReferenceRunner:
     floated: int = 0  # rows that began where only the device knew
     infected: int = 0  # rows that read what was not finite and was another sequence's
     broken: bool = False
+    awaits_plan: bool = False  # whether a next step may have been dispatched that waits for its plan on the device
     freed: set[int] = field(default_factory=set)  # blocks that the pool got back since the last launch
     _waited: int = 0
     _ill: set[int] = field(default_factory=set)  # sequences with a row that was not finite
@@ -149,6 +150,7 @@ class ReferenceRunner:
 
     def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Handle:
         assert not self.broken, "launched after a failure without a reset"
+        self.awaits_plan = False
         number, self.launches = self.launches, self.launches + 1
         failure = self.fail.get(number)
         if failure == "launch":
@@ -210,7 +212,7 @@ class ReferenceRunner:
         return list(handle.result.tokens)
 
     def release(self) -> None:
-        pass
+        self.awaits_plan = False
 
     def launch_waits(self, plan: StepPlan) -> bool:
         """For some plans, by their contents."""
@@ -223,6 +225,7 @@ class ReferenceRunner:
         self._waited = handle.number + 1
         if handle.raises:
             self._break(handle.number)
+        self.awaits_plan = self._waited == self.launches
         return handle.result
 
     def reset(self) -> None:

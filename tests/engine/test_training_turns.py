@@ -126,6 +126,37 @@ def test_a_slice_is_launched_behind_the_step_in_flight(
     front.assert_nothing_is_held()
 
 
+def test_nothing_else_is_waited_for_while_a_step_waits_for_its_plan(
+    front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device would not go on before the plan is there, nor the host before the device."""
+    awaited: list[bool] = []
+    read = Slices._wait
+
+    def wait(self: Slices, slice_: int) -> None:
+        assert not front.reference.awaits_plan
+        awaited.append(front.core._pipeline._flight is None)
+        read(self, slice_)
+
+    def watch() -> None:
+        assert not front.reference.awaits_plan
+
+    turns = itertools.cycle([True, False])
+    monkeypatch.setattr(Slices, "_wait", wait)
+    monkeypatch.setattr(trainers, "watch", watch)
+    monkeypatch.setattr(type(front.reference), "launch_waits", lambda self, plan: True)
+    front.send(*(m.Submit(request(i, max_tokens=12)) for i in range(3)))
+    front.turn(2)
+    front.send(a_pass(2, slices=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(front.duty, "may_train", lambda serving, training: next(turns))
+        patch.setattr(TimeShare, "may_go_on", False)
+        front.turn(4)
+    assert front.core._pipeline._flight is not None and any(awaited)
+    front.core._pipeline.drain()
+    assert not front.reference.awaits_plan
+
+
 def test_a_plan_names_the_slice_that_goes_before_its_step(
     front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
