@@ -144,6 +144,7 @@ def build(
     step_limits = _limit_steps(model, kernels, needs, memory)
     tuned = _tune(config, model, memory, kernels, report, given)
     runner = _runner(config, model, found, kernels, adapters, weights, memory, step_limits, tuned)
+    runner.dispatches_ahead = config.speculation.method != "draft"  # the draft model computes before a step is planned
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
 
     def run_first_steps(cost: CostModel) -> Choices:

@@ -93,6 +93,8 @@ class MLXRunner:
         builds_ahead: Whether a step that verifies drafts may be built while the device computes the one before it. All
             its numbers have to travel as one array, which is filled later, and kernels have to write the pool: MLX's
             own writes would copy arrays of the pool that a graph which was built still holds.
+        dispatches_ahead: Whether CUDA may be given such a step, too, before its numbers are known. The owner forbids it
+            if anything else needs the device before the next step is planned.
     """
 
     def __init__(
@@ -151,8 +153,7 @@ class MLXRunner:
         self.inputs = Inputs()
         self._prebuilt = Prebuilt(self.inputs, _dispatch if device.is_cuda() and IN_ORDER else None)
         self._masks, self._waiting = MaskTable(sizes.vocab_size, sizes.max_num_seqs), _Waiting((), [])
-        self.queue = DispatchQueue()
-        self.pauses = device.is_cuda()
+        self.queue, self.pauses, self.dispatches_ahead = DispatchQueue(), device.is_cuda(), True
         self.builds_ahead = self.inputs.packed and inplace.writing().store is not None
         self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
 
@@ -397,8 +398,8 @@ class MLXRunner:
         if forward is not None:
             given = forward.given
             call = StepCall(forward.step, forward.numbers, self._arguments(given), self._forward.reported(given.key))
-            waits = forward.can_wait and call.room > 0 and not (flight.plan.saves or self.one_at_a_time)
-            self._prebuilt.build(call, dispatches=waits)
+            waits = self.dispatches_ahead and forward.can_wait and call.room > 0
+            self._prebuilt.build(call, dispatches=waits and not (flight.plan.saves or self.one_at_a_time))
 
     def _keep(self, held: HeldStates) -> Part:
         """Return the part that writes the states after accepted drafts, when these are drawn."""
