@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -14,17 +15,21 @@ from msgspec import structs
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import SpeculationConfig
-from mlx_tandem.engine.plan import StepPlan
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
+from mlx_tandem.model.cache.turns import TurnShape
 from mlx_tandem.model.kernels.gate import RESERVED
+from mlx_tandem.model.lora.routes import Layout
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step import prebuilt
 from mlx_tandem.model.step.forward import StepArrays
 from mlx_tandem.model.step.inputs import Inputs
+from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
+from mlx_tandem.model.step.sampler import SamplingFlags
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.step.staging import Staging
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
@@ -222,6 +227,10 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
         loop = serve(engine, together, Waiting(free, wrong))
         assert all(said == free.tokens[key] for key, said in loop.tokens.items())
     assert any(used) and any(dropped)
+    used.clear()
+    runner.dispatches_ahead = False
+    serve(engine, asked, Waiting(free, wrong))
+    assert used and not any(used)
 
 
 def test_graphs_that_are_not_used_are_no_longer_built() -> None:
@@ -242,6 +251,59 @@ def test_graphs_that_are_not_used_are_no_longer_built() -> None:
         made.results(StepCall((lambda sent: sent) if number < 90 else forward.step, numbers, ()))
     assert built[:5] == [True] * 5 and 2 <= sum(built[8:90]) <= 3
     assert made.take_repeatable(flight) is None, "it is another step's turn"
+
+
+VERIFIED = Row(RowKind.VERIFY, 0, 2, 0, 7, (3, 4), ((1,),), True)
+"""A row of a plan; it has a draft."""
+
+OTHERS: dict[str, Any] = {
+    "seatings": (Seating(0, SamplingParams(8), 0, 1, (3,)),),
+    "uploads": ((1, "digest"),),
+    "copies": ((1, 2),),
+    "saves": (1,),
+    "loads": ((1, b""),),
+    "masked": (0,),
+    "drops": (b"digest",),
+    "encodes": (None,),
+}
+"""What a plan may ask for besides its rows."""
+
+ROWS: dict[str, tuple[Row, ...]] = {
+    "another seat": (structs.replace(VERIFIED, seat=3),),
+    "more tokens": (structs.replace(VERIFIED, tokens=(3, 4, 5)),),
+    "one row more": (VERIFIED, structs.replace(VERIFIED, seat=3)),
+    "no row": (),
+}
+
+
+def test_a_step_is_expected_that_has_the_same_rows_and_nothing_else_to_do() -> None:
+    made, flight = Prebuilt(Inputs(packed=True)), Flight(StepPlan((VERIFIED,)), [], first_use=False)
+    assert not made.expects(flight.plan), "nothing was built"
+    made.begin()
+    made.note(RepeatableForward(None, [], None))  # type: ignore[arg-type]
+    made.end(flight)
+    assert made.take_repeatable(flight) is not None
+    next_one = structs.replace(VERIFIED, start=9, tokens=(5, 6), tables=((1, 2),))
+    assert made.expects(StepPlan((next_one,)))
+    for name, other in OTHERS.items():
+        assert not made.expects(StepPlan((next_one,), **{name: other})), name
+    for name, rows in ROWS.items():
+        assert not made.expects(StepPlan(rows)), name
+
+
+def test_a_step_waits_on_the_device_only_if_it_can_be_computed_twice_and_read_without_copies() -> None:
+    key = StepKey(2, 1, (4,), carry=True, samples=True, flags=SamplingFlags(noise=True), layout=Layout("base"))
+
+    def can_wait(row: Row = VERIFIED, **changed: Any) -> bool:
+        given: Any = SimpleNamespace(key=key._replace(**changed), every=[VERIFIED, row])
+        return RepeatableForward(None, [], given).can_wait
+
+    assert can_wait() and can_wait(proposes=False)
+    assert not can_wait(structs.replace(VERIFIED, tokens=(CARRY,)))
+    assert not can_wait(structs.replace(VERIFIED, slack=1))
+    assert not can_wait(turns=TurnShape(2, 1, 1, 4))
+    assert not can_wait(flags=SamplingFlags(logprobs=0))
+    assert not can_wait(proposes=True)
 
 
 def test_no_step_is_dispatched_early_once_the_host_had_to_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
