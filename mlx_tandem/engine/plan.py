@@ -298,9 +298,9 @@ class Runner(Protocol):
         """Return whether `launch` would wait for much of the step instead of returning at once."""
 
     def release(self) -> None:
-        """Let the device go on if it waits for the plan of a next step.
+        """Let the device go on if it waits for the plan of the next step.
 
-        It is called before other work than a step is launched or waited for, and before the loop rests.
+        The caller has to do this before it launches anything but a step or waits for it, and before it rests.
         """
 
     def wait(self, handle: Any) -> StepResult:

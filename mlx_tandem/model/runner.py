@@ -266,10 +266,7 @@ class MLXRunner:
         return tokens
 
     def release(self) -> None:
-        """Let the device go on if it waits for the numbers of a step that was dispatched before these were known.
-
-        It is called before anything else is launched or waited for, and before the loop rests.
-        """
+        """Let the device go on if it waits for the numbers of a step that was dispatched before these were known."""
         self._prebuilt.drop()
 
     def wait(self, handle: Flight) -> StepResult:
@@ -393,7 +390,10 @@ class MLXRunner:
         return self.builds_ahead and given.verifies and is_plain
 
     def _build_behind(self, flight: Flight) -> None:
-        """Build a step like `flight`, if no later step is in flight and the next one is likely to be of its kind."""
+        """Build a step like `flight`, if no later step is in flight and the next one is likely to be of its kind.
+
+        Dispatch it as well if it can wait on the device for its numbers.
+        """
         forward = self._prebuilt.take_repeatable(flight)
         if forward is not None:
             given = forward.given

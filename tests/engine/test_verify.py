@@ -174,9 +174,9 @@ def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
 def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing(
     folder: Path, wrong: int, kv_bits: Literal[8, 16], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA, where the device waits for the numbers. Here it begins when they are read.
+    """CUDA waits for the numbers of such a step. Here MLX computes it when somebody reads it.
 
-    While it waits, no array is made and none is read, since the host might wait for the device then.
+    While the device waits, the host makes no array and reads none, since it might wait for the device then.
     """
     engine = make_engine(folder, max_num_seqs=8, kv_bits=kv_bits)
     asked = requests(name, SamplingParams(**({"max_tokens": 16, "seed": 11} | PARAMS[name] | {"logprobs": None})))

@@ -36,10 +36,10 @@ Memory of the block that is filled while the thread does something else:
   `there`; `ASYNC_CLOSE()` makes a group, possibly empty, of the copies that this thread started since the last group;
   `ASYNC_WAIT(n)` waits until all of its groups but the last n are done. Other threads see them after a BARRIER.
 
-Memory that the host reads and writes meanwhile:
+Memory that the host reads and writes while a kernel runs, on CUDA only:
 
-- `AWAIT(p)` waits until the int at p is not 0, and returns whether it is not; it is 0 still after ten seconds;
-- `LOAD_SHARED(p)` loads an int as it is now, and `STORE_SHARED(p, x)` stores one.
+- `AWAIT(p)` waits until the int at p is not 0, for ten seconds at most, and returns whether it is not 0;
+- `LOAD_SHARED(p)` loads an int as the host has written it last, and `STORE_SHARED(p, x)` stores one for the host.
 
 Bodies may also use what every target has: structs, templates, `auto`, `uint`, `float4` and the like. They must not
 use lambdas, pointers to shared memory in functions, or infinities or NaN as constants (Metal's fast arithmetic may

@@ -1,7 +1,8 @@
 """Kernel that writes a step's drawn tokens into the host's memory, beside the numbers that the host has sent.
 
 To read an array that lies in the device's memory, MLX copies it into memory that both sides share. The driver may let
-that copy wait for all that has been dispatched, and a step that waits for the host at the gate never ends then.
+this copy wait for everything that was dispatched. If that includes a step that waits at the gate (`gate.py`), host and
+device wait for each other.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Report:
         self._kernel = make(Source("report", ["tokens", "numbers"], ["copy"], _BODY, writes=["numbers"]))
 
     def __call__(self, tokens: mx.array, numbers: mx.array) -> mx.array:
-        """Return a copy of `tokens`, int32 [count], made when they are in `numbers`, too.
+        """Write `tokens`, int32 [count], into `numbers`, in front of the last RESERVED of them; return a copy.
 
-        They are there in front of the last RESERVED numbers.
+        When the copy is there, the host finds the tokens in `numbers`.
         """
         (copy,) = self._kernel([tokens, numbers], {}, (1, 1, 1), _THREADS, [(tokens.shape, mx.int32)])
         return copy

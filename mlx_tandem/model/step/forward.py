@@ -182,7 +182,7 @@ class Forward:
         return self._chain is not None
 
     def reported(self, key: StepKey) -> int:
-        """Return how many tokens a step with this key writes back into its numbers, as far as it draws any."""
+        """Return how many drawn tokens a step with this key writes back into its numbers; 0 if it writes none back."""
         reports = self.report is not None and key.samples and not key.masked and not key.chained
         return (key.picks or key.rows) if reports else 0
 

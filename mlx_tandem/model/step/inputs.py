@@ -1,10 +1,14 @@
-"""The transfer of a forward's numbers from the host to the device.
+"""The transfer of a forward's numbers from the host to the device, and of drawn tokens back.
 
 On CUDA an array made by the host lies in memory that both sides share. Its page moves to the device when a step first
 reads it, and back when the host writes there again; each move takes longer than the kernels that read it (20 to 60 µs
 on an H200). So all numbers of a forward travel as one array, which stays with the host (`staging.py`) and is copied
 once to the device's own memory. On a CPU the numbers are where they are needed, and each further node of a graph would
 only take time.
+
+A step on CUDA writes the tokens that it has drawn into the same array (`kernels/report.py`), where the host reads them
+without a copy. The last places of the array belong to the kernel at which a step may wait for its numbers
+(`kernels/gate.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ class Sent(NamedTuple):
 
     @property
     def written_back(self) -> list[int]:
-        """The numbers that the device has written back, once it is done."""
+        """The numbers that the device has written back. It has to be done with the step."""
         assert self.buffer is not None
         numbers: list[int] = self.buffer.numbers[-RESERVED - self.room : -RESERVED].tolist()
         return numbers
@@ -85,12 +89,12 @@ class Inputs:
         return Sent([buffer.array], buffer, room)
 
     def fill(self, sent: Sent, numbers: Sequence[Numbers]) -> None:
-        """Write the numbers into an array that `reserve` has returned and the device has not read."""
+        """Write the numbers into an array that `reserve` has returned, and let a step that waits for them go on."""
         self.write(sent, numbers)
         self.open(sent)
 
     def write(self, sent: Sent, numbers: Sequence[Numbers]) -> None:
-        """Write the numbers without letting a step that waits for them go on."""
+        """Write the numbers into an array that `reserve` has returned. A step that waits for them goes on waiting."""
         assert sent.buffer is not None
         start = 0
         for n in numbers:
@@ -103,11 +107,11 @@ class Inputs:
         sent.buffer.numbers[OPEN] = 1
 
     def came_in_time(self, sent: Sent) -> bool:
-        """Return whether the device, which has read what was sent, had waited until that was written."""
+        """Return whether the device read what was sent only after the host had opened it. The device must be done."""
         return sent.buffer is None or sent.buffer.numbers[TOLD] != TOO_LATE
 
     def done(self, sent: Sent) -> None:
-        """Note that the device has read what was sent, so that its buffer can be used again."""
+        """Note that neither the device nor the host reads what was sent any more: its buffer can be used again."""
         if sent.buffer is not None:
             self._staging.give_back(sent.buffer)
 

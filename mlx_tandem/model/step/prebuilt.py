@@ -5,6 +5,10 @@ the device waits while the host builds the graph of the next step. That step is 
 arrays. So the host builds its graph while the device still computes, with a buffer for the numbers that is filled
 later. A step of another kind is built anew. Whoever writes into an argument of a step, `array[i] = x`, has to call
 `drop` before: the array stays the same object.
+
+On CUDA such a step can be dispatched as well. The device then waits at its first kernel (`kernels/gate.py`) until the
+host has written the numbers. If the next step is of another kind, the host opens the gate, and the device computes the
+last step once more, to no effect.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ PROBE = 32
 
 
 LONGEST_WAIT = 5.0
-"""Seconds that the host may need to read a step while the device waits for the next one. It needs longer only if the
-device waits ten seconds for the host (`gate.py`) and the host for the device."""
+"""Most seconds that the host may need to read a step while the next one waits at the gate. It needs longer only if host
+and device wait for each other, which the gate ends after ten seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ class StepCall(NamedTuple):
         step: The step.
         numbers: The numbers of the call. Those of another call have the same shapes and types.
         arguments: The other arguments.
-        room: How many numbers the step writes back, as in `Sent`.
+        room: How many numbers the device writes back, as in `Sent`.
     """
 
     step: Any
@@ -65,9 +69,10 @@ class RepeatableForward(NamedTuple):
     def can_wait(self) -> bool:
         """Whether it may be dispatched once more before its numbers are known.
 
-        If it is dropped then, the device computes it with the old numbers. That writes the same keys and values to the
-        same places, unless tokens or places follow from what the device has drawn meanwhile, or layers keep states.
-        While it waits, nothing can be read but what steps write back: no logprobs and no drafts of the model's head.
+        If the next step is another one, the device computes this one with the old numbers. It then writes the same keys
+        and values to the same places, unless tokens or places follow from what the device has drawn meanwhile, or
+        layers keep states. While it waits, the host can read nothing but the tokens that steps write back. So it may
+        not wait if the host has to read logprobs or drafts of the model's head.
         """
         key = self.given.key
         known = all(row.tokens[0] != CARRY and not row.slack for row in self.given.every)
@@ -79,6 +84,11 @@ class Prebuilt:
 
     Attributes:
         used: The share of the graphs that was used, a moving average.
+        dispatched: Whether the results that `results` has returned last are those of a step that was dispatched before.
+
+    Args:
+        inputs: The transfer by which the numbers travel.
+        dispatch: Dispatches the results of a step; None: no step is dispatched before its numbers are known.
     """
 
     def __init__(self, inputs: Inputs, dispatch: Callable[[Any], None] | None = None):
@@ -88,8 +98,8 @@ class Prebuilt:
         self._dispatch = dispatch
         self._made: tuple[StepCall, Sent, Any] | None = None
         self._is_ahead = False  # whether that graph has been dispatched
-        self._began = 0.0  # when it was
-        self._dropped: list[Sent] = []  # of steps that were dispatched, and dropped behind the newest step
+        self._began = 0.0  # seconds of time.monotonic at which it was
+        self._dropped: list[Sent] = []  # the device may not have read them: their steps were dispatched, then dropped
         self._forwards: list[RepeatableForward | None] = []
         self._newest: Flight | None = None
         self._behind: StepPlan | None = None  # the plan behind whose step that graph was built
@@ -125,15 +135,19 @@ class Prebuilt:
         return forward
 
     def expects(self, plan: StepPlan) -> bool:
-        """Return whether the graph may be that of this plan: the plan has the same rows and nothing else to do."""
+        """Return whether the next step may be the one that was built, as far as its plan says.
+
+        The plan has to have rows of the same seats and lengths as the plan before, and nothing else to do.
+        """
         others = plan.seatings, plan.uploads, plan.copies, plan.saves, plan.loads, plan.masked, plan.drops, plan.encodes
         return self._behind is not None and not any(others) and _extents(plan) == _extents(self._behind)
 
     def build(self, call: StepCall, *, dispatches: bool = False) -> None:
         """Build the graph of a call, whose numbers only say what shapes the numbers will have.
 
-        dispatches: whether it is dispatched as well, and waits on the device, as far as `can_wait` allows. Nothing that
-        makes an array or reads one may happen before `results` or `drop` then, since it may wait for the device.
+        dispatches: whether the step is dispatched as well and waits on the device, which `can_wait` has to allow. Until
+        `results` or `drop` is called, nobody may make an array or read one from the device then, since the host might
+        wait for the device, which waits for the host.
         """
         self.drop()
         sent = self._inputs.reserve(call.numbers, call.room)
@@ -175,7 +189,7 @@ class Prebuilt:
         self.drop()
 
     def drop(self) -> None:
-        """Forget the graph that was built."""
+        """Forget the graph that was built. If it was dispatched, let the device compute it with the old numbers."""
         if self._made is not None:
             sent, self._made = self._made[1], None
             if not self._is_ahead:
@@ -185,14 +199,17 @@ class Prebuilt:
                 self._dropped.append(sent)
 
     def passed(self) -> None:
-        """Note that the device has computed everything that was dispatched before the last drop."""
+        """Note that the device has computed a step that was dispatched behind all that were dropped.
+
+        If the host needed too long to read it while the next one waited, no more steps are dispatched early.
+        """
         while self._dropped:
             self._inputs.done(self._dropped.pop())
         if self._made is not None and self._is_ahead and time.monotonic() - self._began > LONGEST_WAIT:
             self.no_longer_dispatch()
 
     def no_longer_dispatch(self) -> None:
-        """Dispatch no more steps before their numbers are known, since host and device wait for each other then."""
+        """Dispatch no more steps before their numbers are known: here host and device wait for each other then."""
         self.drop()
         self._dispatch = None
         log.warning("steps are no longer dispatched before their numbers are known: the device could not wait for them")

@@ -1,4 +1,6 @@
-"""Buffers in memory that host and device share, which the host fills and the device reads again and again.
+"""Buffers in memory that host and device share, which are used again and again.
+
+The host fills them, the device reads them, and some kernels write drawn tokens back into them.
 
 On CUDA an array made by the host lies in such memory. MLX reuses any freed buffer of about the right size for a new
 array. If that buffer was the device's, its content is moved first, and the host waits for this useless copy until the
@@ -46,7 +48,7 @@ class Staging:
         return Buffer(numbers, array)
 
     def give_back(self, buffer: Buffer) -> None:
-        """Take back a buffer whose content the device has read."""
+        """Take back a buffer that neither side reads any more."""
         self._free[buffer.array.size].append(buffer)
 
 
