@@ -472,7 +472,7 @@ class MLXRunner:
         if self.one_at_a_time and not device.is_cpu():
             mx.synchronize()  # a GPU releases the inputs of operations a little later
         if part.sent is not None and not self.inputs.came_in_time(part.sent):
-            self._prebuilt.no_longer_dispatch()
+            self._prebuilt.stalled()
             raise DeviceError("the device did not wait for the numbers of a step", again=True)
         self.queue.done(part)
 

@@ -38,7 +38,7 @@ Memory of the block that is filled while the thread does something else:
 
 Memory that the host reads and writes while a kernel runs, on CUDA only:
 
-- `AWAIT(p)` waits until the int at p is not 0, for ten seconds at most, and returns whether it is not 0;
+- `AWAIT(p)` waits until the int at p is not 0, for a second at most, and returns whether it is not 0;
 - `LOAD_SHARED(p)` loads an int as the host has written it last, and `STORE_SHARED(p, x)` stores one for the host.
 
 Bodies may also use what every target has: structs, templates, `auto`, `uint`, `float4` and the like. They must not
@@ -190,7 +190,7 @@ DEVICE bool await(const int* p) {
   do {
     asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while (x == 0 && now - start < 10000000000ll);
+  } while (x == 0 && now - start < 1000000000ll);
   return x != 0;
 }
 #define AWAIT(p) await(p)

@@ -48,7 +48,7 @@ class Gate:
     def __call__(self, numbers: mx.array) -> mx.array:
         """Return a copy of `numbers`, int32 [count].
 
-        The kernel copies them as soon as the last of them is not 0, or after ten seconds. It writes into the last but
+        The kernel copies them as soon as the last of them is not 0, or after a second. It writes into the last but
         one of `numbers` which of the two it was.
         """
         (copy,) = self._kernel([numbers], {}, (1, 1, 1), _THREADS, [(numbers.shape, mx.int32)])

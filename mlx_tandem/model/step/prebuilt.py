@@ -35,9 +35,12 @@ PROBE = 32
 """Number of steps after which one graph is built again although too few were used."""
 
 
-LONGEST_WAIT = 5.0
-"""Most seconds that the host may need to read a step while the next one waits at the gate. It needs longer only if host
-and device wait for each other, which the gate ends after ten seconds."""
+LONGEST_WAIT = 0.5
+"""Seconds between the dispatch of a step that waits for its numbers and the moment when the host has them. It takes
+longer only if the host was stopped, or if host and device wait for each other, which the gate ends after a second."""
+
+MOST_STALLS = 3
+"""How often that may happen before no more steps are dispatched early."""
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class Prebuilt:
         self._dispatch = dispatch
         self._made: tuple[StepCall, Sent, Any] | None = None
         self._is_ahead = False  # whether that graph has been dispatched
+        self._stalls = 0
         self._began = 0.0  # seconds of time.monotonic at which it was
         self._dropped: list[Sent] = []  # the device may not have read them: their steps were dispatched, then dropped
         self._forwards: list[RepeatableForward | None] = []
@@ -172,7 +176,8 @@ class Prebuilt:
         self.dispatched = False
         if self._made is not None:
             built, sent, results = self._made
-            is_same = built.step is call.step and _same(built.arguments, call.arguments)
+            self._look_for_stall()
+            is_same = self._made is not None and built.step is call.step and _same(built.arguments, call.arguments)
             self.used += (is_same - self.used) / 8
             if is_same:
                 self._made = None
@@ -199,20 +204,25 @@ class Prebuilt:
                 self._dropped.append(sent)
 
     def passed(self) -> None:
-        """Note that the device has computed a step that was dispatched behind all that were dropped.
-
-        If the host needed too long to read it while the next one waited, no more steps are dispatched early.
-        """
+        """Note that the device has computed a step that was dispatched behind all that were dropped."""
         while self._dropped:
             self._inputs.done(self._dropped.pop())
-        if self._made is not None and self._is_ahead and time.monotonic() - self._began > LONGEST_WAIT:
-            self.no_longer_dispatch()
+        self._look_for_stall()
 
-    def no_longer_dispatch(self) -> None:
-        """Dispatch no more steps before their numbers are known: here host and device wait for each other then."""
+    def _look_for_stall(self) -> None:
+        """Drop a step that has waited for its numbers for so long that the gate may have opened by itself."""
+        if self._made is not None and self._is_ahead and time.monotonic() - self._began > LONGEST_WAIT:
+            self.stalled()
+
+    def stalled(self) -> None:
+        """Note that the device has not waited for a step's numbers, or might not have waited."""
         self.drop()
-        self._dispatch = None
-        log.warning("steps are no longer dispatched before their numbers are known: the device could not wait for them")
+        self._stalls += 1
+        if self._stalls == MOST_STALLS:
+            self._dispatch = None
+            log.warning(
+                "steps are no longer dispatched early: the device did not wait for the host %d times", MOST_STALLS
+            )
 
 
 def _extents(plan: StepPlan) -> list[tuple[int, int]]:
