@@ -45,18 +45,17 @@ def drafts_of(rows: Sequence[Row], count: int) -> list[Numbers]:
 
     Each token of a VERIFY row has a row of the forward; any other row has one, which draws.
     """
-    longest = max([len(row.tokens) - 1 for row in rows if row.kind is RowKind.VERIFY], default=0)
-    most = next(n for n in PADDED_DRAFTS if n >= longest)
+    drafts = [row.tokens[1:] if row.kind is RowKind.VERIFY else () for row in rows]
+    tokens = np.array([1 + len(own) for own in drafts])
+    most = next(n for n in PADDED_DRAFTS if n > tokens.max() - 2)
+    padded = np.array([own + (-1,) * (most + 1 - len(own)) for own in drafts], np.int32)
+    sequence = np.arange(len(drafts)).repeat(tokens)  # of each token
+    begin = (tokens.cumsum() - tokens)[sequence]
+    number = np.arange(len(sequence)) - begin  # of the token in its row
     before = np.full((count, most), -1, np.int32)
+    before[: len(sequence)] = np.where(np.arange(most) < number[:, None], padded[sequence, :most], -1)
     first, following = np.arange(count, dtype=np.int32), np.full(count, -1, np.int32)
-    at = 0
-    for row in rows:
-        drafts = row.tokens[1:] if row.kind is RowKind.VERIFY else ()
-        for n in range(1 + len(drafts)):
-            before[at + n, :n] = drafts[:n]
-            following[at + n] = drafts[n] if n < len(drafts) else -1
-        first[at : at + 1 + len(drafts)] = at
-        at += 1 + len(drafts)
+    first[: len(sequence)], following[: len(sequence)] = begin, padded[sequence, number]
     return [before, first, following]
 
 
