@@ -134,12 +134,20 @@ class EngineCore:
         if self._opening is not None and self._offload is not None and (opened := self._opening.poll()):
             self._offload.open(*opened)
         self._receive()
+        self._make_room()
         self._work()
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_seconds
             self._outbox.append(m.Heartbeat(self.stats()))
         self._flush()
+
+    def _make_room(self) -> None:
+        """Tell the runner whether other threads use the device, and let the device go on if they do."""
+        runner = self._pipeline.runner
+        runner.has_company = self._adapters.is_loading or self._trainers.is_waiting
+        if runner.has_company:
+            runner.release()
 
     def _flush(self) -> None:
         """Send what there is to say in one frame, with the occupancy if it has changed."""

@@ -264,6 +264,10 @@ class Runner(Protocol):
     one_at_a_time: bool
     """Whether a step begins only when the step before it has been read."""
 
+    has_company: bool
+    """Whether other threads make or read arrays now. No step waits on the device for its plan then, since such a thread
+    might wait for the device and keep Python's global lock from the thread that plans."""
+
     drafting_positions: int
     """The most positions that a plan with `drafts` may have. A plan counts as many as its number of rows times twice
     the number of tokens of its longest sequence. 0: no plan may have drafts."""
@@ -300,7 +304,7 @@ class Runner(Protocol):
     def release(self) -> None:
         """Let the device go on if it waits for the plan of the next step.
 
-        The caller has to do this before it launches anything but a step or waits for it, and before it rests.
+        Call it before you launch other work, wait for other work, or rest.
         """
 
     def wait(self, handle: Any) -> StepResult:

@@ -93,9 +93,11 @@ class MLXRunner:
         builds_ahead: Whether a step that verifies drafts may be built while the device computes the one before it. All
             its numbers have to travel as one array, which is filled later, and kernels have to write the pool: MLX's
             own writes would copy arrays of the pool that a graph which was built still holds.
-        dispatches_ahead: Whether CUDA may be given such a step, too, before its numbers are known. The owner forbids it
-            if anything else needs the device before the next step is planned.
+        dispatches_ahead: Whether such a step may also be dispatched on CUDA before its numbers are known. The owner
+            forbids it if anything else needs the device before the next step is planned.
     """
+
+    has_company = False
 
     def __init__(
         self,
@@ -399,7 +401,8 @@ class MLXRunner:
             given = forward.given
             call = StepCall(forward.step, forward.numbers, self._arguments(given), self._forward.reported(given.key))
             waits = self.dispatches_ahead and forward.can_wait and call.room > 0
-            self._prebuilt.build(call, dispatches=waits and not (flight.plan.saves or self.one_at_a_time))
+            others = self.has_company or flight.plan.saves or self.one_at_a_time
+            self._prebuilt.build(call, dispatches=waits and not others)
 
     def _keep(self, held: HeldStates) -> Part:
         """Return the part that writes the states after accepted drafts, when these are drawn."""
@@ -467,13 +470,13 @@ class MLXRunner:
             (self._places_of_last,) = moved
 
     def _finish(self, part: Part) -> None:
-        """Wait until a part is done, and let the part behind it begin."""
+        """Wait until a part is done, check its gate, and dispatch the next part."""
         mx.eval(part.marker)
         if self.one_at_a_time and not device.is_cpu():
             mx.synchronize()  # a GPU releases the inputs of operations a little later
         if part.sent is not None and not self.inputs.came_in_time(part.sent):
             self._prebuilt.stalled()
-            raise DeviceError("the device did not wait for the numbers of a step", again=True)
+            raise DeviceError("the device began a step before its numbers were written", again=True)
         self.queue.done(part)
 
     @property

@@ -93,6 +93,7 @@ class ReferenceRunner:
     nan: Mapping[int, int] = field(default_factory=dict)
     may_wait: bool = False  # in launches, that is
     one_at_a_time: bool = False
+    has_company: bool = False
     drafting_positions: int = 0
     known: frozenset[str] | None = None  # digests that can be uploaded; None: all
     windows: Windows = (None,)
@@ -488,6 +489,8 @@ class ReferenceRunner:
 
 class WrappedRunner:
     """A reference runner behind another one, which changes or notes some of the calls."""
+
+    has_company = False
 
     def __init__(self, inner: ReferenceRunner):
         self.inner = inner

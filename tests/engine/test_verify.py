@@ -219,6 +219,7 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
     monkeypatch.setattr(Prebuilt, "drop", drop)
     monkeypatch.setattr(Prebuilt, "results", counted)
     monkeypatch.setattr(prebuilt, "LEAST_USED", 0.0)
+    monkeypatch.setattr(prebuilt, "LEAST_USED_EARLY", 0.0)
     monkeypatch.setattr(MLXRunner, "one_at_a_time", False)
     runner.inputs.packed = runner.builds_ahead = True
     runner._prebuilt._dispatch = lambda results: None
@@ -270,6 +271,9 @@ OTHERS: dict[str, Any] = {
 
 ROWS: dict[str, tuple[Row, ...]] = {
     "another seat": (structs.replace(VERIFIED, seat=3),),
+    "another adapter": (structs.replace(VERIFIED, lora_slot=1),),
+    "no draw": (structs.replace(VERIFIED, sample=False),),
+    "a prompt": (structs.replace(VERIFIED, kind=RowKind.PROMPT),),
     "more tokens": (structs.replace(VERIFIED, tokens=(3, 4, 5)),),
     "one row more": (VERIFIED, structs.replace(VERIFIED, seat=3)),
     "no row": (),
@@ -298,30 +302,79 @@ def test_a_step_waits_on_the_device_only_if_it_can_be_computed_twice_and_read_wi
         given: Any = SimpleNamespace(key=key._replace(**changed), every=[VERIFIED, row])
         return RepeatableForward(None, [], given).can_wait
 
-    assert can_wait() and can_wait(proposes=False)
+    assert can_wait()
     assert not can_wait(structs.replace(VERIFIED, tokens=(CARRY,)))
     assert not can_wait(structs.replace(VERIFIED, slack=1))
     assert not can_wait(turns=TurnShape(2, 1, 1, 4))
     assert not can_wait(flags=SamplingFlags(logprobs=0))
-    assert not can_wait(proposes=True)
+    assert not can_wait(proposes=True) and not can_wait(proposes=False)
+
+
+class Early:
+    """Steps that are all alike, and are dispatched early if they may be."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.dispatched: list[Any] = []
+        self.made = Prebuilt(Inputs(packed=True), self.dispatched.append)
+        self._call = StepCall(lambda sent: sent, [np.zeros(4, np.int32)], ())
+        self._patch = monkeypatch
+
+    def build(self) -> bool:
+        """Build a step; return whether it was dispatched."""
+        before = len(self.dispatched)
+        self.made.build(self._call, dispatches=True)
+        return len(self.dispatched) > before
+
+    def use(self, *, late: bool = False, reads: bool = False) -> bool:
+        """Use the step, late or not, having read the one before or not; return whether it was used as dispatched."""
+        with self._patch.context() as patch:
+            patch.setattr(prebuilt, "LONGEST_WAIT", 0.0 if late else 60.0)
+            if reads:
+                self.made.passed()
+            self.made.results(self._call)
+        return self.made.dispatched
 
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_step_that_waited_for_long_is_not_used(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate may have opened by itself. After several such steps none is dispatched early."""
-    dispatched: list[Any] = []
-    made = Prebuilt(Inputs(packed=True), dispatched.append)
-    call = StepCall(lambda sent: sent, [np.zeros(4, np.int32)], ())
-    used = []
-    for limit in (60.0, 0.0, 60.0, 0.0, 0.0, 60.0):
-        monkeypatch.setattr(prebuilt, "LONGEST_WAIT", limit)
-        made.build(call, dispatches=True)
-        if reads:
-            made.passed()
-        made.results(call)
-        used.append(made.dispatched)
-    assert used == [True, False, True, False, False, False]
-    assert len(dispatched) == 5
+    monkeypatch.setattr(prebuilt, "LEAST_USED_EARLY", 0.0)
+    steps = Early(monkeypatch)
+    seen = [(steps.build(), steps.use(late=late, reads=reads)) for late in (False, True, False, True, True, False)]
+    assert seen == [(True, True), (True, False), (True, True), (True, False), (True, False), (False, False)]
+
+
+def test_long_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prebuilt, "LEAST_USED_EARLY", 0.0)
+    monkeypatch.setattr(prebuilt, "FORGETS_AFTER", 3)
+    steps = Early(monkeypatch)
+    for late in [True, True, False, False, False, True, True, False, False, False, True, True]:
+        assert steps.build() and steps.use(late=late) == (not late)
+    assert steps.build() and not steps.use(late=True)
+    assert not steps.build(), "three in a row, with fewer than three used steps between them"
+
+
+def test_no_step_is_dispatched_early_where_its_own_dispatch_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MLX does where a step is more graphs than it lets be under way."""
+    steps = Early(monkeypatch)
+    monkeypatch.setattr(prebuilt, "LONGEST_WAIT", 0.0)
+    assert steps.build() and not steps.use()
+    assert not steps.build() and not steps.use()
+
+
+def test_steps_are_dispatched_early_only_if_most_of_them_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is dropped costs a whole step, and plans of another kind drop it before it is compared."""
+    steps = Early(monkeypatch)
+    assert steps.build() and steps.use()
+    early = []
+    for _ in range(3):
+        early.append(steps.build())
+        steps.made.drop()
+    assert early == [True, True, False]
+    for _ in range(4):
+        assert not steps.build()
+        steps.use()
+    assert steps.build()
 
 
 def test_a_graph_is_used_for_a_call_with_the_same_arrays_only() -> None:

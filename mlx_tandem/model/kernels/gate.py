@@ -1,8 +1,8 @@
 """Kernel that copies a step's numbers to the device once the host has written them.
 
 A step that begins with this kernel can be dispatched before its numbers are known, and waits there. As soon as the host
-has written the numbers, the device goes on; without the gate it would wait for the milliseconds that MLX needs to
-dispatch a step.
+has written the numbers, the device goes on. Otherwise the device would idle while MLX dispatches the step, which takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 """Whether the device sees what the host writes in the order in which the host writes it."""
 
 RESERVED = 2
-"""Number of places at the end of the numbers that the kernel needs for this."""
+"""Number of places at the end of the numbers that hold these two."""
 
 IN_TIME, TOO_LATE = 1, 2
-"""The two values that the kernel writes: it read the numbers after the host had opened the gate, or without that."""
+"""What the kernel writes: the host had opened the gate before the kernel read the numbers, or the kernel gave up and
+read them anyway."""
 
 _BODY = r"""
   const int count = numbers_shape[0];
@@ -35,7 +36,16 @@ _BODY = r"""
     STORE_SHARED(numbers + count - 2, opened ? 1 : 2);
   }
   BARRIER();
-  for (int i = THREAD; i < count; i += THREADS) copy[i] = LOAD_SHARED(numbers + i);
+  // Each load takes as long as a way over the bus, so several are under way at once.
+  for (int first = THREAD; first < count; first += 8 * THREADS) {
+    int loaded[8];
+    UNROLL
+    for (int u = 0; u < 8; u++) loaded[u] = LOAD_SHARED(numbers + min(first + u * THREADS, count - 1));
+    UNROLL
+    for (int u = 0; u < 8; u++) {
+      if (first + u * THREADS < count) copy[first + u * THREADS] = loaded[u];
+    }
+  }
 """
 
 
@@ -48,8 +58,8 @@ class Gate:
     def __call__(self, numbers: mx.array) -> mx.array:
         """Return a copy of `numbers`, int32 [count].
 
-        The kernel copies them as soon as the last of them is not 0, or after a second. It writes into the last but
-        one of `numbers` which of the two it was.
+        The kernel copies them as soon as the last of them is not 0, or after a second. It then writes IN_TIME or
+        TOO_LATE into the last place but one of `numbers`.
         """
         (copy,) = self._kernel([numbers], {}, (1, 1, 1), _THREADS, [(numbers.shape, mx.int32)])
         return copy

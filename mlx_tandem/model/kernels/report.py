@@ -33,7 +33,7 @@ class Report:
     def __call__(self, tokens: mx.array, numbers: mx.array) -> mx.array:
         """Write `tokens`, int32 [count], into `numbers`, in front of the last RESERVED of them; return a copy.
 
-        When the copy is there, the host finds the tokens in `numbers`.
+        Once the copy has been computed, the tokens are in `numbers`.
         """
         (copy,) = self._kernel([tokens, numbers], {}, (1, 1, 1), _THREADS, [(tokens.shape, mx.int32)])
         return copy

@@ -7,8 +7,8 @@ later. A step of another kind is built anew. Whoever writes into an argument of 
 `drop` before: the array stays the same object.
 
 On CUDA such a step can be dispatched as well. The device then waits at its first kernel (`kernels/gate.py`) until the
-host has written the numbers. If the next step is of another kind, the host opens the gate, and the device computes the
-last step once more, to no effect.
+host has written the numbers. If the next step is of another kind, the host opens the gate, and the device repeats the
+last step, which writes the same values again.
 """
 
 from __future__ import annotations
@@ -31,16 +31,22 @@ Arguments = Sequence[Any]
 LEAST_USED = 0.5
 """Share of the graphs that has to be used, of late, so that more are built."""
 
+LEAST_USED_EARLY = 0.8
+"""Share of the graphs that has to be used, of late, so that more are dispatched early. A step that is dispatched and
+dropped costs the device a whole step. One that is used saves a fifth of a step."""
+
 PROBE = 32
 """Number of steps after which one graph is built again although too few were used."""
 
-
 LONGEST_WAIT = 0.5
-"""Seconds between the dispatch of a step that waits for its numbers and the moment when the host has them. It takes
-longer only if the host was stopped, or if host and device wait for each other, which the gate ends after a second."""
+"""Longest time in seconds from the dispatch of a step until the host has its numbers. A longer wait means that the host
+was stopped, or that host and device wait for each other. The gate opens by itself after a second."""
 
 MOST_STALLS = 3
-"""How often that may happen before no more steps are dispatched early."""
+"""Number of longer waits after which no step is dispatched early."""
+
+FORGETS_AFTER = 10_000
+"""Number of used steps in a row after which earlier long waits are forgotten."""
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +78,15 @@ class RepeatableForward(NamedTuple):
     def can_wait(self) -> bool:
         """Whether it may be dispatched once more before its numbers are known.
 
-        If the next step is another one, the device computes this one with the old numbers. It then writes the same keys
-        and values to the same places, unless tokens or places follow from what the device has drawn meanwhile, or
-        layers keep states. While it waits, the host can read nothing but the tokens that steps write back. So it may
-        not wait if the host has to read logprobs or drafts of the model's head.
+        If the next step is another one, the device computes this one with the old numbers. A repeated step must write
+        the same keys and values to the same places. It does not if tokens or places follow from what the device has
+        drawn meanwhile, if layers keep states, or if the model's head writes what follows from draws. While it waits,
+        the host can read nothing but the tokens that steps write back. So it may not wait if the host has to read
+        logprobs.
         """
         key = self.given.key
         known = all(row.tokens[0] != CARRY and not row.slack for row in self.given.every)
-        return known and key.turns is None and key.flags.logprobs < 0 and not key.proposes
+        return known and key.turns is None and key.flags.logprobs < 0 and key.proposes is None
 
 
 class Prebuilt:
@@ -101,9 +108,10 @@ class Prebuilt:
         self._dispatch = dispatch
         self._made: tuple[StepCall, Sent, Any] | None = None
         self._is_ahead = False  # whether that graph has been dispatched
-        self._stalls = 0
         self._began = 0.0  # seconds of time.monotonic at which it was
-        self._dropped: list[Sent] = []  # the device may not have read them: their steps were dispatched, then dropped
+        self._stalls = 0
+        self._used_since_stall = 0
+        self._dropped: list[Sent] = []  # buffers of dropped steps that the device may still have to compute
         self._forwards: list[RepeatableForward | None] = []
         self._newest: Flight | None = None
         self._behind: StepPlan | None = None  # the plan behind whose step that graph was built
@@ -139,19 +147,19 @@ class Prebuilt:
         return forward
 
     def expects(self, plan: StepPlan) -> bool:
-        """Return whether the next step may be the one that was built, as far as its plan says.
+        """Return whether the step that was built may be that of a plan.
 
-        The plan has to have rows of the same seats and lengths as the plan before, and nothing else to do.
+        The plan has to have rows like those of the plan before, and nothing else to do.
         """
         others = plan.seatings, plan.uploads, plan.copies, plan.saves, plan.loads, plan.masked, plan.drops, plan.encodes
-        return self._behind is not None and not any(others) and _extents(plan) == _extents(self._behind)
+        return self._behind is not None and not any(others) and _shape(plan) == _shape(self._behind)
 
     def build(self, call: StepCall, *, dispatches: bool = False) -> None:
         """Build the graph of a call, whose numbers only say what shapes the numbers will have.
 
-        dispatches: whether the step is dispatched as well and waits on the device, which `can_wait` has to allow. Until
-        `results` or `drop` is called, nobody may make an array or read one from the device then, since the host might
-        wait for the device, which waits for the host.
+        dispatches: whether the step is dispatched as well and waits on the device, if enough graphs are used. Its
+        `can_wait` has to allow that. If it is dispatched, no array may be made or read until `results` or `drop` is
+        called, because that might wait for the device.
         """
         self.drop()
         sent = self._inputs.reserve(call.numbers, call.room)
@@ -160,12 +168,14 @@ class Prebuilt:
         finally:
             if self._made is None:
                 self._inputs.done(sent)
-        self._is_ahead = dispatches and self._dispatch is not None
+        self._is_ahead = dispatches and self._dispatch is not None and self.used >= LEAST_USED_EARLY
         if self._is_ahead:
             assert self._dispatch is not None
             self._began = time.monotonic()
             self._inputs.write(sent, call.numbers)
             self._dispatch(self._made[2])
+            if self._is_late:  # MLX waits for a step's first graphs before it dispatches many more
+                self._stop("dispatching a step waits for the step itself")
 
     def results(self, call: StepCall) -> tuple[Sent, Any]:
         """Return the numbers of a call as they were sent, and the results of the call.
@@ -177,12 +187,11 @@ class Prebuilt:
         if self._made is not None:
             built, sent, results = self._made
             self._look_for_stall()
-            is_same = self._made is not None and built.step is call.step and _same(built.arguments, call.arguments)
-            self.used += (is_same - self.used) / 8
-            if is_same:
+            if self._made is not None and built.step is call.step and _same(built.arguments, call.arguments):
                 self._made = None
                 self._inputs.fill(sent, call.numbers)
                 self.dispatched = self._is_ahead
+                self._note_use()
                 return sent, results
             self.drop()
         sent = self._inputs.send(call.numbers, call.room)
@@ -197,6 +206,7 @@ class Prebuilt:
         """Forget the graph that was built. If it was dispatched, let the device compute it with the old numbers."""
         if self._made is not None:
             sent, self._made = self._made[1], None
+            self.used -= self.used / 8
             if not self._is_ahead:
                 self._inputs.done(sent)
             else:
@@ -204,30 +214,46 @@ class Prebuilt:
                 self._dropped.append(sent)
 
     def passed(self) -> None:
-        """Note that the device has computed a step that was dispatched behind all that were dropped."""
+        """Take back the buffers of dropped steps, since the device has finished a step that was dispatched later."""
         while self._dropped:
             self._inputs.done(self._dropped.pop())
         self._look_for_stall()
-
-    def _look_for_stall(self) -> None:
-        """Drop a step that has waited for its numbers for so long that the gate may have opened by itself."""
-        if self._made is not None and self._is_ahead and time.monotonic() - self._began > LONGEST_WAIT:
-            self.stalled()
 
     def stalled(self) -> None:
         """Note that the device has not waited for a step's numbers, or might not have waited."""
         self.drop()
         self._stalls += 1
+        self._used_since_stall = 0
         if self._stalls == MOST_STALLS:
-            self._dispatch = None
-            log.warning(
-                "steps are no longer dispatched early: the device did not wait for the host %d times", MOST_STALLS
-            )
+            self._stop(f"the device did not wait for the host {MOST_STALLS} times")
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the gate of the step that was dispatched may have opened by itself."""
+        return self._made is not None and self._is_ahead and time.monotonic() - self._began > LONGEST_WAIT
+
+    def _look_for_stall(self) -> None:
+        if self._is_late:
+            self.stalled()
+
+    def _note_use(self) -> None:
+        """Count a graph that is used."""
+        self.used += (1 - self.used) / 8
+        self._used_since_stall += 1
+        if self._used_since_stall == FORGETS_AFTER:
+            self._stalls = 0
+
+    def _stop(self, reason: str) -> None:
+        """Dispatch no more steps early."""
+        self.drop()
+        self._dispatch = None
+        log.warning("steps are no longer dispatched before their numbers are known: %s", reason)
 
 
-def _extents(plan: StepPlan) -> list[tuple[int, int]]:
-    """Return the seat and the number of tokens of each row."""
-    return [(row.seat, len(row.tokens)) for row in plan.rows]
+def _shape(plan: StepPlan) -> tuple[Any, ...]:
+    """Return everything about a plan's rows that decides which arrays their step is given."""
+    rows = [(row.kind, row.seat, row.lora_slot, len(row.tokens), row.sample) for row in plan.rows]
+    return plan.proposes, rows
 
 
 def _same(ours: Arguments | mx.array, theirs: Arguments | mx.array) -> bool:
