@@ -355,7 +355,6 @@ class MLXRunner:
         call = StepCall(step, numbers, self._arguments(given), self._forward.reported(key))
         sent, results = self._prebuilt.results(call)
         made = StepArrays(*results)
-        dispatched = self._prebuilt.dispatched
         self._last, self._pool.layers, self._order.zeros = made.last_tokens, made.pool, made.order
         self._seats.remember(made.known)
         self._move(made.moved)
@@ -364,7 +363,7 @@ class MLXRunner:
         if key.turns is not None:
             assert given.turns is not None
             held = HeldStates(key.turns, given.turns, made.lines[:-1], made.lines[-1])
-        parts = [self._part(given, made, sent, held, dispatched=dispatched)]
+        parts = [self._part(given, made, sent, held)]
         if held is not None:
             parts += [] if key.masked else [self._keep(held)]
         elif made.lines:
@@ -409,9 +408,7 @@ class MLXRunner:
         sent = self.inputs.send(held.numbers.for_keeping())
         return keeping(self._pool, held, self._places_of_last, self._index_arrays.block_size, sent)
 
-    def _part(
-        self, given: ForwardInputs, made: StepArrays, sent: Sent, held: HeldStates | None, *, dispatched: bool
-    ) -> Part:
+    def _part(self, given: ForwardInputs, made: StepArrays, sent: Sent, held: HeldStates | None) -> Part:
         """Return the part of a step's results, with what its seats want of them."""
         key, rows, flags, drawn = given.key, given.rows, given.key.flags, made.drawn
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
@@ -435,7 +432,6 @@ class MLXRunner:
             undrawn,
             given.verifies,
             key.pooled,
-            dispatched=dispatched,
             drafts=made.drafts,
         )
 
@@ -486,5 +482,5 @@ class MLXRunner:
 
 
 def _dispatch(results: Any) -> None:
-    """Dispatch a step that was built."""
+    """Dispatch a step that was built. Dispatching its part later does nothing more."""
     mx.async_eval(StepArrays(*results).marker)

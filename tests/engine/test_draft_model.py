@@ -61,7 +61,6 @@ def drafts_of(smaller: Engine, blocks: int = 0, seats: int = 8) -> DraftModel:
 
 
 def serve(engine: Engine, asked: list[Request], proposer: Speculation | None, **options: int) -> Loop:
-    engine.built.runner.dispatches_ahead = False  # as `build` does
     loop = engine.loop(**options)
     loop.scheduler.drafting.proposer = proposer
     loop.scheduler.drafting.most_tokens = 64

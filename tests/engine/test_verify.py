@@ -212,8 +212,9 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
     results = Prebuilt.results
 
     def counted(self: Prebuilt, call: StepCall) -> tuple[Any, Any]:
+        built = None if self._made is None else self._made[2]
         found = results(self, call)
-        used.append(self.dispatched)
+        used.append(built is not None and found[1] is built and self._is_ahead)
         return found
 
     monkeypatch.setattr(Prebuilt, "drop", drop)
@@ -267,7 +268,7 @@ OTHERS: dict[str, Any] = {
     "drops": (b"digest",),
     "encodes": (None,),
 }
-"""What a plan may ask for besides its rows."""
+"""The fields of a plan besides its rows, each with a value that is not empty."""
 
 ROWS: dict[str, tuple[Row, ...]] = {
     "another seat": (structs.replace(VERIFIED, seat=3),),
@@ -331,8 +332,9 @@ class Early:
             patch.setattr(prebuilt, "LONGEST_WAIT", 0.0 if late else 60.0)
             if reads:
                 self.made.passed()
-            self.made.results(self._call)
-        return self.made.dispatched
+            built = None if self.made._made is None else self.made._made[2]
+            results = self.made.results(self._call)[1]
+        return built is not None and results is built and self.made._is_ahead
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -355,7 +357,7 @@ def test_long_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_step_is_dispatched_early_where_its_own_dispatch_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As MLX does where a step is more graphs than it lets be under way."""
+    """MLX waits so where a step has more graphs than it lets be under way."""
     steps = Early(monkeypatch)
     monkeypatch.setattr(prebuilt, "LONGEST_WAIT", 0.0)
     assert steps.build() and not steps.use()

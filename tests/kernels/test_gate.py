@@ -14,7 +14,7 @@ from tests.kernels import shim
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
 
-def test_a_copy_has_what_was_written_before_the_gate_was_opened() -> None:
+def test_a_copy_has_the_numbers_that_were_sent() -> None:
     numbers = [np.arange(700, dtype=np.int32), np.array([0.5, -2.0], np.float32)]
     inputs = Inputs(packed=True)
     sent = inputs.reserve(numbers)

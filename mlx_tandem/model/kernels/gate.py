@@ -26,14 +26,16 @@ RESERVED = 2
 """Number of places at the end of the numbers that hold these two."""
 
 IN_TIME, TOO_LATE = 1, 2
-"""What the kernel writes: the host had opened the gate before the kernel read the numbers, or the kernel gave up and
-read them anyway."""
+"""The kernel writes the first value if the host opened the gate, and the second if the kernel gave up and read the
+numbers anyway."""
+
+_DEFINED = f"#define IN_TIME {IN_TIME}\n#define TOO_LATE {TOO_LATE}\n"
 
 _BODY = r"""
   const int count = numbers_shape[0];
   if (THREAD == 0) {
     const bool opened = AWAIT(numbers + count - 1);
-    STORE_SHARED(numbers + count - 2, opened ? 1 : 2);
+    STORE_SHARED(numbers + count - 2, opened ? IN_TIME : TOO_LATE);
   }
   BARRIER();
   // Each load takes as long as a way over the bus, so several are under way at once.
@@ -53,7 +55,7 @@ class Gate:
     """The kernel for CUDA."""
 
     def __init__(self, make: Make):
-        self._kernel = make(Source("gate", ["numbers"], ["copy"], _BODY, writes=["numbers"]))
+        self._kernel = make(Source("gate", ["numbers"], ["copy"], _BODY, _DEFINED, writes=["numbers"]))
 
     def __call__(self, numbers: mx.array) -> mx.array:
         """Return a copy of `numbers`, int32 [count].

@@ -56,5 +56,4 @@ class DispatchQueue:
             self._running = self._waiting.popleft()
             if self.one_at_a_time:
                 device.blas_threads(every_core=self._running.prompt_tokens >= MANY_TOKENS)
-            if not self._running.dispatched:
-                mx.async_eval(self._running.marker)
+            mx.async_eval(self._running.marker)

@@ -197,6 +197,7 @@ class Forward:
         every PAUSE layers.
         """
         draw = self.drawing(key.flags)
+        report = self.report if self.reported(key) else None
 
         def step(
             inputs: list[mx.array],
@@ -235,13 +236,11 @@ class Forward:
             elif key.samples:
                 held = last_tokens, sampling, seen, given.drafts, last_places
 
-                def drawing(*at: mx.array) -> Any:
+                def draw_and_report(*at: mx.array) -> Any:
                     (tokens, *others), *changed = draw(logits, *at, *held)
-                    if self.report is not None and self.reported(key):
-                        tokens = self.report(tokens, inputs[0])
-                    return [tokens, *others], *changed
+                    return [tokens if report is None else report(tokens, inputs[0]), *others], *changed
 
-                drawn = _drawn(key, given, offset, logits, last_tokens, drawing)
+                drawn = _drawn(key, given, offset, logits, last_tokens, draw_and_report)
                 drawn.marker.extend(scored)
             ahead = Ahead([], [], [])
             if self._ahead is not None:

@@ -40,7 +40,6 @@ class Part:
     verifies: bool = False  # whether rows have drafts; each token of such a row has an entry in `rows`
     is_pooled: bool = False  # whether `scored` has pooled hidden states and not scores
     saves: tuple[int, ...] = ()  # blocks whose contents the marker holds
-    dispatched: bool = False  # whether the device has it already
     drafts: list[mx.array] = field(default_factory=list)  # what the model's head expects behind each of `drawn`
 
     def take_drawn(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> None:

@@ -33,7 +33,7 @@ LEAST_USED = 0.5
 
 LEAST_USED_EARLY = 0.8
 """Share of the graphs that has to be used, of late, so that more are dispatched early. A step that is dispatched and
-dropped costs the device a whole step. One that is used saves a fifth of a step."""
+dropped costs the device a whole step. One that is used saves less than a fifth of a step."""
 
 PROBE = 32
 """Number of steps after which one graph is built again although too few were used."""
@@ -94,7 +94,6 @@ class Prebuilt:
 
     Attributes:
         used: The share of the graphs that was used, a moving average.
-        dispatched: Whether the results that `results` has returned last are those of a step that was dispatched before.
 
     Args:
         inputs: The transfer by which the numbers travel.
@@ -103,7 +102,6 @@ class Prebuilt:
 
     def __init__(self, inputs: Inputs, dispatch: Callable[[Any], None] | None = None):
         self.used = 1.0
-        self.dispatched = False
         self._inputs = inputs
         self._dispatch = dispatch
         self._made: tuple[StepCall, Sent, Any] | None = None
@@ -183,14 +181,12 @@ class Prebuilt:
         The graph that was built before is used if its step and its arguments are the same objects. Otherwise it is
         dropped, and the call is built now.
         """
-        self.dispatched = False
         if self._made is not None:
             built, sent, results = self._made
             self._look_for_stall()
             if self._made is not None and built.step is call.step and _same(built.arguments, call.arguments):
                 self._made = None
                 self._inputs.fill(sent, call.numbers)
-                self.dispatched = self._is_ahead
                 self._note_use()
                 return sent, results
             self.drop()
@@ -233,6 +229,7 @@ class Prebuilt:
         return self._made is not None and self._is_ahead and time.monotonic() - self._began > LONGEST_WAIT
 
     def _look_for_stall(self) -> None:
+        """Drop a step that has waited for too long."""
         if self._is_late:
             self.stalled()
 

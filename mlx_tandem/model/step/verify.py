@@ -47,7 +47,7 @@ def drafts_of(rows: Sequence[Row], count: int) -> list[Numbers]:
     """
     drafts = [row.tokens[1:] if row.kind is RowKind.VERIFY else () for row in rows]
     tokens = np.array([1 + len(own) for own in drafts])
-    most = next(n for n in PADDED_DRAFTS if n > tokens.max() - 2)
+    most = next(n for n in PADDED_DRAFTS if n >= tokens.max() - 1)
     padded = np.array([own + (-1,) * (most + 1 - len(own)) for own in drafts], np.int32)
     sequence = np.arange(len(drafts)).repeat(tokens)  # of each token
     begin = (tokens.cumsum() - tokens)[sequence]
