@@ -23,8 +23,9 @@ from mlx_tandem.kv.hashing import ROOT, Chain
 from mlx_tandem.kv.prefix import Match, PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.drive import LateDrive, Store
+from tests.engine.random_workloads import Outcome, Settings, play, some_workload_fails
 from tests.engine.toy_model import STATE
-from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, make_engine, play, some_workload_fails
+from tests.engine.workloads import Engine, assert_exact, make_engine
 
 PATIENCE = 2
 PROMPT = tuple(i * i % 13 for i in range(50))

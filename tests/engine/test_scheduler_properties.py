@@ -18,8 +18,9 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import Request, SamplingParams
 from tests.engine.mutants import FOUND_BY, OF_SPOILS, OF_STATES, PLANTS
 from tests.engine.mutants.corruptions import CORRUPTIONS, Corrupting
+from tests.engine.random_workloads import Outcome, Settings, play
 from tests.engine.reference import ReferenceRunner
-from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, expected, make_engine, play, request
+from tests.engine.workloads import Engine, assert_exact, expected, make_engine, request
 
 PATIENCE = 2
 

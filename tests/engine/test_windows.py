@@ -21,7 +21,8 @@ from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_families, tiny_models
 from tests.engine import mlx_engine
 from tests.engine.mlx_engine import Oracle, assert_agrees
-from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, make_engine, play, some_workload_fails
+from tests.engine.random_workloads import Outcome, Settings, play, some_workload_fails
+from tests.engine.workloads import Engine, assert_exact, make_engine
 
 HYBRID = (None, 8)
 PROMPT = tuple(i * i % 13 for i in range(60))
