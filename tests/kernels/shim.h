@@ -315,6 +315,7 @@ DEVICE float2 pair(uint w, float16) {
 template <class T> DEVICE T EXP(T x) { return T(expf(x)); }
 DEVICE float2 pair(uint w, float) { return {bits<float>(w), 0.0f}; }
 
+template <class T> DEVICE uint packed(float a, float b, T) { return T(a).raw | (uint)T(b).raw << 16; }
 template <class T> DEVICE void mma(float4& sum, uint4 a, uint2 b, T) {
   const int lane = shim::current & 31, g = lane / 4, t = lane % 4;
   const uint2 upper = {a.x, a.z}, lower = {a.y, a.w};  // rows g and g + 8: words of k = 2t and 2t + 8

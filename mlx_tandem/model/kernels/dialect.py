@@ -25,6 +25,8 @@ Metal lacks the following words. Tensor cores, with the layout of numbers over l
   (g, 2t + 8), (g + 8, 2t + 8); uint2 `b` holds (column g, k = 2t), (g, 2t + 8); `sum` is (row g, columns 2t, 2t + 1),
   (g + 8, the same).
 
+- `packed(a, b, T())` returns the word of two numbers of a 16-bit T, the first in the lower half.
+
 MLX's exponential function on CUDA:
 
 - `EXP(x)` returns e to the power of x; argument and result have the 16-bit type T.
@@ -192,6 +194,16 @@ DEVICE bool await(const int* p) {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   } while (x == 0 && now - start < 1000000000ll);
   return x != 0;
+}
+DEVICE uint packed(float a, float b, __nv_bfloat16) {
+  uint w;
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(w) : "f"(a), "f"(b));
+  return w;
+}
+DEVICE uint packed(float a, float b, __half) {
+  uint w;
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(w) : "f"(a), "f"(b));
+  return w;
 }
 #define AWAIT(p) await(p)
 #define LOAD_SHARED(p) shared_number(p)

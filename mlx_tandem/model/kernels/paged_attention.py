@@ -34,7 +34,7 @@ MOST_WARPS = 4
 EVERYTHING = 1 << 30
 """The window of queries that see all positions before them."""
 
-_SPANS = r"""
+SPANS = r"""
 #define EVERYTHING (1 << 30)
 DEVICE int first_seen(int offset, int window) { return max(0, offset + 1 - window) / 64 * 64; }
 // The keys that a row's queries see, from `begin` on, where its table begins, cut into splits of one length but for the
@@ -436,7 +436,7 @@ class PagedAttention:
         self._kernel = cache(
             lambda part, held, extras: _kernel(make, part=part, held=held, extras=extras, coded=bool(form.bits))
         )
-        self._together = cache(lambda extras: _together(make, extras))
+        self._together = cache(lambda extras: together(make, extras))
 
     def __call__(
         self,
@@ -529,15 +529,15 @@ def _kernel(make: Make, *, part: bool, held: int, extras: _Extras, coded: bool) 
     defined = f"#define PARTIAL {int(part)}\n" + extras.defined()
     if held:
         defined += f"#define MOST_REGISTERS {REGISTERS[held]}\n"
-    functions = _SPANS + (_CODED if coded else _PLAIN) + defined
+    functions = SPANS + (_CODED if coded else _PLAIN) + defined
     return make(Source(name, ["q", *pool, "tables", "offsets", *extras.inputs()], outputs, _BODY, functions))
 
 
-def _together(make: Make, extras: _Extras) -> Kernel:
+def together(make: Make, extras: _Extras = _Extras(windowed=False, sinks=False)) -> Kernel:
     """Return the kernel that combines parts of answers."""
     inputs = ["part_sums", "part_states", "tables", "offsets", *extras.inputs()]
     name = "paged_attention_together" + extras.name()
-    return make(Source(name, inputs, ["out"], _TOGETHER, _SPANS + extras.defined()))
+    return make(Source(name, inputs, ["out"], _TOGETHER, SPANS + extras.defined()))
 
 
 def unreadable_rows(form: RowFormat) -> str:

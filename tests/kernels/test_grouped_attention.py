@@ -1,0 +1,115 @@
+"""The kernel for adjacent rows of one sequence on the CPU, beside attention as it is written in books."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.kernels.division import Division
+from mlx_tandem.model.kernels.grouped_attention import GroupedAttention, unreadable
+from tests.kernels import shim
+from tests.kernels.broken import Broken
+from tests.kernels.test_paged_attention import EVERYTHING, TOLERANCE, plain
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+
+KINDS = [  # type, numbers of a head, queries' heads for each KV head, rows of a sequence, block size, cap
+    (mx.bfloat16, 128, 4, 5, 16, 0.0),
+    (mx.bfloat16, 128, 8, 2, 32, 0.0),
+    (mx.float16, 64, 7, 3, 16, 0.0),
+    (mx.bfloat16, 64, 1, 4, 48, 3.0),
+]
+
+
+def attended(
+    make: shim.Make,
+    kind: tuple[mx.Dtype, int, int, int, int, float],
+    *,
+    seed: int,
+    sequences: int,
+    longest: int,
+    splits: int,
+) -> tuple[float, float]:
+    """Return the error of the kernel for random rows, and the largest one that is allowed.
+
+    Each sequence has up to `each` rows, and padding behind them.
+    """
+    dtype, dim, group, each, block, cap = kind
+    rng = np.random.default_rng(seed)
+    kv_heads = 2
+    form = RowFormat(kv_heads, dim, dtype)
+    starts = rng.integers(0, longest, sequences)
+    real = rng.integers(1, each + 1, sequences)
+    width = -(-int((starts + real).max()) // block) + int(rng.integers(0, 3))
+    own = 1 + rng.permutation(sequences * width).reshape(sequences, width).astype(np.int32)
+    at, blocks = np.arange(width * block), 1 + sequences * width
+    kept = np.zeros((blocks, block), bool)  # all of the pool is NaN but the sequences' own keys and values
+    offsets, tables = np.zeros((sequences, each), np.int32), np.zeros((sequences, each, width), np.int32)
+    for n in range(sequences):
+        seen = at < starts[n] + real[n]
+        kept[own[n, at // block], at % block] = seen
+        offsets[n, : real[n]] = starts[n] + np.arange(real[n])
+        tables[n, : real[n]] = own[n]
+    pool, halves = [], []
+    for _ in range(2):
+        numbers = rng.standard_normal((kv_heads, blocks, block, dim)).astype(np.float32)
+        numbers[:, ~kept] = np.nan
+        lines = mx.array(numbers.reshape(-1, dim)).astype(dtype)
+        pool.append(lines)
+        halves.append(np.array(lines.astype(mx.float32)).reshape(numbers.shape))
+    rows, heads = sequences * each, kv_heads * group
+    queries = mx.array(rng.standard_normal((rows, heads, 1, dim)).astype(np.float32)).astype(dtype)
+    got = GroupedAttention(make, form, block, Division(396))(
+        queries,
+        pool,
+        mx.array(tables.reshape(rows, width)),
+        mx.array(offsets.reshape(-1)),
+        dim**-0.5,
+        each=each,
+        cap=cap,
+        splits=splits,
+    )
+    answer = np.array(got.swapaxes(1, 2).astype(mx.float32))
+    drawn = (np.arange(each) < real[:, None]).reshape(-1)
+    for half in halves:  # NaN beside a weight of 0
+        np.nan_to_num(half, copy=False)
+    expected = plain(
+        np.array(queries.astype(mx.float32)),
+        halves,
+        np.repeat(own, each, 0),
+        offsets.reshape(-1),
+        EVERYTHING,
+        None,
+        cap,
+    )
+    error = float(np.linalg.norm((answer - expected)[drawn]) / np.linalg.norm(expected[drawn]))
+    return error, TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1 << 30),
+    sequences=st.integers(1, 3),
+    longest=st.sampled_from([1, 20, 60, 300]),
+    splits=st.sampled_from([0, 1, 2, 5]),
+    order=st.sampled_from(shim.ORDERS),
+)
+# The last row of a sequence is in another split than the first ones.
+@example(seed=4, sequences=2, longest=300, splits=3, order="together")
+def test_it_is_attention(
+    kind: tuple[mx.Dtype, int, int, int, int, float],
+    seed: int,
+    sequences: int,
+    longest: int,
+    splits: int,
+    order: shim.Order,
+) -> None:
+    error, allowed = attended(
+        shim.maker(order), kind, seed=seed, sequences=sequences, longest=longest, splits=splits
+    )
+    assert error <= allowed
