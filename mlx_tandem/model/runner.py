@@ -147,6 +147,7 @@ class MLXRunner:
             states=[StateCache(shape) for shape in states],
         )
         self.rectangles.gathered_share = self._forward.gathered_share
+        self.rectangles.groups = any(own is not None and own.grouped is not None for own in attention)
         # A step that draws several tokens a row holds the gathered keys and values of all layers at once.
         limits = sizes.limits
         most = min(limits.positions // max(len(layers), 1), limits.pairs // LONGEST_READ)

@@ -113,6 +113,7 @@ class Engine:
 def make_engine(
     folder: Path,
     *,
+    block_size: int = 8,
     num_blocks: int = 48,
     max_num_seqs: int = 6,
     max_chunk_tokens: int = 1024,
@@ -128,7 +129,7 @@ def make_engine(
     config = EngineConfig(
         model=ModelConfig(path=str(folder), dtype=dtype),
         cache=CacheConfig(
-            block_size=8,
+            block_size=block_size,
             num_blocks=num_blocks,
             kv_bits=kv_bits,
             kv_group_size=kv_group_size,

@@ -21,6 +21,7 @@ from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.turns import TurnShape
 from mlx_tandem.model.kernels.gate import RESERVED
+from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
 from mlx_tandem.model.lora.routes import Layout
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step import prebuilt
@@ -443,6 +444,38 @@ def test_rows_behind_drafts_begin_where_the_device_says(tmp_path: Path, kind: st
         loop = serve(engine, requests("hot"), Oracle(free, wrong))
         assert_same(loop, free)
         assert loop.accepted > 0 and loop.floated > 0
+
+
+@pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+@pytest.mark.usefixtures("compiled_again")
+def test_kernels_answer_the_rows_of_a_sequence_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are those without drafts, although these are answered by another kernel."""
+    folder = tiny_models.make(tmp_path / "model", "llama", seed=1, head_dim=64)
+    backends = [Fused("cuda", shim.maker())]
+    mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
+    engine = make_engine(
+        folder, max_num_seqs=8, attention_backend="cuda", backends=backends, block_size=16, dtype="bfloat16"
+    )
+    engine.built.runner.inputs.packed = True
+    groups: list[tuple[int, int]] = []
+    answer = GroupedAttention.__call__
+
+    def counted(self: GroupedAttention, queries: mx.array, *rest: Any, each: int, **options: Any) -> mx.array:
+        groups.append((len(queries) // each, each))
+        return answer(self, queries, *rest, each=each, **options)
+
+    monkeypatch.setattr(GroupedAttention, "__call__", counted)
+    asked = requests("hot", SamplingParams(max_tokens=16, seed=11, temperature=1.0))
+    free = serve(engine, asked)
+    assert not groups
+    accepted = 0
+    for wrong in (0, 2):
+        for together in (*([request] for request in asked), asked):
+            loop = serve(engine, together, Oracle(free, wrong))
+            assert all(said == free.tokens[key] for key, said in loop.tokens.items())
+            accepted += loop.accepted
+    assert accepted > 0
+    assert {(1, 5), (1, 9), (2, 5)} <= set(groups)
 
 
 @pytest.mark.parametrize("options", [{"depth": 0}, {"blocks": 14}, {"chunks": 5, "piggybacked": 6}])

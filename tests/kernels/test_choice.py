@@ -67,8 +67,8 @@ class Device:
 @pytest.mark.parametrize(
     ("target", "best"),
     [
-        ("cuda", Division(99, dense=True)),
-        ("cuda", Division(1584, dense=True)),
+        ("cuda", Division(99, dense=True, grouped=True)),
+        ("cuda", Division(1584, dense=True, grouped=True)),
         ("metal", Division(24, queries=2, depth=4)),
         ("metal", Division(96, queries=1, depth=2)),
         ("metal", Division(384, queries=4, depth=2)),
@@ -112,6 +112,18 @@ def test_a_division_that_does_not_compile_costs_the_others_nothing(right: Fused)
     shapes = [LayerShape(HALVES, HALVES, Asks(2, False))]
     made = choose("auto", shapes, BLOCK, [], [replace(right, name="metal")], Fails(START, 1.0))
     assert made.name == "metal" and {a.attention.division for a in made.layers if a} == {START}
+
+
+@pytest.mark.parametrize(("body", "other"), [("(k) <= p ?", "(k) < p ?"), ("mma(", "no_such_word(")])
+def test_a_kernel_for_groups_that_is_wrong_or_does_not_compile_costs_the_others_nothing(
+    right: Fused, body: str, other: str
+) -> None:
+    form = RowFormat(2, 64, mx.bfloat16)
+    shapes = [LayerShape(form, form, Asks(4, False))]
+    for candidate, groups in ((right, True), (replace(right, make=Broken(right.make, body, other)), False)):
+        (kernels,) = choose("cuda", shapes, 16, [], [candidate]).layers
+        assert kernels is not None
+        assert (kernels.grouped is not None) == kernels.attention.division.grouped == groups
 
 
 def test_what_metal_begins_with_fits_its_registers() -> None:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.division import Division
-from mlx_tandem.model.kernels.grouped_attention import GroupedAttention, unreadable
+from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
 from tests.kernels import shim
-from tests.kernels.broken import Broken
 from tests.kernels.test_paged_attention import EVERYTHING, TOLERANCE, plain
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
@@ -109,7 +108,5 @@ def test_it_is_attention(
     splits: int,
     order: shim.Order,
 ) -> None:
-    error, allowed = attended(
-        shim.maker(order), kind, seed=seed, sequences=sequences, longest=longest, splits=splits
-    )
+    error, allowed = attended(shim.maker(order), kind, seed=seed, sequences=sequences, longest=longest, splits=splits)
     assert error <= allowed

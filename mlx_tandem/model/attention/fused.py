@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.division import Division, start
+from mlx_tandem.model.kernels.grouped_attention import GroupedAttention, unreadable_groups
 from mlx_tandem.model.kernels.paged_attention import PagedAttention, unreadable_rows
 from mlx_tandem.model.kernels.rotary import Rotary
 
@@ -26,9 +27,12 @@ class Fused:
 
         `division` says how attention's work is divided; by default as it starts on this target.
         """
+        division = division or start(self.name, shape.keys)
+        whole = shape.window is None and not unreadable_groups(shape.keys, block_size)
         return LayerKernels(
-            PagedAttention(self.make, shape.keys, block_size, division or start(self.name, shape.keys)),
+            PagedAttention(self.make, shape.keys, block_size, division),
             Rotary(self.make, shape.keys, block_size),
+            GroupedAttention(self.make, shape.keys, block_size, division) if division.grouped and whole else None,
         )
 
 

@@ -21,6 +21,7 @@ from mlx_tandem.model.attention import portable
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import after, write, zero_of
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
 from mlx_tandem.model.kernels.rotary import Norms, Rotary
 from mlx_tandem.model.step.shapes import EXACT_ROWS
@@ -74,6 +75,8 @@ class LayerKernels(NamedTuple):
 
     attention: PagedAttention
     rotary: Rotary
+    grouped: GroupedAttention | None = None
+    """The attention of adjacent rows of one sequence; None: `attention` answers them one by one."""
 
 
 class PoolLayout(NamedTuple):
@@ -339,12 +342,29 @@ class PagedCache:
         if self._fused is not None and fetched and queries.shape[2] <= MOST_QUERIES:
             window = v.window(mask)
             if window is not None and queries.dtype == self.shape.keys.dtype:
-                attention, tables = self._fused.attention, after(self._after, v.tables)
-                out = attention(queries, self._arrays, tables, v.offset, scale, window=window, kept=v.kept, sinks=sinks)
-                return out.swapaxes(1, 2)
+                return self._answer(queries, scale, window, sinks).swapaxes(1, 2)
         if v.each > 1 and fetched and isinstance(mask, mx.array) and v.window(mask) is not None:
             return self._attend_together(queries, scale, mask, sinks, v)
         return portable.attend(queries, keys, values, scale, mask, sinks)
+
+    def _answer(
+        self,
+        queries: mx.array,
+        scale: float,
+        window: int,
+        sinks: mx.array | None,
+        shape: tuple[int, ...] | None = None,
+    ) -> mx.array:
+        """Return what the fused kernels answer to queries [rows, heads, length, dim], as `PagedAttention` does."""
+        v, fused = self._view, self._fused
+        assert v is not None
+        assert fused is not None
+        pool, tables = self._arrays, after(self._after, v.tables)
+        if fused.grouped is not None and v.each > 1 and window == EVERYTHING and v.kept is None and sinks is None:
+            return fused.grouped(queries, pool, tables, v.offset, scale, each=v.each, shape=shape)
+        return fused.attention(
+            queries, pool, tables, v.offset, scale, window=window, kept=v.kept, sinks=sinks, shape=shape
+        )
 
     def _attend_together(
         self, queries: mx.array, scale: float, mask: mx.array, sinks: mx.array | None, v: StepView
@@ -399,9 +419,7 @@ class PagedCache:
         if few:
             window = v.window(mask)
             assert window is not None
-            return fused.attention(
-                queries, self._arrays, v.tables, v.offset, scale, window=window, kept=v.kept, shape=shape
-            )
+            return self._answer(queries, scale, window, None, shape)
         if v.common_offset:
             zeros = [zero_of([queries])] if inplace.writing().by_outputs else []
             new = [

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +22,7 @@ from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache,
 from mlx_tandem.model.choices import AttentionDivision
 from mlx_tandem.model.kernel_checks import attention_cases as cases
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked
-from mlx_tandem.model.kernels.division import Division, shorter, start, wider
+from mlx_tandem.model.kernels.division import Division, shorter, wider
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def _try(
     """
 
     def check() -> tuple[dict[LayerShape, LayerKernels], str]:
-        kernels = {kind: candidate.kernels(kind, block_size) for kind in kinds}
+        kernels = {kind: _first(candidate, kind, block_size) for kind in kinds}
         if problem := _problem(kernels, block_size, windows):
             raise Rejected(problem)
         if seconds is None:
@@ -154,6 +154,24 @@ def _try(
         return kernels, f"faster: {figures}"
 
     return checked(f"attention by {candidate.name}", check, lambda reason: ({}, reason))
+
+
+def _first(candidate: fused.Fused, kind: LayerShape, block_size: int) -> LayerKernels:
+    """Return the candidate's kernels that are tried first. They answer groups of rows if they do so rightly."""
+    kernels = candidate.kernels(kind, block_size)
+    if kernels.grouped is None:
+        return kernels
+
+    def check() -> LayerKernels:
+        for case in _cases(kind, block_size, (), lengths=(2, 5)):
+            if problem := _error(case, cases.answer(case, kernels, grouped=True)):
+                raise Rejected(problem)
+        return kernels
+
+    def apart(reason: str) -> LayerKernels:
+        return candidate.kernels(kind, block_size, replace(kernels.attention.division, grouped=False))
+
+    return checked(f"attention of groups of rows by {candidate.name}", check, apart)
 
 
 def _better(
@@ -192,7 +210,7 @@ def _divided(
     chosen: dict[LayerShape, LayerKernels] = {}
     totals = [0.0] * len(STEPS)
     for kind, first in attentions.items():
-        division, kernels = start(candidate.name, kind.keys), first
+        division, kernels = first.attention.division, first
         best = [seconds(kind, kernels, block_size, *step) for step in STEPS]
         for others in (shorter, wider):
             for other in others(division, candidate.name, kind.keys):
@@ -217,23 +235,30 @@ def _problem(attentions: dict[LayerShape, LayerKernels], block_size: int, window
     """Return what is wrong with the kernels' answers to random cases; empty if nothing is."""
     for shape, attention in attentions.items():
         for case in _cases(shape, block_size, windows):
-            expected = np.array(cases.plain(case))
-            got = np.array(cases.answer(case, attention).astype(mx.float32))
-            error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
-            if not error <= (CODED_TOLERANCE if case.bits else TOLERANCE[case.dtype]):
-                return f"wrong by {error:.1e} in {case}"
+            if problem := _error(case, cases.answer(case, attention)):
+                return problem
     return ""
 
 
-def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterator[cases.Case]:
-    """Yield cases with one query and with the most queries of a row, and with contexts read in one piece and in
-    several.
+def _error(case: cases.Case, answer: mx.array) -> str:
+    """Return how wrong an answer to a case is; empty if it is right."""
+    expected, got = np.array(cases.plain(case)), np.array(answer.astype(mx.float32))
+    error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+    right = error <= (CODED_TOLERANCE if case.bits else TOLERANCE[case.dtype])
+    return "" if right else f"wrong by {error:.1e} in {case}"
+
+
+def _cases(
+    shape: LayerShape, block_size: int, windows: Sequence[int], lengths: Sequence[int] = (1, MOST_QUERIES)
+) -> Iterator[cases.Case]:
+    """Yield cases with rows of these lengths, by default one query and the most queries of a row, and with contexts
+    that are read in one piece and in several.
     """
     form, asks = shape.keys, shape.asks
     assert asks is not None
     rng = np.random.default_rng(0)
     for window in (None, *windows):
-        for length in (1, MOST_QUERIES):
+        for length in lengths:
             for longest in (90, 700 + (window or 0)):
                 yield cases.invent(
                     rng,

@@ -171,24 +171,26 @@ def _plain(case: Case) -> mx.array:
     return mx.stack(outputs)
 
 
-def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
+def answer(case: Case, attention: LayerKernels | None = None, *, grouped: bool = False) -> mx.array:
     """Return attention as the engine computes it: the context is written into blocks of a pool, then the new tokens
     attend.
 
-    With `attention`, its kernels answer what they can.
+    With `attention`, its kernels answer what they can. grouped: whether each new token is a row of its own, as in steps
+    that verify drafts.
     """
-    rows, _, length, _ = case.queries.shape
+    rows, heads, length, dim = case.queries.shape
     block = case.block_size
     blocks = 1 + case.tables.size
     cache = PagedCache(case.shape, attention)
     pool = KVArrays([case.shape], blocks, block)
 
     def view(positions: npt.NDArray[np.int32], real: npt.NDArray[np.bool_]) -> StepView:
-        at = case.tables[np.arange(rows)[:, None], np.where(real, positions, 0) // block] * block + positions % block
+        tables = case.tables.repeat(len(positions) // rows, 0)
+        at = tables[np.arange(len(tables))[:, None], np.where(real, positions, 0) // block] * block + positions % block
         offset, slots = positions[:, 0].astype(np.int32), np.where(real, at, 0).astype(np.int32)
         first = np.maximum(offset + 1 - (case.window or 1 << 30), 0) // block  # the first block that a row sees
         seen = np.take_along_axis(
-            np.pad(case.tables, ((0, 0), (0, int(first.max())))), first[:, None] + np.arange(case.tables.shape[1]), 1
+            np.pad(tables, ((0, 0), (0, int(first.max())))), first[:, None] + np.arange(tables.shape[1]), 1
         )
         return StepView(
             mx.array(offset),
@@ -204,11 +206,17 @@ def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
         pool.layers = [cache.release()]
     positions = (case.starts[:, None] + np.arange(length)).astype(np.int32)
     new = mx.array(positions)[:, None, :, None]
+    queries, (keys, values) = case.queries, (mx.take_along_axis(x, new, axis=2) for x in (case.keys, case.values))
+    if grouped:
+        positions = positions.reshape(-1, 1)
+        queries, keys, values = (mx.expand_dims(x.swapaxes(1, 2).flatten(0, 1), 2) for x in (queries, keys, values))
     step = view(positions, np.ones_like(positions, np.bool_))
+    step.each = length if grouped else 1
     cache.bind(pool.layers[0], step)
-    keys, values = (mx.take_along_axis(x, new, axis=2) for x in (case.keys, case.values))
     seen = cache.update_and_fetch(keys, values)
-    output = cache.attend(case.queries, *seen, case.scale, step.mask(length, case.window), case.sinks)
+    output = cache.attend(queries, *seen, case.scale, step.mask(queries.shape[2], case.window), case.sinks)
+    if grouped:
+        output = output.reshape(rows, length, heads, dim).swapaxes(1, 2)
     mx.eval(output)
     pool.layers = [cache.release()]
     return output

@@ -35,12 +35,14 @@ class Division:
         queries: Queries of one KV head that a block answers together, at most.
         depth: Keys that a team of lanes reads ahead; 0 means as many as the format and the context suggest.
         dense: Whether a processor may hold four blocks at once, of threads with fewer registers, instead of three.
+        grouped: Whether adjacent rows of one sequence are answered together, by tensor cores.
     """
 
     blocks: int
     queries: int = MOST_TOGETHER
     depth: int = 0
     dense: bool = False
+    grouped: bool = False
 
     def together(self, queries: int, dim: int) -> int:
         """Return how many of a KV head's `queries`, with heads of `dim` numbers, a block answers together."""
@@ -89,7 +91,7 @@ def start(target: str, form: RowFormat) -> Division:
     queries and keys than registers hold.
     """
     if target != "metal":
-        return Division(132 * 3, dense=True)
+        return Division(132 * 3, dense=True, grouped=True)
     return Division(96, queries=4, depth=2 if live_floats(form, 4, 2) <= LIVE_FLOATS else 1)
 
 

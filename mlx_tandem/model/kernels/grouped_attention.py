@@ -35,15 +35,15 @@ DIMS = (64, 128)
 """Numbers of a head for which the kernel is written."""
 
 _BODY = r"""
-  constexpr int RUNS = D / 32, HALVES = D / 64, STEPS = D / 16, TILE = 16, ALL = GROUP * EACH;
+  constexpr int RUNS = D / 32, HALVES = D / 64, STEPS = D / 16, TILE = 16;
   constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;  // a maximum of nothing, a score: infinities without being any
-  constexpr int PARTS = (ALL + QUERIES - 1) / QUERIES;
+  const int each = q_shape[0] / GROUPS_Y, all_queries = GROUP * each, parts = (all_queries + QUERIES - 1) / QUERIES;
   const int g = LANE / 4, t = LANE % 4, width = tables_shape[1];
-  const int kv_heads = GROUPS_X / PARTS, kv_head = GROUP_X / PARTS, from = GROUP_X % PARTS * QUERIES;
-  const int row = GROUP_Y * EACH, heads = kv_heads * GROUP;
+  const int kv_heads = GROUPS_X / parts, kv_head = GROUP_X / parts, from = GROUP_X % parts * QUERIES;
+  const int row = GROUP_Y * each, heads = kv_heads * GROUP;
   int last = offsets[row];
   ROLL
-  for (int i = 1; i < EACH; i++) last = max(last, offsets[row + i]);
+  for (int i = 1; i < each; i++) last = max(last, offsets[row + i]);
   const int stop = min(last + 1, width * BLOCK);
 #if PARTIAL
   const Spans span = spans(last, stop, EVERYTHING, 0, GROUPS_Z);
@@ -74,14 +74,14 @@ _BODY = r"""
   // As the lanes of a warp read them, for each step of 16 numbers.
   SHARED(uint4, queries, STEPS * 32);
   SHARED(int, positions, QUERIES);
-  if (THREAD < QUERIES) positions[THREAD] = from + THREAD < ALL ? offsets[row + (from + THREAD) / GROUP] : 0;
+  if (THREAD < QUERIES) positions[THREAD] = from + THREAD < all_queries ? offsets[row + (from + THREAD) / GROUP] : 0;
 #define QUERY(n) (((size_t)(row + (from + (n)) / GROUP) * heads + kv_head * GROUP + (from + (n)) % GROUP) * D)
   ROLL
   for (int i = THREAD; i < STEPS * 32; i += THREADS) {
     const int n = i % 32 / 4, number = i / 64 * 32 + i % 4 * 8 + i / 32 % 2 * 4;
     uint2 low = WORDS2(0, 0), high = WORDS2(0, 0);
-    if (from + n < ALL) low = LOAD8(q + QUERY(n) + number);
-    if (from + n + 8 < ALL) high = LOAD8(q + QUERY(n + 8) + number);
+    if (from + n < all_queries) low = LOAD8(q + QUERY(n) + number);
+    if (from + n + 8 < all_queries) high = LOAD8(q + QUERY(n + 8) + number);
     queries[i] = WORDS4(low.x, high.x, low.y, high.y);
   }
   BARRIER();
@@ -215,7 +215,7 @@ _BODY = r"""
   ROLL
   for (int i = THREAD; i < QUERIES * D / 4; i += THREADS) {
     const int n = i / (D / 4), number = i % (D / 4) * 4;
-    if (from + n >= ALL) break;
+    if (from + n >= all_queries) break;
     float greatest = LOWEST, all = 0.0f;
     float4 x = FLOAT4(0.0f, 0.0f, 0.0f, 0.0f);
     UNROLL
@@ -252,7 +252,7 @@ class GroupedAttention:
 
     def __init__(self, make: Make, form: RowFormat, block_size: int, division: Division):
         """Make the kernels. Raise ValueError if they cannot read rows of this format."""
-        if why := unreadable(form, block_size):
+        if why := unreadable_groups(form, block_size):
             raise ValueError(why)
         self._form = form
         self._block_size = block_size
@@ -306,7 +306,6 @@ class GroupedAttention:
             "D": dim,
             "BLOCK": block,
             "GROUP": group,
-            "EACH": each,
             "QUERIES": QUERIES,
             "WARPS": WARPS,
             "SCALE": bits_of(scale / cap if cap else scale * math.log2(math.e)),
@@ -332,7 +331,7 @@ class GroupedAttention:
         return out
 
 
-def unreadable(form: RowFormat, block_size: int) -> str:
+def unreadable_groups(form: RowFormat, block_size: int) -> str:
     """Return why the kernel cannot read rows of this format; empty if it can."""
     if form.bits or form.dtype == mx.float32:
         return "cached numbers of other than 16 bits"

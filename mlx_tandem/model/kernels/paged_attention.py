@@ -423,6 +423,9 @@ class _Extras(NamedTuple):
         return "".join(f"#define {word} {meaning}\n" for word, meaning in choices.items())
 
 
+_PLAIN_LAYER = _Extras(windowed=False, sinks=False)
+
+
 class PagedAttention:
     """Attention over one layer's rows of the pool, which have one format; `make` makes the kernels."""
 
@@ -533,7 +536,7 @@ def _kernel(make: Make, *, part: bool, held: int, extras: _Extras, coded: bool) 
     return make(Source(name, ["q", *pool, "tables", "offsets", *extras.inputs()], outputs, _BODY, functions))
 
 
-def together(make: Make, extras: _Extras = _Extras(windowed=False, sinks=False)) -> Kernel:
+def together(make: Make, extras: _Extras = _PLAIN_LAYER) -> Kernel:
     """Return the kernel that combines parts of answers."""
     inputs = ["part_sums", "part_states", "tables", "offsets", *extras.inputs()]
     name = "paged_attention_together" + extras.name()

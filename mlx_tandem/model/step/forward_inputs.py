@@ -26,6 +26,7 @@ from mlx_tandem.model.step.shapes import (
     coarse_width,
     drafting_length,
     drafting_width,
+    group_size,
     most_blocks_read,
     row_count,
     table_width,
@@ -175,16 +176,18 @@ class InputBuilder:
         return ForwardInputs(key, operands, draws.arrays, route, indices, rows, every, in_place, mixed, verifies, turns)
 
     def _rows_of_each(self, rows: Sequence[Row]) -> int:
-        """Return how many rows of one token each of these rows is padded to, so that its keys are gathered once.
+        """Return how many rows of one token each of these rows is padded to, so that its keys are read once.
 
-        It is 1 if each token gathers its keys by itself. This is the case if padding would take more than a quarter
-        more rows, if a kernel reads the pool, and if the model keeps states.
+        It is 1 if each token reads its keys by itself. This is the case if padding would take more than a quarter more
+        rows, if the kernel that reads the pool does not know groups, and if the model keeps states.
         """
-        if not self._rectangles.gathers or self._index_arrays.keeps_states:
+        gathers = self._rectangles.gathers
+        if not (gathers or self._rectangles.groups) or self._index_arrays.keeps_states:
             return 1
-        each = max([len(row.tokens) for row in rows])
-        padded = coarse_count(len(rows), gathers=True) * each
-        alone = coarse_count(sum([len(row.tokens) for row in rows]), gathers=True)
+        longest = max([len(row.tokens) for row in rows])
+        each = longest if gathers else group_size(longest)
+        padded = coarse_count(len(rows), gathers=gathers) * each
+        alone = coarse_count(sum([len(row.tokens) for row in rows]), gathers=gathers)
         return each if 4 * padded <= 5 * alone else 1
 
     def _extent(self, rows: Sequence[Row], mixed: bool, each: int, *, chains: bool) -> Extent:

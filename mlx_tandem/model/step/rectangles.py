@@ -23,6 +23,7 @@ class Rectangles:
             gathered keys, and short contexts are not padded to the length of long ones. 0: no kernels do.
         limits: The most positions and pairs of query and key of one forward.
         gathered_share: As in `Forward`; 1 until the owner sets it.
+        groups: Whether kernels answer adjacent rows of one sequence together; False until the owner sets it.
         common_offsets: Whether rows that begin at one position are read without a mask. On a CPU there is no fused
             attention that a mask would prevent.
     """
@@ -46,6 +47,7 @@ class Rectangles:
         self._row_counts = row_counts
         self.unpadded = unpadded
         self.gathered_share = 1.0
+        self.groups = False
 
     def of(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the indices of the rows of each forward.

@@ -49,6 +49,15 @@ def _padded(rows: int, steps: Sequence[tuple[int, int]], beyond: int) -> int:
     return -(-rows // step) * step
 
 
+def group_size(tokens: int) -> int:
+    """Return the padded number of rows of a sequence that has so many tokens, where each is a row.
+
+    The numbers are few, since each is traced: one more than a power of two, for a newest token and the drafts behind
+    it.
+    """
+    return 1 + (1 << (tokens - 2).bit_length()) if tokens > 2 else tokens
+
+
 def drafting_length(tokens: int) -> int:
     """Return the padded length of rows that have so many tokens and draw several: a power of two, at least SHORTEST."""
     return max(1 << (tokens - 1).bit_length(), SHORTEST)
