@@ -37,10 +37,11 @@ DIMS = (64, 128)
 _BODY = r"""
   constexpr int RUNS = D / 32, HALVES = D / 64, STEPS = D / 16, TILE = 16;
   constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;  // a maximum of nothing, a score: infinities without being any
-  const int each = q_shape[0] / GROUPS_Y, all_queries = GROUP * each, parts = (all_queries + QUERIES - 1) / QUERIES;
+  constexpr int PARTS = (GROUP * EACH + QUERIES - 1) / QUERIES;
   const int g = LANE / 4, t = LANE % 4, width = tables_shape[1];
-  const int kv_heads = GROUPS_X / parts, kv_head = GROUP_X / parts, from = GROUP_X % parts * QUERIES;
-  const int row = GROUP_Y * each, heads = kv_heads * GROUP;
+  const int kv_heads = GROUPS_X / PARTS, kv_head = GROUP_X / PARTS, from = GROUP_X % PARTS * QUERIES;
+  const int row = GROUP_Y * EACH, heads = kv_heads * GROUP;
+  const int each = min(EACH, q_shape[0] - row), all_queries = GROUP * each;  // the last sequence may be cut off
   int last = offsets[row];
   ROLL
   for (int i = 1; i < each; i++) last = max(last, offsets[row + i]);
@@ -291,7 +292,7 @@ class GroupedAttention:
             tables: int32 [rows, width], the blocks of each row. Those of a sequence's first row count.
             offsets: int32 [rows], the position of each row. The rows of a sequence may be padded by rows with offset 0.
             scale: Factor of the scores.
-            each: The number of adjacent rows that belong to one sequence.
+            each: The number of adjacent rows that belong to one sequence. The last sequence may have fewer.
             cap: If not 0, scores become cap · tanh(score / cap).
             splits: Splits of each sequence's keys; 0: as the division says.
             shape: The shape of the result if not [rows, 1, heads, dim]; the order in memory stays the same.
@@ -299,13 +300,14 @@ class GroupedAttention:
         rows, heads, _, dim = queries.shape
         form, block = self._form, self._block_size
         group = heads // form.heads
-        across = form.heads * -(-group * each // QUERIES)
-        splits = splits or self._division.splits(rows // each * across, tables.shape[1] * block)
+        across, sequences = form.heads * -(-group * each // QUERIES), -(-rows // each)
+        splits = splits or self._division.splits(sequences * across, tables.shape[1] * block)
         template: dict[str, Constant] = {
             "T": queries.dtype,
             "D": dim,
             "BLOCK": block,
             "GROUP": group,
+            "EACH": each,
             "QUERIES": QUERIES,
             "WARPS": WARPS,
             "SCALE": bits_of(scale / cap if cap else scale * math.log2(math.e)),
@@ -314,18 +316,19 @@ class GroupedAttention:
         output = shape or (rows, 1, heads, dim), queries.dtype
         inputs, threads = [queries, *pool, tables, offsets], 32 * WARPS
         if splits == 1:
-            (out,) = self._kernel(False)(inputs, template, (across, rows // each, 1), threads, [output])
+            (out,) = self._kernel(False)(inputs, template, (across, sequences, 1), threads, [output])
             return out
         lines = (rows, heads, 1, splits)
         parts = self._kernel(True)(
             inputs,
             template,
-            (across, rows // each, splits),
+            (across, sequences, splits),
             threads,
             [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
         )
         # A sequence is split for all of its rows at once, so the rows' parts are combined as those of the last row.
-        ends = mx.repeat(offsets.reshape(-1, each).max(1), each)
+        whole = mx.pad(offsets, (0, sequences * each - rows)).reshape(sequences, each)
+        ends = mx.repeat(whole.max(1), each)[:rows]
         own = {name: template[name] for name in ("T", "D", "BLOCK")}
         (out,) = self._together()([*parts, tables, ends], own, (heads, rows, 1), 128, [output])
         return out

@@ -199,7 +199,8 @@ class InputBuilder:
         length = drafting_length(longest) if chains else self._rectangles.length(longest)
         gathers, coarse = self._rectangles.gathers, mixed or chains
         padded_rows = each * coarse_count(len(rows) // each, gathers=gathers) if coarse else len(rows)
-        count = padded_rows if each > 1 else row_count(padded_rows, self._rectangles.good_counts(length))
+        whole = each > 1 and gathers  # each sequence needs all of its rows
+        count = padded_rows if whole else row_count(padded_rows, self._rectangles.good_counts(length))
         blocks = [most_blocks_read(rows, self._block_size, window) for window in self._windows]
         if chains:
             widths = [drafting_width(n) for n in blocks]
