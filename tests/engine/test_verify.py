@@ -20,8 +20,10 @@ from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.turns import TurnShape
+from mlx_tandem.model.kernels.accept import Accept
 from mlx_tandem.model.kernels.gate import RESERVED
 from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
+from mlx_tandem.model.kernels.settle import Settle
 from mlx_tandem.model.lora.routes import Layout
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step import prebuilt
@@ -456,7 +458,9 @@ def test_kernels_answer_the_rows_of_a_sequence_together(tmp_path: Path, monkeypa
     engine = make_engine(
         folder, max_num_seqs=8, attention_backend="cuda", backends=backends, block_size=16, dtype="bfloat16"
     )
-    engine.built.runner.inputs.packed = True
+    runner = engine.built.runner
+    runner.inputs.packed = True
+    runner._forward._settle, runner._forward._accept = Settle(shim.maker()), Accept(shim.maker())
     groups: list[tuple[int, int]] = []
     answer = GroupedAttention.__call__
 

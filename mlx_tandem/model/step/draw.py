@@ -11,6 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.model.cache.turns import HeldStates
+from mlx_tandem.model.kernels.accept import Accept
 from mlx_tandem.model.step.mask_table import masks_at
 from mlx_tandem.model.step.sampler import Pickers, SamplingArrays, SamplingFlags, TokenCounts, sample
 from mlx_tandem.model.step.verify import Drafts
@@ -41,11 +42,13 @@ class Undrawn(NamedTuple):
     held: HeldStates | None
 
 
-def drawing(flags: SamplingFlags, pickers: Pickers, nobody: int, num_new: int = 0) -> Drawing:
+def drawing(
+    flags: SamplingFlags, pickers: Pickers, nobody: int, num_new: int = 0, accept: Accept | None = None
+) -> Drawing:
     """Return the function that draws with these flags.
 
-    nobody: the seat that takes the place of rows that do not count; num_new: how many masks the table does not have
-    yet.
+    nobody: the seat that takes the place of rows that do not count, the last one; num_new: how many masks the table
+    does not have yet; accept: the kernel that accepts drafts, if there is one.
     """
 
     def draw(
@@ -67,6 +70,9 @@ def drawing(flags: SamplingFlags, pickers: Pickers, nobody: int, num_new: int = 
         if counts is not None and behind is not None:
             counts = counts.behind(behind.before)
         drawn = sample(logits, position, how, flags, counts, pickers, masks)
+        if accept is not None and behind is not None and counts is None:
+            last_tokens, place = accept(drawn.tokens, position, seats, behind, last_tokens, *places)
+            return drawn.flatten(), last_tokens, [], [place], written
         token = mx.maximum(drawn.tokens, 0)
         counted, newest = (seats, seats) if behind is None else behind.accept(token, seats, nobody)
         last_tokens[newest] = token

@@ -20,8 +20,10 @@ from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.cache.turns import Turns, line_of
 from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.accept import Accept
 from mlx_tandem.model.kernels.gate import Gate
 from mlx_tandem.model.kernels.report import Report
+from mlx_tandem.model.kernels.settle import Settle
 from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
@@ -159,6 +161,7 @@ class Forward:
         on_cuda = "cuda" in dialect.available()
         self._copy = Gate(dialect.maker("cuda")) if on_cuda else copied
         self.report = Report(dialect.maker("cuda")) if on_cuda else None
+        self._accept = Accept(dialect.maker("cuda")) if on_cuda else None
         self._nobody = nobody
         self._merged = merged_in(module)
         self._angles = SharedAngles(module) if device.is_cpu() else None
@@ -172,6 +175,8 @@ class Forward:
             PoolLayout(own.num_blocks, own.block_size, mask_axes, window)
             for own, window in zip(pool.pools, pool.windows, strict=False)
         ]
+        one_whole_pool = on_cuda and len(self._layouts) == 1 and self._layouts[0].kept is None
+        self._settle = Settle(dialect.maker("cuda")) if one_whole_pool else None
 
     @property
     def chains(self) -> bool:
@@ -188,7 +193,7 @@ class Forward:
 
     def drawing(self, flags: SamplingFlags, num_new: int = 0) -> Drawing:
         """Return the function that draws with these flags, and writes so many new masks into the table of masks."""
-        return drawing(flags, self._pickers, self._nobody, num_new)
+        return drawing(flags, self._pickers, self._nobody, num_new, self._accept)
 
     def step(self, key: StepKey, expected: Sequence[ArraySpec], in_place: Ranges, *, pauses: bool) -> Step:
         """Return the step as a pure function of arrays and lists of arrays, which returns a `StepArrays`.
@@ -211,13 +216,8 @@ class Forward:
             images: list[mx.array],
         ) -> tuple[Any, ...]:
             given = Operands.unflatten(receive(inputs, expected, self._copy), key)
-            offset, places = given.offset, given.places
-            if given.bounds is not None:
-                offset = settled(offset, given.bounds, last_places[0][given.seats])
-                places = self._places_at(offset, places)
-            tokens = after(order, given.tokens)  # everything in the forward depends on the tokens
-            if key.carry:
-                tokens = mx.where(tokens == CARRY, last_tokens[given.seats][:, None], tokens)
+            tokens, offset, places = self._begun(key, given, last_tokens, last_places)
+            tokens = after(order, tokens)  # everything in the forward depends on the tokens
             starts = [offset[given.states[0]]] if key.turns is not None else []
             views = self._views(key, given, offset, places, in_place, order, pauses=pauses)
             self._lora.bind(lora_arrays, given.adapters, layout=key.layout)
@@ -283,9 +283,24 @@ class Forward:
             views.append(StateView(after(order, read[0]) if read else None, written_to))
         return views
 
-    def _places_at(self, offset: mx.array, given: Sequence[mx.array]) -> list[mx.array]:
-        """Return the places of `Operands` for tokens at `offset` [rows], in all pools."""
-        return places_at(offset, given, [own.kept for own in self._layouts], self._layouts[0].block_size)
+    def _begun(
+        self, key: StepKey, given: Operands[mx.array], last_tokens: mx.array, last_places: Sequence[mx.array]
+    ) -> tuple[mx.array, mx.array, Sequence[mx.array]]:
+        """Return the rows' tokens, offset and places as `Operands` has them, with what the device alone knows."""
+        tokens, offset, places = given.tokens, given.offset, given.places
+        layouts = self._layouts
+        if given.bounds is not None and self._settle is not None:
+            seats, tables, size = given.seats, places[1], layouts[0].block_size
+            tokens, offset, slots = self._settle(
+                tokens, offset, given.bounds, seats, tables, last_tokens, last_places[0], size
+            )
+            return tokens, offset, [slots, tables]
+        if given.bounds is not None:
+            offset = settled(offset, given.bounds, last_places[0][given.seats])
+            places = places_at(offset, places, [own.kept for own in layouts], layouts[0].block_size)
+        if key.carry:
+            tokens = mx.where(tokens == CARRY, last_tokens[given.seats][:, None], tokens)
+        return tokens, offset, places
 
     def _logits(
         self,
