@@ -36,9 +36,13 @@ from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked
 from mlx_tandem.engine.proposers import speculation as server_proposer
+from mlx_tandem.model.step.compiled import USUAL
 from mlx_tandem.types import EngineInfo, Request, SamplingParams, SpeculationStats
 
 LOADS = ("off", "wrong", "right")
+
+WARM_UPS = USUAL + 1
+"""Rounds that are not counted. On a GPU, a kind of step with drafts is traced when it has run USUAL times."""
 
 
 class Known:
@@ -106,7 +110,7 @@ class Bench:
         for rows in map(int, args.rows.split(",")):
             rates: dict[str, list[float]] = {load: [] for load in LOADS}
             taken: list[float] = []
-            for repeat in range(-1, args.repeats):  # the first is a warm-up
+            for repeat in range(-WARM_UPS, args.repeats):
                 for proposer.load in LOADS[:: -1 if repeat % 2 else 1]:
                     proposer.rows = proposer.accepted = 0
                     tokens = args.max_tokens * (3 if proposer.load == "right" else 1)
