@@ -45,7 +45,7 @@ def floats(array: mx.array) -> np.ndarray:
 
 
 @given(
-    rows=st.integers(1, 24) | st.sampled_from([32, 41, 64]),
+    rows=st.integers(1, 24) | st.sampled_from([32, 37, 40, 41, 64]),
     outputs=st.sampled_from([16, 33, 72]),
     inputs=st.sampled_from([8, 64, 200, 456]),
     form=st.sampled_from(FORMS),
@@ -112,6 +112,13 @@ class Says(Meter):
         return len(calls) * 1e-6 * (10 if not kernel else self.microseconds if x.shape[0] <= 16 else 90)
 
 
+class SlowWithEight(Says):
+    """As `Says(5)`, but with eight tokens the kernel takes the device as long as with many."""
+
+    def device_seconds(self, calls: Sequence[Any], x: mx.array) -> float:
+        return super().device_seconds(calls, mx.zeros((17, 1)) if x.shape[0] == 8 else x)
+
+
 class Head(nn.Module):
     """An embedding that is the output head, too."""
 
@@ -144,7 +151,7 @@ def test_a_model_says_what_it_said(make: Make, family: str, monkeypatch: pytest.
     twin = clone(model)
     modules = candidates(model, merged)
     choice = choose(modules, make, Says(5), ROOM)
-    assert choice.chosen is not None and "up to 16 tokens" in choice.reason
+    assert choice.chosen is not None and "with 8, 16 tokens" in choice.reason
     speed_up(modules, merged, choice.chosen)
     adapted = sum(isinstance(m, SkinnyLinear | SkinnyEmbedding) for m in model.modules())
     assert adapted == (1 if family == "tied" else 2 * 2 + 1)  # o, down, the head; the others are merged
@@ -172,13 +179,24 @@ def test_it_is_taken_where_it_is_hardly_slower(make: Make, microseconds: float, 
     if few is None:
         assert steps == "none"
         return
-    assert "40 x 64 up to 16 tokens" in reason if steps == "all" else "40 x 64 up to 0 tokens (16 with" in reason
+    assert reason.endswith(
+        "40 x 64 with 8, 16 tokens" if steps == "all" else "40 x 64 with no tokens (8, 16 with adapters)"
+    )
     x = mx.zeros((16, 1, 64), mx.float16)
     taken = [few.product(linear, x) is not None]
     for change in (few.begin, few.end):
         change()
         taken.append(few.product(linear, x) is not None)
     assert taken == ([True] * 3 if steps == "all" else [False, True, False])
+
+
+def test_numbers_of_tokens_are_chosen_one_by_one(make: Make) -> None:
+    linear = nn.Linear(64, 40)
+    linear.set_dtype(mx.float16)
+    few, reason = choose([linear], make, SlowWithEight(5), ROOM)
+    assert few is not None and reason.endswith("40 x 64 with 16 tokens")
+    taken = [few.product(linear, mx.zeros((tokens, 64), mx.float16)) is not None for tokens in (8, 9, 16, 17)]
+    assert taken == [False, True, True, False]
 
 
 def test_a_device_with_little_room_takes_what_fits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,17 +18,16 @@ from mlx_tandem.model.kernel_checks.frame import Choice, Rejected, checked
 from mlx_tandem.model.kernel_checks.lora import TOLERANCE, floats
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.skinny import EIGHTHS, Form, Skinny, forms
-from mlx_tandem.model.linears.products import Call, Kind, Meter, input_of
+from mlx_tandem.model.linears.products import HOST_SHARE, Call, Kind, Meter, input_of
 from mlx_tandem.model.linears.skinny import FewRows, Forms, Shape
 
 log = logging.getLogger(__name__)
 
-SHARE, SHARE_ADAPTED = 0.25, 0.75
-"""How much longer the kernel may occupy the device, as a share of the host time that it saves: in steps without
-adapters, and in steps with adapters.
+SHARE_ADAPTED = 0.75
+"""How much longer the kernel may occupy the device in steps with adapters, as a share of the host time that it saves.
 
-In a compiled step MLX's product takes the host ten to thirty microseconds and the kernel three. With few rows, steps
-wait for the host as often as for the device; steps with adapters, which have twice as many operations, nearly always.
+In a compiled step MLX's product takes the host ten to thirty microseconds and the kernel three. Steps with adapters
+have twice as many operations as others and nearly always wait for the host. In other steps the share is HOST_SHARE.
 """
 
 NOISE = 0.03
@@ -82,7 +80,7 @@ def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | Non
     if not kinds:
         return Choice(None, "no linear has a type and shape for the kernel")
     timed = {shape: check.forms(shape, kind) for shape, kind in kinds.items()}
-    base, adapted = (_within(timed, share) for share in (SHARE, SHARE_ADAPTED))
+    base, adapted = (_within(timed, share) for share in (HOST_SHARE, SHARE_ADAPTED))
     if not any(adapted.values()):
         return Choice(None, "the kernel is slower")
     spared = max(one.spared for own in timed.values() for one in own)
@@ -92,18 +90,18 @@ def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | Non
 
 
 def _within(timed: Mapping[Shape, Sequence[Timed]], share: float) -> dict[Shape, dict[int, Form]]:
-    """Return for each shape the forms up to the first number of tokens for which the kernel is too slow."""
-    return {
-        shape: {one.eighths: one.form for one in takewhile(lambda one: one.is_worth(share), own)}
-        for shape, own in timed.items()
-    }
+    """Return for each shape the forms for the numbers of tokens for which the kernel is fast enough."""
+    return {shape: {one.eighths: one.form for one in own if one.is_worth(share)} for shape, own in timed.items()}
 
 
 def _told(shape: Shape, base: Mapping[int, Form], adapted: Mapping[int, Form]) -> str:
     """Return a shape and the numbers of tokens that the kernel is used for, in words."""
-    most, more = 8 * max(base, default=0), 8 * max(adapted)
-    beside = f" ({more} with adapters)" if more > most else ""
-    return f"{shape.outputs} x {shape.inputs} up to {most} tokens{beside}"
+
+    def listed(forms: Mapping[int, Form]) -> str:
+        return ", ".join(str(8 * eighths) for eighths in forms) or "no"
+
+    beside = "" if base.keys() == adapted.keys() else f" ({listed(adapted)} with adapters)"
+    return f"{shape.outputs} x {shape.inputs} with {listed(base)} tokens{beside}"
 
 
 class Timed(NamedTuple):
@@ -138,7 +136,7 @@ class _Check:
     room: int
 
     def forms(self, shape: Shape, kind: Kind) -> list[Timed]:
-        """Return the best form for each number of tokens, up to the first for which steps with adapters do not use it.
+        """Return the best form for each number of tokens, up to the second in a row for which no step would use it.
 
         Raise Rejected where the kernel is wrong.
         """
@@ -161,7 +159,7 @@ class _Check:
             form = min(times, key=times.__getitem__)
             plain, spared = self._seconds(_plain, linears, x), self._spared(form, linears, x)
             best.append(Timed(many, form, times[form], plain, spared))
-            if not best[-1].is_worth(SHARE_ADAPTED):
+            if not any(one.is_worth(SHARE_ADAPTED) for one in best[-2:]) and len(best) > 1:
                 break
         return best
 

@@ -11,6 +11,9 @@ from itertools import cycle, islice
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_tandem.model.device import is_cuda
+from mlx_tandem.model.linears.merged import MergedMember
+
 _CALLS, _CALL_BYTES = 16, 400 << 20
 """Linears of one kind that are timed together: so many, or as many as have so many bytes of weights."""
 
@@ -22,6 +25,10 @@ _LONG = 8192
 
 _MEANWHILE = 4e-3
 """Seconds that this product takes, roughly: many times what the host takes for the timed calls."""
+
+HOST_SHARE = 0.25
+"""What a second of the host counts for beside a second of the device. Steps wait for the host about as often as for the
+device, and what spares the host a lot may cost the device a little."""
 
 Call = Callable[[mx.array], mx.array]
 """Function that computes a linear's output for an input."""
@@ -141,11 +148,14 @@ def _chain(calls: Sequence[Call], x: mx.array) -> mx.array:
     return x
 
 
-def kinds(model: nn.Module) -> dict[str, Kind]:
-    """Return the linears of a model by shape and precision, in the model's order."""
+def kinds(model: nn.Module, *, joined: bool = False) -> dict[str, Kind]:
+    """Return the linears of a model by shape and precision, in the model's order.
+
+    joined: whether plain linears that were merged count as the one product that steps compute.
+    """
     found: dict[str, Kind] = {}
-    each = {id(module): module for _, module in reversed(model.named_modules())}
-    for module in each.values():
+    named = [module for _, module in reversed(model.named_modules())]
+    for module in {id(each): each for each in (map(_joined, named) if joined else named)}.values():
         if isinstance(module, nn.QuantizedLinear):
             inputs = module.weight.shape[1] * 32 // module.bits
             how = f"{module.mode} {module.bits} bits in {module.group_size}"
@@ -158,12 +168,34 @@ def kinds(model: nn.Module) -> dict[str, Kind]:
     return found
 
 
+def _joined(module: nn.Module) -> nn.Module:
+    """Return the merged linear of which a plain linear is a part, or else the module."""
+    whole: nn.Module | None = module._merged.linear if isinstance(module, MergedMember) else None
+    return whole if isinstance(whole, nn.Linear) else module
+
+
 def pass_seconds(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter) -> float:
     """Return the seconds that all linears take for `rows` rows, estimated from some linears of each kind."""
     total = 0.0
     for kind in own.values():
         some = kind.some()
         total += meter.seconds(some, input_of(kind, dtype, rows)) * len(kind.modules) / len(some)
+    return total
+
+
+def pass_cost(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter) -> float:
+    """Return what all linears cost for `rows` rows, in seconds.
+
+    On CUDA this is the device's time and HOST_SHARE of the host's: the host takes longer to launch many a product than
+    the device takes to compute it. Elsewhere it is `pass_seconds`.
+    """
+    if not is_cuda():
+        return pass_seconds(own, dtype, rows, meter)
+    total = 0.0
+    for kind in own.values():
+        calls, x = kind.several(), input_of(kind, dtype, rows)
+        seconds = meter.device_seconds(calls, x) + HOST_SHARE * meter.host_seconds(calls, x)
+        total += seconds * len(kind.modules) / len(calls)
     return total
 
 

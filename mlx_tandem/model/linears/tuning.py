@@ -21,13 +21,14 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem import files
+from mlx_tandem.model.device import is_cuda
 from mlx_tandem.model.linears.dequantise import dequantised, use_from, worth_from
-from mlx_tandem.model.linears.products import Kind, Meter, input_of, kinds, pass_seconds
+from mlx_tandem.model.linears.products import Kind, Meter, input_of, kinds, pass_cost
 from mlx_tandem.model.step.shapes import row_count
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files in the cache folder."""
 
 MOST_ROWS = 512
@@ -38,11 +39,12 @@ MOST_COUNTS = 24
 TOKENS = (2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of tokens for which dequantised products are timed."""
 
-SECONDS = 5.0
+SECONDS = 8.0
 """Seconds after which nothing more is timed; what is left keeps its default."""
 
-_ALIKE = 0.25
-"""Relative difference up to which two times count as equal; it is multiplied by the ratio of the two counts."""
+_ALIKE, _ALIKE_ON_CUDA = 0.25, 0.02
+"""Relative difference up to which two times count as equal; it is multiplied by the ratio of the two counts. On CUDA
+the device's time is measured apart from the host's, and varies less."""
 
 _MOST_PADDED = 2
 """Most rows after padding per row before: everything but the products grows with them."""
@@ -121,7 +123,8 @@ def tune(
         until = started + SECONDS
         thresholds = _thresholds(own, dtype, activations, meter, until)
         _apply(own, thresholds)
-        tuned = Tuned(_row_counts(own, dtype, most_rows, meter, until), thresholds)
+        joined = kinds(model, joined=True)
+        tuned = Tuned(_row_counts(joined, dtype, most_rows, meter, until), thresholds)
         how = f"measured in {meter.now() - started:.1f} s"
         mx.clear_cache()
         _save(file, _Record(subject, tuned))
@@ -138,23 +141,23 @@ def use(model: nn.Module, tuned: Tuned) -> None:
     _apply(kinds(model), tuned.dequantise)
 
 
-def good_counts(seconds: Mapping[int, float]) -> tuple[int, ...]:
+def good_counts(seconds: Mapping[int, float], alike: float = _ALIKE) -> tuple[int, ...]:
     """Return the row counts to pad to: of the measured ones, a few that no larger one beats.
 
     Padding to the next of them takes no longer than padding to any other measured count, up to differences that are
-    noise or rare. `seconds` are the measured times by count.
+    noise or rare. `seconds` are the measured times by count; `alike` is as _ALIKE.
     """
     counts = sorted(seconds)
     standing = [
         count
         for i, count in enumerate(counts)
         if all(
-            seconds[count] <= seconds[more] * (1 + _ALIKE * more / count)
+            seconds[count] <= seconds[more] * (1 + alike * more / count)
             for more in counts[i + 1 :]
             if more <= _MOST_PADDED * count
         )
     ]
-    alike, wider = _ALIKE, _WIDER
+    wider = _WIDER
     while True:
         kept: list[int] = []
         for count in reversed(standing):
@@ -176,13 +179,13 @@ def _row_counts(
     counts = sorted({row_count(n) for n in range(1, most + 1)} | set(range(1, min(most, 16) + 1)))
     if not any(kind.packed for kind in own.values()):  # tensor cores take rows by eight
         counts = [n for n in counts if n <= 8 or n % 8 == 0 or n == most]
-    pass_seconds(own, dtype, counts[0], meter)  # warm-up
+    pass_cost(own, dtype, counts[0], meter)  # warm-up
     seconds = {}
     for count in counts:
         if meter.now() > until:
             break
-        seconds[count] = pass_seconds(own, dtype, count, meter)
-    return good_counts(seconds)
+        seconds[count] = pass_cost(own, dtype, count, meter)
+    return good_counts(seconds, _ALIKE_ON_CUDA if is_cuda() else _ALIKE)
 
 
 def _thresholds(

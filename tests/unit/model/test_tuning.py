@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model.linears import products
+from mlx_tandem.model.linears import products, tuning
 from mlx_tandem.model.linears.dequantise import Dequantising, dequantised, use_from, worth_from
-from mlx_tandem.model.linears.products import Call, Meter, kinds
+from mlx_tandem.model.linears.merged import merge
+from mlx_tandem.model.linears.products import Call, Meter, kinds, pass_cost
 from mlx_tandem.model.linears.tuning import MOST_COUNTS, SECONDS, Tuned, good_counts, tune
+from mlx_tandem.model.lora.adapted import find_targets
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.shapes import EXACT_ROWS, row_count
 from mlx_tandem.types import AdapterInfo
@@ -131,6 +133,46 @@ def test_linears_are_told_apart_by_shape_and_precision() -> None:
     assert set(kinds(Model(4))) == {f"{s} affine 4 bits in 32" for s in ("128 x 64", "64 x 128", "96 x 64")}
 
 
+def test_plain_linears_that_were_merged_count_as_one_product() -> None:
+    model, packed = Model(None), Model(4)
+    for each in model, packed:
+        targets = find_targets(each)
+        merge([(targets["layers.0.up"], targets["layers.1.up"])])
+    found = {name: len(kind.modules) for name, kind in kinds(model, joined=True).items()}
+    assert found == {"256 x 64 float32": 1, "128 x 64 float32": 1, "64 x 128 float32": 3, "96 x 64 float32": 1}
+    assert len(kinds(model)["128 x 64 float32"].modules) == 3
+    assert kinds(packed, joined=True).keys() == kinds(packed).keys()
+
+
+class Both(Clock):
+    """The device takes a millisecond a row for a product, and the host ten for those of less than 16 rows."""
+
+    def device_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
+        return 1e-3 * x.shape[0] * len(calls)
+
+    def host_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
+        return (10e-3 if x.shape[0] < 16 else 0.0) * len(calls)
+
+
+def test_on_cuda_a_product_costs_the_device_and_a_quarter_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = kinds(Model(None))
+    assert pass_cost(own, mx.float32, 8, Both(lambda rows: 1.0)) == 7.0  # Clock.seconds
+    monkeypatch.setattr(products, "is_cuda", lambda: True)
+    assert pass_cost(own, mx.float32, 8, Both()) == pytest.approx(7 * (8e-3 + 10e-3 / 4))
+    assert pass_cost(own, mx.float32, 16, Both()) == pytest.approx(7 * 16e-3)
+
+
+def test_on_cuda_small_differences_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host's time is measured apart, a count is padded to a larger one that is as fast within 2 %."""
+    assert good_counts({40: 96.0, 48: 100.0}) == (48,)
+    assert good_counts({40: 96.0, 48: 100.0}, 0.02) == (40, 48)
+    assert good_counts({40: 99.0, 48: 100.0}, 0.02) == (48,)
+    monkeypatch.setattr(products, "is_cuda", lambda: True)
+    monkeypatch.setattr(tuning, "is_cuda", lambda: True)
+    found = tuned(Model(None), tmp_path, Both())
+    assert {12, 40} & set(found.rows) == {40}  # 12 rows cost 14.5 ms each, and 16 rows 16
+
+
 def test_findings_are_kept_for_the_same_device_and_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def erratic(rows: int) -> float:
         return 2e-3 if rows % 16 else 1e-3
@@ -161,7 +203,7 @@ def test_findings_are_kept_for_the_same_device_and_model(tmp_path: Path, caplog:
         lambda text: text.replace(b"[1,", b"[99,"),
         lambda text: text.replace(b",40]", b",400]"),
         lambda text: text.replace(b"a GPU", b"a TPU"),
-        lambda text: text.replace(b'"format":3', b'"format":1'),
+        lambda text: text.replace(b'"format":4', b'"format":1'),
         lambda text: text.replace(b'"dequantise":{}', b'"dequantise":{"128 x 64 float32":1}'),
     ],
 )
