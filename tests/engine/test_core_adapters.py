@@ -215,8 +215,9 @@ def test_a_stream_of_others_does_not_keep_one_out(make_front: Callable[..., Fron
     number = 1
     front.send(m.Submit(request(number, "a", max_tokens=30)), m.Submit(waiting))
     while 0 not in front.finished():
-        number += 1
-        front.send(m.Submit(request(number, "a", max_tokens=8)))
+        if not front.core._adapters.is_loading:  # how many would come meanwhile depends on the machine
+            number += 1
+            front.send(m.Submit(request(number, "a", max_tokens=8)))
         front.turn()
         assert number < 2000
     assert front.tokens(0) == expected(waiting, 0)
