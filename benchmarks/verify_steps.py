@@ -42,7 +42,7 @@ from mlx_tandem.types import EngineInfo, Request, SamplingParams, SpeculationSta
 LOADS = ("off", "wrong", "right")
 
 WARM_UPS = USUAL + 1
-"""Rounds that are not counted. On a GPU, a kind of step with drafts is traced when it has run USUAL times."""
+"""Rounds that are not counted. On a GPU, a kind of step with drafts runs USUAL times untraced, perhaps once a round."""
 
 
 class Known:

@@ -451,7 +451,7 @@ def test_rows_behind_drafts_begin_where_the_device_says(tmp_path: Path, kind: st
 @pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 @pytest.mark.usefixtures("compiled_again")
 def test_kernels_answer_the_rows_of_a_sequence_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are those without drafts, although these are answered by another kernel."""
+    """Drafts change no tokens, although `GroupedAttention` answers only the steps with drafts."""
     folder = tiny_models.make(tmp_path / "model", "llama", seed=1, head_dim=64)
     backends = [Fused("cuda", shim.maker())]
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers

@@ -1,4 +1,4 @@
-"""The kernels that begin and end a step that verifies drafts, beside the same by MLX's operations."""
+"""Tests of the kernels that begin and end verifying steps, against MLX's operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kernels import shim
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
 SEATS = 7
-"""The last one is that of rows that do not count."""
+"""Number of seats; the last one is for rows that do not count."""
 
 
 def integers(rng: np.random.Generator, low: int, high: int, *shape: int) -> mx.array:
@@ -31,11 +31,11 @@ def test_rows_behind_drafts_begin_where_their_seat_is(seed: int, order: shim.Ord
     rows, width, block = int(rng.integers(1, 200)), int(rng.integers(2, 6)), int(rng.choice([8, 16]))
     last_tokens = integers(rng, 0, 100, SEATS)
     bounds = rng.integers(5, width * block, rows)
-    last_places = rng.integers(0, 5, SEATS)  # how far each seat is behind its bound
+    behind = rng.integers(0, 5, SEATS)  # how far the newest token of each seat is behind its bound
     seats = rng.integers(0, SEATS, rows)
     newest = np.full(SEATS, -1)
-    newest[seats] = bounds - last_places[seats]
-    bounds = newest[seats] + last_places[seats]  # rows of one seat have one bound
+    newest[seats] = bounds - behind[seats]
+    bounds = newest[seats] + behind[seats]  # rows of one seat have one bound
     floats = rng.random(rows) < 0.5
     given_bounds = mx.array(np.where(floats, bounds, -1).astype(np.int32))
     offset = mx.array(bounds.astype(np.int32))

@@ -113,7 +113,7 @@ class Says(Meter):
 
 
 class SlowWithEight(Says):
-    """As `Says(5)`, but with eight tokens the kernel takes the device as long as with many."""
+    """A `Says` whose kernel takes the device 90 µs for 8 tokens, as for more than 16."""
 
     def device_seconds(self, calls: Sequence[Any], x: mx.array) -> float:
         return super().device_seconds(calls, mx.zeros((17, 1)) if x.shape[0] == 8 else x)

@@ -28,11 +28,11 @@ class Fused:
         `division` says how attention's work is divided; by default as it starts on this target.
         """
         division = division or start(self.name, shape.keys)
-        whole = shape.window is None and not unreadable_groups(shape.keys, block_size)
+        groups = division.grouped and shape.window is None and not unreadable_groups(shape.keys, block_size)
         return LayerKernels(
             PagedAttention(self.make, shape.keys, block_size, division),
             Rotary(self.make, shape.keys, block_size),
-            GroupedAttention(self.make, shape.keys, block_size, division) if division.grouped and whole else None,
+            GroupedAttention(self.make, shape.keys, block_size, division) if groups else None,
         )
 
 

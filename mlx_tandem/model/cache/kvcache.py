@@ -76,7 +76,8 @@ class LayerKernels(NamedTuple):
     attention: PagedAttention
     rotary: Rotary
     grouped: GroupedAttention | None = None
-    """The attention of adjacent rows of one sequence; None: `attention` answers them one by one."""
+    """The kernel for adjacent rows of one sequence, for layers without window and sinks. If it is None or does not
+    apply, `attention` answers each row by itself."""
 
 
 class PoolLayout(NamedTuple):
@@ -112,8 +113,9 @@ class StepView:
             fused attention is fastest.
         kept, block_size: As in `PoolLayout`.
         turns_by_index: Whether each token's position is its index, so that a kernel may apply the rotary embedding.
-        each: The number of adjacent rows that belong to one sequence: its tokens, and padding behind them. Where no
-            kernel reads the pool, the sequence's keys and values are gathered once for all of them.
+        each: The number of adjacent rows that belong to one sequence: its tokens, then padding. The sequence's keys and
+            values are read once for all of them, by `GroupedAttention`, or by one gather where no kernel reads the
+            pool. With the kernel the last sequence may have fewer rows.
 
     pause: the number of layers of a group; 0: no pauses. After each group the host dispatches it, and waits until the
     group before it is computed. Without pauses the host would issue the whole forward at once, and since MLX keeps the
@@ -355,7 +357,10 @@ class PagedCache:
         sinks: mx.array | None,
         shape: tuple[int, ...] | None = None,
     ) -> mx.array:
-        """Return what the fused kernels answer to queries [rows, heads, length, dim], as `PagedAttention` does."""
+        """Return attention [rows, length, heads, dim], or of `shape`, by the fused kernel for this step.
+
+        queries: [rows, heads, length, dim].
+        """
         v, fused = self._view, self._fused
         assert v is not None
         assert fused is not None

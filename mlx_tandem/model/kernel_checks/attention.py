@@ -141,7 +141,7 @@ def _try(
     """
 
     def check() -> tuple[dict[LayerShape, LayerKernels], str]:
-        kernels = {kind: _first(candidate, kind, block_size) for kind in kinds}
+        kernels = {kind: _initial_kernels(candidate, kind, block_size) for kind in kinds}
         if problem := _problem(kernels, block_size, windows):
             raise Rejected(problem)
         if seconds is None:
@@ -156,8 +156,8 @@ def _try(
     return checked(f"attention by {candidate.name}", check, lambda reason: ({}, reason))
 
 
-def _first(candidate: fused.Fused, kind: LayerShape, block_size: int) -> LayerKernels:
-    """Return the candidate's kernels that are tried first. They answer groups of rows if they do so rightly."""
+def _initial_kernels(candidate: fused.Fused, kind: LayerShape, block_size: int) -> LayerKernels:
+    """Return the kernels with the first division. The kernel for groups of rows is left out if it is wrong or fails."""
     kernels = candidate.kernels(kind, block_size)
     if kernels.grouped is None:
         return kernels
@@ -168,10 +168,10 @@ def _first(candidate: fused.Fused, kind: LayerShape, block_size: int) -> LayerKe
                 raise Rejected(problem)
         return kernels
 
-    def apart(reason: str) -> LayerKernels:
+    def without_groups(reason: str) -> LayerKernels:
         return candidate.kernels(kind, block_size, replace(kernels.attention.division, grouped=False))
 
-    return checked(f"attention of groups of rows by {candidate.name}", check, apart)
+    return checked(f"attention of groups of rows by {candidate.name}", check, without_groups)
 
 
 def _better(

@@ -90,12 +90,15 @@ def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | Non
 
 
 def _within(timed: Mapping[Shape, Sequence[Timed]], share: float) -> dict[Shape, dict[int, Form]]:
-    """Return for each shape the forms for the numbers of tokens for which the kernel is fast enough."""
+    """Return the forms by shape and eighths for which the kernel is fast enough at this share of the host's time."""
     return {shape: {one.eighths: one.form for one in own if one.is_worth(share)} for shape, own in timed.items()}
 
 
 def _told(shape: Shape, base: Mapping[int, Form], adapted: Mapping[int, Form]) -> str:
-    """Return a shape and the numbers of tokens that the kernel is used for, in words."""
+    """Return a shape and the numbers of tokens that the kernel is used for, in words.
+
+    A number stands for all numbers of tokens that are rounded up to it.
+    """
 
     def listed(forms: Mapping[int, Form]) -> str:
         return ", ".join(str(8 * eighths) for eighths in forms) or "no"
@@ -136,9 +139,10 @@ class _Check:
     room: int
 
     def forms(self, shape: Shape, kind: Kind) -> list[Timed]:
-        """Return the best form for each number of tokens, up to the second in a row for which no step would use it.
+        """Return the best form for each entry of EIGHTHS, in ascending order.
 
-        Raise Rejected where the kernel is wrong.
+        Stop after two consecutive entries that not even steps with adapters would use; these are included. Raise
+        Rejected where the kernel is wrong.
         """
         linears: list[Any] = kind.several()
         dtype = linears[0]["weight"].dtype

@@ -1,6 +1,6 @@
 """Kernel that decides which drafts are accepted, and writes the newest token of each seat and its position.
 
-By MLX's operations it is some 25 operations on a few hundred numbers, which take the host longer than the device.
+MLX needs about 25 operations for this. Launching them takes the host longer than they take the device.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from mlx_tandem.model.kernels.dialect import Make, Source
 _THREADS = 256
 
 _BODY = r"""
-  const int count = tokens_shape[0], most = before_shape[1], seats = last_tokens_shape[0];
-  for (int i = THREAD; i < seats; i += THREADS) newest[i] = last_tokens[i], places[i] = last_places[i];
+  const int count = tokens_shape[0], most = before_shape[1], num_seats = last_tokens_shape[0];
+  for (int i = THREAD; i < num_seats; i += THREADS) newest[i] = last_tokens[i], places[i] = last_places[i];
   BARRIER();
   for (int i = THREAD; i < count; i += THREADS) {
     const int token = max(tokens[i], 0);
-    bool counts = seat[i] < seats - 1 && following[i] != token;
+    bool is_newest = seats[i] < num_seats - 1 && following[i] != token;
     for (int j = 0; j < most; j++) {
-      const int draft = before[i * most + j];
-      if (draft >= 0 && draft != max(tokens[min(first[i] + j, count - 1)], 0)) counts = false;
+      const int draft = before[i * most + j];  // negative: there is none
+      if (draft >= 0 && draft != max(tokens[min(first[i] + j, count - 1)], 0)) is_newest = false;
     }
-    if (counts) newest[seat[i]] = token, places[seat[i]] = position[i];
+    if (is_newest) newest[seats[i]] = token, places[seats[i]] = position[i];  // at most one row of each seat
   }
 """
 
 
 class Accept:
-    """The kernel for CUDA."""
+    """The kernel that accepts drafts, for CUDA."""
 
     def __init__(self, make: Make):
-        inputs = ["tokens", "position", "seat", "before", "first", "following", "last_tokens", "last_places"]
+        inputs = ["tokens", "position", "seats", "before", "first", "following", "last_tokens", "last_places"]
         self._kernel = make(Source("accept", inputs, ["newest", "places"], _BODY))
 
     def __call__(
@@ -46,7 +46,7 @@ class Accept:
         """Return the newest token of each seat and its position, int32 [seats], after a step that verifies drafts.
 
         Args:
-            tokens: int32 [rows], the token that each row drew; negative where it is not a number.
+            tokens: int32 [rows], the token that each row drew; NOT_A_NUMBER where its logits were NaN.
             position: int32 [rows], the position of each row's token.
             seats: int32 [rows], the seat of each row. Rows of the last seat change nothing.
             drafts: The arrays of `Drafts`.

@@ -25,7 +25,8 @@ Metal lacks the following words. Tensor cores, with the layout of numbers over l
   (g, 2t + 8), (g + 8, 2t + 8); uint2 `b` holds (column g, k = 2t), (g, 2t + 8); `sum` is (row g, columns 2t, 2t + 1),
   (g + 8, the same).
 
-- `packed(a, b, T())` returns the word of two numbers of a 16-bit T, the first in the lower half.
+- `packed(a, b, T())` → uint: the floats a and b, rounded to the 16-bit type T, with a in the lower half. `pair` is its
+  inverse.
 
 MLX's exponential function on CUDA:
 

@@ -5,11 +5,15 @@ Its warps take tiles of 16 keys in turns and multiply them by tensor cores, so t
 for all 16 queries. The queries are ordered by row, then by head. Each warp keeps a softmax of its own, and all of them
 are combined at the end.
 
-The layouts that tensor cores require (`mma` in `dialect.py`) are met without moving numbers between lanes. A lane loads
-16 bytes of a key at a time, and the numbers of queries are taken in the same order. A lane loads 16 bytes of four
-values, pairs the numbers of neighbouring values, and has eight columns of the result, each for another tile.
+Loaded numbers are operands of `mma` (`dialect.py`) without moving between lanes:
 
-The kernel is for CUDA only, and for pools that hold numbers of 16 bits.
+- Scores: a lane loads 8 adjacent numbers of a key, 16 bytes, which are the operands of two `mma`. `queries` has the
+  numbers of the queries in the same order.
+- Values: a lane loads 8 adjacent numbers of each of 4 values, packs the numbers of neighbouring values (2t and 2t + 1)
+  into words, and passes each of the 8 numbers to an `mma` of its own. So column g of the m-th `mma` of half h is number
+  64h + 8g + m.
+
+The kernel is for CUDA only, for pools that hold numbers of 16 bits, and for layers without windows and sinks.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import mlx.core as mx
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
 from mlx_tandem.model.kernels.division import Division
-from mlx_tandem.model.kernels.paged_attention import REGISTERS, SPANS, bits_of, together
+from mlx_tandem.model.kernels.paged_attention import REGISTERS, SPANS, bits_of, combining_kernel
 
 QUERIES = 16
 """Queries of a block of threads."""
@@ -36,26 +40,28 @@ DIMS = (64, 128)
 
 _BODY = r"""
   constexpr int RUNS = D / 32, HALVES = D / 64, STEPS = D / 16, TILE = 16;
-  constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;  // a maximum of nothing, a score: infinities without being any
-  constexpr int PARTS = (GROUP * EACH + QUERIES - 1) / QUERIES;
+  // LOWEST is the maximum before the first key, and HIDDEN is the score of a hidden key. EXP2(HIDDEN - LOWEST) is 0.
+  // Both are finite, because kernels may not use infinities.
+  constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;
+  constexpr int PARTS = (GROUP * EACH + QUERIES - 1) / QUERIES;  // blocks of threads for the queries of a KV head
   const int g = LANE / 4, t = LANE % 4, width = tables_shape[1];
   const int kv_heads = GROUPS_X / PARTS, kv_head = GROUP_X / PARTS, from = GROUP_X % PARTS * QUERIES;
-  const int row = GROUP_Y * EACH, heads = kv_heads * GROUP;
+  const int row = GROUP_Y * EACH, heads = kv_heads * GROUP;  // `from` is the first query of this block of threads
   const int each = min(EACH, q_shape[0] - row), all_queries = GROUP * each;  // the last sequence may be cut off
-  int last = offsets[row];
+  int last = offsets[row];  // the maximum, since padding has offset 0
   ROLL
   for (int i = 1; i < each; i++) last = max(last, offsets[row + i]);
   const int stop = min(last + 1, width * BLOCK);
 #if PARTIAL
   const Spans span = spans(last, stop, EVERYTHING, 0, GROUPS_Z);
   const int begin = span.first + GROUP_Z * span.length, end = min(begin + span.length, stop);
-  if (begin >= stop) return;
+  if (begin >= stop) return;  // the kernel that combines the splits does not read this one
 #else
   const int begin = 0, end = stop;
 #endif
 
-  // The first tile is on its way while the queries are laid out. In the place of a key behind the last one stands the
-  // last one: what lies behind it may be no number.
+  // The first keys are loaded while the queries are laid out. Keys after the last one are replaced by the last one,
+  // because unwritten memory may hold NaN, and NaN times 0 is NaN. The 16 keys of a tile lie in one block.
   const size_t run = (size_t)kv_head * (keys_shape[0] / kv_heads);  // the head's lines in the pool
   GLOBAL const int* table = tables + (size_t)row * width;
   int tile = begin + WARP * TILE;
@@ -72,7 +78,8 @@ _BODY = r"""
     READ_KEYS()
   }
 
-  // As the lanes of a warp read them, for each step of 16 numbers.
+  // queries[32 * s + lane] is the operand `a` of a lane for step s of 16 numbers. Its column k = 2t is number
+  // 32j + 8t for step 2j, and number 32j + 8t + 4 for step 2j + 1.
   SHARED(uint4, queries, STEPS * 32);
   SHARED(int, positions, QUERIES);
   if (THREAD < QUERIES) positions[THREAD] = from + THREAD < all_queries ? offsets[row + (from + THREAD) / GROUP] : 0;
@@ -124,7 +131,7 @@ _BODY = r"""
       READ_KEYS()
     }
 
-    const float scale = FLOAT_BITS((uint)SCALE);
+    const float scale = FLOAT_BITS((uint)SCALE);  // the softmax has base 2
 #define SEEN(x, k, p) x = (k) < end && (k) <= p ? scaled(x, scale, CAP) : HIDDEN;
     UNROLL
     for (int u = 0; u < 2; u++) {
@@ -134,6 +141,7 @@ _BODY = r"""
       SEEN(score[u].z, k, position8)
       SEEN(score[u].w, k + 1, position8)
     }
+    // The four lanes with the same g have the scores of queries g and g + 8.
     float greatest = max(max(score[0].x, score[0].y), max(score[1].x, score[1].y));
     float greatest8 = max(max(score[0].z, score[0].w), max(score[1].z, score[1].w));
     UNROLL
@@ -269,7 +277,7 @@ class GroupedAttention:
                 )
             )
         )
-        self._together = cache(lambda: together(make))
+        self._combine = cache(lambda: combining_kernel(make))
 
     def __call__(
         self,
@@ -289,7 +297,7 @@ class GroupedAttention:
         Args:
             queries: [rows, heads, 1, dim].
             pool: The array of keys, then that of values; the new positions are in them already.
-            tables: int32 [rows, width], the blocks of each row. Those of a sequence's first row count.
+            tables: int32 [rows, width], the blocks of each row. Only those of a sequence's first row are read.
             offsets: int32 [rows], the position of each row. The rows of a sequence may be padded by rows with offset 0.
             scale: Factor of the scores.
             each: The number of adjacent rows that belong to one sequence. The last sequence may have fewer.
@@ -326,11 +334,11 @@ class GroupedAttention:
             threads,
             [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
         )
-        # A sequence is split for all of its rows at once, so the rows' parts are combined as those of the last row.
+        # The splits follow from the largest offset of a sequence, so all of its rows are combined with that offset.
         whole = mx.pad(offsets, (0, sequences * each - rows)).reshape(sequences, each)
         ends = mx.repeat(whole.max(1), each)[:rows]
         own = {name: template[name] for name in ("T", "D", "BLOCK")}
-        (out,) = self._together()([*parts, tables, ends], own, (heads, rows, 1), 128, [output])
+        (out,) = self._combine()([*parts, tables, ends], own, (heads, rows, 1), 128, [output])
         return out
 
 

@@ -34,11 +34,12 @@ MOST_WARPS = 4
 EVERYTHING = 1 << 30
 """The window of queries that see all positions before them."""
 
+# How keys are split, for the kernels that read them and the one that combines the splits.
 SPANS = r"""
 #define EVERYTHING (1 << 30)
 DEVICE int first_seen(int offset, int window) { return max(0, offset + 1 - window) / 64 * 64; }
-// The keys that a row's queries see, from `begin` on, where its table begins, cut into splits of one length but for the
-// last.
+// The splits of the keys that a row's queries see: the first key, the keys of a split (the last may have fewer), and
+// the number of splits. The row's table begins at position `begin`, and `stop` is the end of the keys.
 struct Spans {
   int first, length, count;
 };
@@ -423,7 +424,7 @@ class _Extras(NamedTuple):
         return "".join(f"#define {word} {meaning}\n" for word, meaning in choices.items())
 
 
-_PLAIN_LAYER = _Extras(windowed=False, sinks=False)
+_NO_EXTRAS = _Extras(windowed=False, sinks=False)
 
 
 class PagedAttention:
@@ -439,7 +440,7 @@ class PagedAttention:
         self._kernel = cache(
             lambda part, held, extras: _kernel(make, part=part, held=held, extras=extras, coded=bool(form.bits))
         )
-        self._together = cache(lambda extras: together(make, extras))
+        self._together = cache(lambda extras: combining_kernel(make, extras))
 
     def __call__(
         self,
@@ -536,8 +537,8 @@ def _kernel(make: Make, *, part: bool, held: int, extras: _Extras, coded: bool) 
     return make(Source(name, ["q", *pool, "tables", "offsets", *extras.inputs()], outputs, _BODY, functions))
 
 
-def together(make: Make, extras: _Extras = _PLAIN_LAYER) -> Kernel:
-    """Return the kernel that combines parts of answers."""
+def combining_kernel(make: Make, extras: _Extras = _NO_EXTRAS) -> Kernel:
+    """Return the kernel that combines the answers of a row's splits."""
     inputs = ["part_sums", "part_states", "tables", "offsets", *extras.inputs()]
     name = "paged_attention_together" + extras.name()
     return make(Source(name, inputs, ["out"], _TOGETHER, SPANS + extras.defined()))

@@ -1,6 +1,6 @@
-"""Kernel that tells rows behind drafts that the host has not read where they are and with which token they begin.
+"""Kernel that sets tokens, positions and slots of rows whose beginning depends on drafts that the host has not read.
 
-By MLX's operations it is some 20 operations on a few hundred numbers, which take the host longer than the device.
+MLX needs about 20 operations for this. Launching them takes the host longer than they take the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BODY = f"""
 
 
 class Settle:
-    """The kernel for CUDA."""
+    """The kernel that sets the tokens, positions and slots of rows, for CUDA."""
 
     def __init__(self, make: Make):
         inputs = ["tokens", "offset", "bounds", "seats", "tables", "last_tokens", "last_places"]
@@ -41,10 +41,17 @@ class Settle:
         last_places: mx.array,
         block_size: int,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the tokens [rows, 1], their positions [rows], and the slots [rows, 1] that they are written to.
+        """Return the tokens [rows, 1], their positions [rows], and the slots [rows, 1] of their keys and values.
 
-        The arguments are those of `Operands` for rows of one token, with `tables` that begin with the sequence; the
-        newest token of each seat, and its position.
+        Args:
+            tokens: int32 [rows, 1], as in `Operands`.
+            offset: int32 [rows], as in `Operands`.
+            bounds: int32 [rows], as in `Operands`.
+            seats: int32 [rows], as in `Operands`.
+            tables: int32 [rows, width], the blocks of each row from the first block of its sequence on.
+            last_tokens: int32 [seats], the newest token of each seat.
+            last_places: int32 [seats], the positions of these tokens.
+            block_size: Positions of a block.
         """
         rows = len(tokens)
         given = [tokens, offset, bounds, seats, tables, last_tokens, last_places]

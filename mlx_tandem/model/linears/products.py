@@ -27,8 +27,8 @@ _MEANWHILE = 4e-3
 """Seconds that this product takes, roughly: many times what the host takes for the timed calls."""
 
 HOST_SHARE = 0.25
-"""What a second of the host counts for beside a second of the device. Steps wait for the host about as often as for the
-device, and what spares the host a lot may cost the device a little."""
+"""Weight of a second of the host in costs, where a second of the device has weight 1. It is below 1 because most of the
+host's work is hidden behind the device's, and above 0 because steps of few rows wait for the host on slow hosts."""
 
 Call = Callable[[mx.array], mx.array]
 """Function that computes a linear's output for an input."""
@@ -151,7 +151,7 @@ def _chain(calls: Sequence[Call], x: mx.array) -> mx.array:
 def kinds(model: nn.Module, *, joined: bool = False) -> dict[str, Kind]:
     """Return the linears of a model by shape and precision, in the model's order.
 
-    joined: whether plain linears that were merged count as the one product that steps compute.
+    joined: whether the parts of a merged linear that is not quantised count as one linear, as steps compute them.
     """
     found: dict[str, Kind] = {}
     named = [module for _, module in reversed(model.named_modules())]
@@ -169,7 +169,10 @@ def kinds(model: nn.Module, *, joined: bool = False) -> dict[str, Kind]:
 
 
 def _joined(module: nn.Module) -> nn.Module:
-    """Return the merged linear of which a plain linear is a part, or else the module."""
+    """Return the merged linear of which an unquantised linear is a part, or else the module.
+
+    Quantised parts stay apart, because steps of many tokens compute them one by one (`Merged.joins`).
+    """
     whole: nn.Module | None = module._merged.linear if isinstance(module, MergedMember) else None
     return whole if isinstance(whole, nn.Linear) else module
 
@@ -184,10 +187,10 @@ def pass_seconds(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Met
 
 
 def pass_cost(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter) -> float:
-    """Return what all linears cost for `rows` rows, in seconds.
+    """Return what all linears cost for `rows` rows, in weighted seconds.
 
-    On CUDA this is the device's time and HOST_SHARE of the host's: the host takes longer to launch many a product than
-    the device takes to compute it. Elsewhere it is `pass_seconds`.
+    On CUDA the cost is the device's time plus HOST_SHARE of the host's time, because launching a small product can take
+    longer than computing it. Elsewhere it is `pass_seconds`.
     """
     if not is_cuda():
         return pass_seconds(own, dtype, rows, meter)

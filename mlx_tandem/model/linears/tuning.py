@@ -43,8 +43,8 @@ SECONDS = 8.0
 """Seconds after which nothing more is timed; what is left keeps its default."""
 
 _ALIKE, _ALIKE_ON_CUDA = 0.25, 0.02
-"""Relative difference up to which two times count as equal; it is multiplied by the ratio of the two counts. On CUDA
-the device's time is measured apart from the host's, and varies less."""
+"""Relative difference up to which two costs count as equal; it is multiplied by the ratio of the two counts. On CUDA it
+is smaller, because device and host are timed separately and the times vary less."""
 
 _MOST_PADDED = 2
 """Most rows after padding per row before: everything but the products grows with them."""
@@ -144,8 +144,11 @@ def use(model: nn.Module, tuned: Tuned) -> None:
 def good_counts(seconds: Mapping[int, float], alike: float = _ALIKE) -> tuple[int, ...]:
     """Return the row counts to pad to: of the measured ones, a few that no larger one beats.
 
-    Padding to the next of them takes no longer than padding to any other measured count, up to differences that are
-    noise or rare. `seconds` are the measured times by count; `alike` is as _ALIKE.
+    Padding to the next of them costs no more than padding to any other measured count, up to differences that are noise
+    or rare.
+
+    seconds: the cost of each measured count (`pass_cost`); alike: the relative difference up to which two costs count
+    as equal, as _ALIKE.
     """
     counts = sorted(seconds)
     standing = [

@@ -47,8 +47,8 @@ def drawing(
 ) -> Drawing:
     """Return the function that draws with these flags.
 
-    nobody: the seat that takes the place of rows that do not count, the last one; num_new: how many masks the table
-    does not have yet; accept: the kernel that accepts drafts, if there is one.
+    nobody: the last seat, to which rows write whose tokens do not count; num_new: how many masks the table does not
+    have yet; accept: the kernel that accepts drafts, if there is one. It is not used where tokens are counted.
     """
 
     def draw(

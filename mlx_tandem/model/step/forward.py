@@ -175,8 +175,8 @@ class Forward:
             PoolLayout(own.num_blocks, own.block_size, mask_axes, window)
             for own, window in zip(pool.pools, pool.windows, strict=False)
         ]
-        one_whole_pool = on_cuda and len(self._layouts) == 1 and self._layouts[0].kept is None
-        self._settle = Settle(dialect.maker("cuda")) if one_whole_pool else None
+        one_pool_without_window = on_cuda and len(self._layouts) == 1 and self._layouts[0].kept is None
+        self._settle = Settle(dialect.maker("cuda")) if one_pool_without_window else None
 
     @property
     def chains(self) -> bool:
@@ -216,7 +216,7 @@ class Forward:
             images: list[mx.array],
         ) -> tuple[Any, ...]:
             given = Operands.unflatten(receive(inputs, expected, self._copy), key)
-            tokens, offset, places = self._begun(key, given, last_tokens, last_places)
+            tokens, offset, places = self._resolved(key, given, last_tokens, last_places)
             tokens = after(order, tokens)  # everything in the forward depends on the tokens
             starts = [offset[given.states[0]]] if key.turns is not None else []
             views = self._views(key, given, offset, places, in_place, order, pauses=pauses)
@@ -283,10 +283,14 @@ class Forward:
             views.append(StateView(after(order, read[0]) if read else None, written_to))
         return views
 
-    def _begun(
+    def _resolved(
         self, key: StepKey, given: Operands[mx.array], last_tokens: mx.array, last_places: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array, Sequence[mx.array]]:
-        """Return the rows' tokens, offset and places as `Operands` has them, with what the device alone knows."""
+        """Return the rows' tokens [rows, length], their offset [rows], and the slots and tables of each pool.
+
+        CARRY is replaced by the newest token of the row's seat, and rows with slack begin behind the accepted drafts.
+        Only the device knows both.
+        """
         tokens, offset, places = given.tokens, given.offset, given.places
         layouts = self._layouts
         if given.bounds is not None and self._settle is not None:

@@ -176,10 +176,10 @@ class InputBuilder:
         return ForwardInputs(key, operands, draws.arrays, route, indices, rows, every, in_place, mixed, verifies, turns)
 
     def _rows_of_each(self, rows: Sequence[Row]) -> int:
-        """Return how many rows of one token each of these rows is padded to, so that its keys are read once.
+        """Return how many rows of one token each row is padded to, so that the keys of a sequence are read once.
 
-        It is 1 if each token reads its keys by itself. This is the case if padding would take more than a quarter more
-        rows, if the kernel that reads the pool does not know groups, and if the model keeps states.
+        It is 1 if each token reads its keys by itself: if the model keeps states, if keys are not gathered and no
+        kernel answers groups of rows, or if padding would add more than a quarter to the number of rows.
         """
         gathers = self._rectangles.gathers
         if not (gathers or self._rectangles.groups) or self._index_arrays.keeps_states:
@@ -199,8 +199,8 @@ class InputBuilder:
         length = drafting_length(longest) if chains else self._rectangles.length(longest)
         gathers, coarse = self._rectangles.gathers, mixed or chains
         padded_rows = each * coarse_count(len(rows) // each, gathers=gathers) if coarse else len(rows)
-        whole = each > 1 and gathers  # each sequence needs all of its rows
-        count = padded_rows if whole else row_count(padded_rows, self._rectangles.good_counts(length))
+        complete = each > 1 and gathers  # a gather serves `each` rows; the kernel accepts a shorter last group
+        count = padded_rows if complete else row_count(padded_rows, self._rectangles.good_counts(length))
         blocks = [most_blocks_read(rows, self._block_size, window) for window in self._windows]
         if chains:
             widths = [drafting_width(n) for n in blocks]

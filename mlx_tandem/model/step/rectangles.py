@@ -23,7 +23,7 @@ class Rectangles:
             gathered keys, and short contexts are not padded to the length of long ones. 0: no kernels do.
         limits: The most positions and pairs of query and key of one forward.
         gathered_share: As in `Forward`; 1 until the owner sets it.
-        groups: Whether kernels answer adjacent rows of one sequence together; False until the owner sets it.
+        groups: Whether at least one layer has a kernel for adjacent rows of one sequence; False until it is set.
         common_offsets: Whether rows that begin at one position are read without a mask. On a CPU there is no fused
             attention that a mask would prevent.
     """

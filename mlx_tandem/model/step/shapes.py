@@ -50,10 +50,10 @@ def _padded(rows: int, steps: Sequence[tuple[int, int]], beyond: int) -> int:
 
 
 def group_size(tokens: int) -> int:
-    """Return the padded number of rows of a sequence that has so many tokens, where each is a row.
+    """Return the padded number of rows of a sequence with so many tokens, if each token is a row.
 
-    The numbers are few, since each is traced: one more than a power of two, for a newest token and the drafts behind
-    it.
+    From 2 tokens on, it is one more than a power of two: a newest token and its drafts. Few sizes are used, because a
+    step is traced for each.
     """
     return 1 + (1 << (tokens - 2).bit_length()) if tokens > 2 else tokens
 

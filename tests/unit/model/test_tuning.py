@@ -145,7 +145,7 @@ def test_plain_linears_that_were_merged_count_as_one_product() -> None:
 
 
 class Both(Clock):
-    """The device takes a millisecond a row for a product, and the host ten for those of less than 16 rows."""
+    """A meter by which a product takes the device 1 ms a row, and the host 10 ms below 16 rows."""
 
     def device_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         return 1e-3 * x.shape[0] * len(calls)
@@ -163,14 +163,13 @@ def test_on_cuda_a_product_costs_the_device_and_a_quarter_of_the_host(monkeypatc
 
 
 def test_on_cuda_small_differences_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the host's time is measured apart, a count is padded to a larger one that is as fast within 2 %."""
+    """On CUDA a count is left out only if a larger one costs at most 2 % more."""
     assert good_counts({40: 96.0, 48: 100.0}) == (48,)
     assert good_counts({40: 96.0, 48: 100.0}, 0.02) == (40, 48)
     assert good_counts({40: 99.0, 48: 100.0}, 0.02) == (48,)
     monkeypatch.setattr(products, "is_cuda", lambda: True)
     monkeypatch.setattr(tuning, "is_cuda", lambda: True)
-    found = tuned(Model(None), tmp_path, Both())
-    assert {12, 40} & set(found.rows) == {40}  # 12 rows cost 14.5 ms each, and 16 rows 16
+    assert tuned(Model(None), tmp_path, Both()).rows == (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40)
 
 
 def test_findings_are_kept_for_the_same_device_and_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
