@@ -7,7 +7,7 @@ made for training are the first to go, and a user's sequence may displace them t
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort_left, insort_right
+from bisect import bisect_left, bisect_right, insort_left, insort_right
 from collections.abc import Collection, Iterable
 from operator import attrgetter
 
@@ -57,8 +57,20 @@ class RunQueue:
         return sum(1 + len(s.siblings) for s in self.waiting)
 
     def add(self, s: Sequence) -> None:
-        """Let a new sequence wait."""
-        insort_right(self.waiting, s, key=_PRIORITY)
+        """Let a new sequence wait, before those of its priority whose requests came later.
+
+        A request is added late if its adapter had to be read or its grammar compiled. Ids are given in the order in
+        which requests come. Sequences that have run before are not overtaken.
+        """
+        place = bisect_right(self.waiting, s.priority, key=_PRIORITY)
+        while place > 0 and self._is_behind(self.waiting[place - 1], s):
+            place -= 1
+        self.waiting.insert(place, s)
+
+    @staticmethod
+    def _is_behind(waiting: Sequence, s: Sequence) -> bool:
+        """Return whether a waiting sequence has not run yet and came later than `s`, at the same priority."""
+        return waiting.cached is None and waiting.priority == s.priority and waiting.request.id > s.request.id
 
     def follow(self, s: Sequence) -> None:
         """Note that a running sequence continues under its `next_adapter` once that has a slot."""

@@ -12,6 +12,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.types import AdapterSource
 from tests.engine.front import Front, adapter, request
 from tests.engine.workloads import expected
+from tests.waiting import until
 
 
 def test_requests_whose_adapter_is_being_read_are_deferred(front: Front) -> None:
@@ -221,6 +222,28 @@ def test_a_stream_of_others_does_not_keep_one_out(make_front: Callable[..., Fron
         front.turn()
         assert number < 2000
     assert front.tokens(0) == expected(waiting, 0)
+
+
+def test_a_request_keeps_its_place_while_its_adapter_is_read(make_front: Callable[..., Front]) -> None:
+    """It begins before those that came later and still wait for a seat."""
+    front = make_front(most_loaded=1)
+    front.load("b", "a")  # "b" has to make room
+    read, may_read = front.read, threading.Event()
+
+    def slow(path: Path) -> AdapterWeights:
+        assert may_read.wait(60)
+        return read(path)
+
+    front.read = slow
+    front.send(m.Submit(request(0, "b")), *(m.Submit(request(n, max_tokens=12)) for n in range(1, 13)))
+    front.turn(3)
+    assert front.scheduler.queue.num_running == 4
+    may_read.set()
+    until(lambda: front.core._adapters._loader._done.qsize())
+    front.finish()
+    order = list(dict.fromkeys(d.request for d in front.deltas if d.tokens))
+    assert sorted(order) == list(range(13))
+    assert order.index(0) <= 8  # of the first four, or of those that follow them
 
 
 def test_an_adapter_that_changed_on_disk_fails_its_requests_alone(make_front: Callable[..., Front]) -> None:
