@@ -29,7 +29,7 @@ from mlx_tandem.model.linears.skinny import Shape
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import LoadedModel
 
-FORMAT = 2
+FORMAT = 3
 """Version of the value; another one is refused."""
 
 

@@ -183,3 +183,9 @@ def test_few_drafts_of_many_sequences_are_not_padded_to_the_most_of_one(tmp_path
 
     assert (each(4, 4, 4, 4), each(4, 4, 4, 2), each(8), each(6, 3, 6, 6)) == (4, 4, 8, 6)
     assert (each(8, 1, 1, 1), each(4, 1, 1)) == (1, 1)
+    rectangles = builder._rectangles
+    rectangles.fused_length, rectangles._row_counts = 4, (1, 2, 4, 6, 8, 16, 24, 32, 48)  # where kernels read the pool
+    assert each(5, 5, 5, 5) == 1
+    rectangles.groups = True
+    assert (each(5), each(4, 4, 4, 4), each(6), each(8), each(5, 5, 5, 5, 5, 5, 5, 5)) == (5, 1, 8, 8, 5)
+    assert (each(4, 1, 1), each(6, 1, 1, 1)) == (1, 1)

@@ -124,6 +124,36 @@ def test_a_kernel_for_groups_that_is_wrong_or_does_not_compile_costs_the_others_
         (kernels,) = choose("cuda", shapes, 16, [], [candidate]).layers
         assert kernels is not None
         assert (kernels.grouped is not None) == kernels.attention.division.grouped == groups
+        # Nor does it come back with another division.
+        wider = Device(Division(99, dense=True, grouped=groups), 9.0)
+        (kernels,) = choose("auto", shapes, 16, [], [candidate], wider).layers
+        assert kernels is not None and kernels.attention.division == wider.best
+        assert (kernels.grouped is not None) == groups
+
+
+@pytest.mark.parametrize(
+    ("asks", "window", "groups"),
+    [
+        (Asks(4, False), None, True),
+        (None, None, True),
+        (Asks(4, True), None, False),
+        (Asks(4, False, casts=True), None, False),
+        (Asks(4, False), 32, False),
+    ],
+)
+def test_groups_are_for_layers_without_window_sinks_and_casts(
+    right: Fused, asks: Asks | None, window: int | None, groups: bool
+) -> None:
+    form = RowFormat(2, 64, mx.bfloat16)
+    kernels = right.kernels(LayerShape(form, form, asks, window), 16)
+    assert (kernels.grouped is not None) == groups
+    for unreadable in (
+        RowFormat(2, 64, mx.bfloat16, 8, 32),
+        RowFormat(2, 64, mx.float32),
+        RowFormat(2, 96, mx.float16),
+    ):
+        assert right.kernels(LayerShape(unreadable, unreadable, asks, window), 16).grouped is None
+    assert right.kernels(LayerShape(form, form, asks, window), 8).grouped is None
 
 
 def test_what_metal_begins_with_fits_its_registers() -> None:

@@ -103,12 +103,14 @@ class Says(Meter):
 
     def __init__(self, microseconds: float):
         self.microseconds = microseconds
+        self.most_tokens = 0
 
     def host_seconds(self, calls: Sequence[Any], x: mx.array) -> float:
         return len(calls) * 1e-6 * (3 if any(isinstance(argument, Form) for argument in calls[0].args) else 15)
 
     def device_seconds(self, calls: Sequence[Any], x: mx.array) -> float:
         kernel = any(isinstance(argument, Form) for argument in calls[0].args)
+        self.most_tokens = max(self.most_tokens, x.shape[0])
         return len(calls) * 1e-6 * (10 if not kernel else self.microseconds if x.shape[0] <= 16 else 90)
 
 
@@ -193,10 +195,12 @@ def test_it_is_taken_where_it_is_hardly_slower(make: Make, microseconds: float, 
 def test_numbers_of_tokens_are_chosen_one_by_one(make: Make) -> None:
     linear = nn.Linear(64, 40)
     linear.set_dtype(mx.float16)
-    few, reason = choose([linear], make, SlowWithEight(5), ROOM)
+    meter = SlowWithEight(5)
+    few, reason = choose([linear], make, meter, ROOM)
     assert few is not None and reason.endswith("40 x 64 with 16 tokens")
     taken = [few.product(linear, mx.zeros((tokens, 64), mx.float16)) is not None for tokens in (8, 9, 16, 17)]
     assert taken == [False, True, True, False]
+    assert meter.most_tokens == 40  # after 32 and 40 no more are tried
 
 
 def test_a_device_with_little_room_takes_what_fits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

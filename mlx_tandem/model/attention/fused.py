@@ -28,7 +28,9 @@ class Fused:
         `division` says how attention's work is divided; by default as it starts on this target.
         """
         division = division or start(self.name, shape.keys)
-        groups = division.grouped and shape.window is None and not unreadable_groups(shape.keys, block_size)
+        asks = shape.asks
+        plain = shape.window is None and (asks is None or not (asks.sinks or asks.casts))
+        groups = division.grouped and plain and not unreadable_groups(shape.keys, block_size)
         return LayerKernels(
             PagedAttention(self.make, shape.keys, block_size, division),
             Rotary(self.make, shape.keys, block_size),

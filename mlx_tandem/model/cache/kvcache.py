@@ -33,6 +33,7 @@ class Asks:
 
     heads: int  # heads of queries
     sinks: bool
+    casts: bool = False  # whether queries have another type than the keys, so that no kernel answers them
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +346,8 @@ class PagedCache:
             window = v.window(mask)
             if window is not None and queries.dtype == self.shape.keys.dtype:
                 return self._answer(queries, scale, window, sinks).swapaxes(1, 2)
-        if v.each > 1 and fetched and isinstance(mask, mx.array) and v.window(mask) is not None:
+        complete = v.each > 1 and len(queries) % v.each == 0  # a kernel for other layers accepts a shorter last group
+        if complete and fetched and isinstance(mask, mx.array) and v.window(mask) is not None:
             return self._attend_together(queries, scale, mask, sinks, v)
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
@@ -516,7 +518,8 @@ class ProbeCache:
     ) -> mx.array:
         """Record how the layer asks for attention to its own keys and values."""
         if self.shape is not None and keys is self._fetched[0]:
-            self.shape = replace(self.shape, asks=Asks(queries.shape[1], sinks is not None))
+            asks = Asks(queries.shape[1], sinks is not None, casts=queries.dtype != keys.dtype)
+            self.shape = replace(self.shape, asks=asks)
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

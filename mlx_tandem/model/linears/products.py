@@ -96,7 +96,7 @@ class Meter:
             return time.perf_counter() - started
 
         times = [(behind(calls), behind([])) for _ in range(1 + _REPEATS)][1:]
-        return min(t for t, _ in times) - min(t for _, t in times)
+        return max(0.0, min(t for t, _ in times) - min(t for _, t in times))
 
     def host_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         """Return the seconds that the host takes to launch the calls in a compiled step."""

@@ -186,9 +186,17 @@ class InputBuilder:
             return 1
         longest = max([len(row.tokens) for row in rows])
         each = longest if gathers else group_size(longest)
-        padded = coarse_count(len(rows), gathers=gathers) * each
-        alone = coarse_count(sum([len(row.tokens) for row in rows]), gathers=gathers)
-        return each if 4 * padded <= 5 * alone else 1
+        together = self._coarse_rows(len(rows) * each, each)
+        apart = self._coarse_rows(sum([len(row.tokens) for row in rows]), 1)
+        return each if 4 * together <= 5 * apart else 1
+
+    def _coarse_rows(self, rows: int, each: int, length: int = 1) -> int:
+        """Return the padded number of rows of a mixed step, in which `each` adjacent rows belong to one sequence."""
+        gathers = self._rectangles.gathers
+        padded = each * coarse_count(rows // each, gathers=gathers)
+        if each > 1 and gathers:  # a gather serves `each` rows; the kernel accepts a shorter last group
+            return padded
+        return row_count(padded, self._rectangles.good_counts(length))
 
     def _extent(self, rows: Sequence[Row], mixed: bool, each: int, *, chains: bool) -> Extent:
         """Return the padded sizes of a forward of these rows.
@@ -198,9 +206,10 @@ class InputBuilder:
         longest = max([len(r.tokens) for r in rows])
         length = drafting_length(longest) if chains else self._rectangles.length(longest)
         gathers, coarse = self._rectangles.gathers, mixed or chains
-        padded_rows = each * coarse_count(len(rows) // each, gathers=gathers) if coarse else len(rows)
-        complete = each > 1 and gathers  # a gather serves `each` rows; the kernel accepts a shorter last group
-        count = padded_rows if complete else row_count(padded_rows, self._rectangles.good_counts(length))
+        if coarse:
+            count = self._coarse_rows(len(rows), each, length)
+        else:
+            count = row_count(len(rows), self._rectangles.good_counts(length))
         blocks = [most_blocks_read(rows, self._block_size, window) for window in self._windows]
         if chains:
             widths = [drafting_width(n) for n in blocks]

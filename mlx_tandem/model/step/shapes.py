@@ -52,10 +52,12 @@ def _padded(rows: int, steps: Sequence[tuple[int, int]], beyond: int) -> int:
 def group_size(tokens: int) -> int:
     """Return the padded number of rows of a sequence with so many tokens, if each token is a row.
 
-    From 2 tokens on, it is one more than a power of two: a newest token and its drafts. Few sizes are used, because a
-    step is traced for each.
+    It is 1, 2, 3, 5, 8, 9, 16, 17, 32, 33 and so on: a power of two, or a newest token and that many drafts. Few sizes
+    are used, because a step is traced for each.
     """
-    return 1 + (1 << (tokens - 2).bit_length()) if tokens > 2 else tokens
+    if tokens <= 2:
+        return tokens
+    return min(1 + (1 << (tokens - 2).bit_length()), max(1 << (tokens - 1).bit_length(), 8))
 
 
 def drafting_length(tokens: int) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from mlx_tandem.model.step.shapes import NARROWEST, coarse_count, coarse_width, drafting_width
+from mlx_tandem.model.step.shapes import NARROWEST, coarse_count, coarse_width, drafting_width, group_size
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from mlx_tandem.model.step.shapes import NARROWEST, coarse_count, coarse_width, 
         (coarse_count, 11, 1.9),
         (partial(coarse_count, gathers=True), 15, 1.6),
         (drafting_width, 5, NARROWEST),
+        (group_size, 14, 2.0),
     ],
 )
 def test_sizes_of_mixed_steps_are_few_and_their_padding_is_bounded(
@@ -26,3 +27,7 @@ def test_sizes_of_mixed_steps_are_few_and_their_padding_is_bounded(
     sizes = [padded(n) for n in range(1, 129)]
     assert sizes == sorted(sizes) and len(set(sizes)) <= kinds
     assert all(n <= size <= most * n for n, size in enumerate(sizes, 1))
+
+
+def test_groups_have_room_for_a_newest_token_and_a_power_of_two_of_drafts() -> None:
+    assert sorted({group_size(n) for n in range(1, 34)}) == [1, 2, 3, 5, 8, 9, 16, 17, 32, 33]

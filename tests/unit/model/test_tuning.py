@@ -144,6 +144,15 @@ def test_plain_linears_that_were_merged_count_as_one_product() -> None:
     assert kinds(packed, joined=True).keys() == kinds(packed).keys()
 
 
+def test_row_counts_are_those_of_the_products_that_steps_compute(tmp_path: Path) -> None:
+    model = Model(None)
+    targets = find_targets(model)
+    merge([(targets["layers.0.up"], targets["layers.1.up"])])
+    meter, alone = Clock(), Clock()
+    assert tuned(model, tmp_path, meter).rows == tuned(Model(None), tmp_path / "other", alone).rows
+    assert 3 * meter.measured == 4 * alone.measured  # kinds
+
+
 class Both(Clock):
     """A meter by which a product takes the device 1 ms a row, and the host 10 ms below 16 rows."""
 
@@ -170,6 +179,20 @@ def test_on_cuda_small_differences_count(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(products, "is_cuda", lambda: True)
     monkeypatch.setattr(tuning, "is_cuda", lambda: True)
     assert tuned(Model(None), tmp_path, Both()).rows == (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40)
+    monkeypatch.setattr(products, "is_cuda", lambda: False)
+    monkeypatch.setattr(tuning, "is_cuda", lambda: False)
+    assert tuned(Model(None), tmp_path / "other", Clock(lambda rows: 1e-3 * rows)).rows == (
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        16,
+        24,
+        32,
+        40,
+    )
 
 
 def test_findings_are_kept_for_the_same_device_and_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
