@@ -16,17 +16,17 @@ from tests.kernels.test_paged_attention import EVERYTHING, TOLERANCE, plain
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
-KINDS = [  # type, numbers of a head, queries' heads for each KV head, rows of a sequence, block size, cap
-    (mx.bfloat16, 128, 4, 5, 16, 0.0),
-    (mx.bfloat16, 128, 8, 2, 32, 0.0),
-    (mx.float16, 64, 7, 3, 16, 0.0),
-    (mx.bfloat16, 64, 1, 4, 48, 3.0),
+KINDS = [  # type, numbers of a head, queries' heads for each KV head, rows of a sequence, block size
+    (mx.bfloat16, 128, 4, 5, 16),
+    (mx.bfloat16, 128, 8, 2, 32),
+    (mx.float16, 64, 7, 3, 16),
+    (mx.bfloat16, 64, 1, 4, 48),
 ]
 
 
 def attended(
     make: shim.Make,
-    kind: tuple[mx.Dtype, int, int, int, int, float],
+    kind: tuple[mx.Dtype, int, int, int, int],
     *,
     seed: int,
     sequences: int,
@@ -37,7 +37,7 @@ def attended(
 
     Each sequence has up to `each` rows, and padding behind them.
     """
-    dtype, dim, group, each, block, cap = kind
+    dtype, dim, group, each, block = kind
     rng = np.random.default_rng(seed)
     kv_heads = 2
     form = RowFormat(kv_heads, dim, dtype)
@@ -70,7 +70,6 @@ def attended(
         mx.array(offsets.reshape(-1)[:rows]),
         dim**-0.5,
         each=each,
-        cap=cap,
         splits=splits,
     )
     answer = np.array(got.swapaxes(1, 2).astype(mx.float32))
@@ -84,7 +83,7 @@ def attended(
         offsets.reshape(-1)[:rows],
         EVERYTHING,
         None,
-        cap,
+        0.0,
     )
     error = float(np.linalg.norm((answer - expected)[real_rows]) / np.linalg.norm(expected[real_rows]))
     return error, TOLERANCE[dtype]
@@ -102,7 +101,7 @@ def attended(
 # The border of a split lies between two rows of one sequence.
 @example(seed=28, sequences=2, longest=300, splits=3, order="together")
 def test_it_is_attention(
-    kind: tuple[mx.Dtype, int, int, int, int, float],
+    kind: tuple[mx.Dtype, int, int, int, int],
     seed: int,
     sequences: int,
     longest: int,

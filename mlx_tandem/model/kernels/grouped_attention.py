@@ -132,7 +132,7 @@ _BODY = r"""
     }
 
     const float scale = FLOAT_BITS((uint)SCALE);  // the softmax has base 2
-#define SEEN(x, k, p) x = (k) < end && (k) <= p ? scaled(x, scale, CAP) : HIDDEN;
+#define SEEN(x, k, p) x = (k) < end && (k) <= p ? x * scale : HIDDEN;
     UNROLL
     for (int u = 0; u < 2; u++) {
       const int k = seen + 8 * u;
@@ -249,12 +249,6 @@ _BODY = r"""
   }
 """
 
-_FUNCTIONS = r"""
-DEVICE float scaled(float x, float scale, int cap) {
-  return cap ? FLOAT_BITS((uint)cap) * TANH(x * scale) : x * scale;
-}
-"""
-
 
 class GroupedAttention:
     """Attention over one layer's rows of the pool, where several adjacent rows belong to one sequence."""
@@ -273,7 +267,7 @@ class GroupedAttention:
                     ["q", "keys", "values", "tables", "offsets"],
                     ["part_sums", "part_states"] if part else ["out"],
                     _BODY,
-                    SPANS + _FUNCTIONS + f"#define PARTIAL {int(part)}\n#define MOST_REGISTERS {REGISTERS[3]}\n",
+                    SPANS + f"#define PARTIAL {int(part)}\n#define MOST_REGISTERS {REGISTERS[3]}\n",
                 )
             )
         )
@@ -288,7 +282,6 @@ class GroupedAttention:
         scale: float,
         *,
         each: int,
-        cap: float = 0.0,
         splits: int = 0,
         shape: Sequence[int] | None = None,
     ) -> mx.array:
@@ -301,7 +294,6 @@ class GroupedAttention:
             offsets: int32 [rows], the position of each row. The rows of a sequence may be padded by rows with offset 0.
             scale: Factor of the scores.
             each: The number of adjacent rows that belong to one sequence. The last sequence may have fewer.
-            cap: If not 0, scores become cap · tanh(score / cap).
             splits: Splits of each sequence's keys; 0: as the division says.
             shape: The shape of the result if not [rows, 1, heads, dim]; the order in memory stays the same.
         """
@@ -318,8 +310,7 @@ class GroupedAttention:
             "EACH": each,
             "QUERIES": QUERIES,
             "WARPS": WARPS,
-            "SCALE": bits_of(scale / cap if cap else scale * math.log2(math.e)),
-            "CAP": bits_of(cap * math.log2(math.e)),
+            "SCALE": bits_of(scale * math.log2(math.e)),
         }
         output = shape or (rows, 1, heads, dim), queries.dtype
         inputs, threads = [queries, *pool, tables, offsets], 32 * WARPS
