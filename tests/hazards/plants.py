@@ -74,12 +74,12 @@ adapted = steps.KINDS["decode under adapters"]
 PLANTS: dict[str, Plant] = {
     # A step and the one before it.
     "a step is not made of the order": Plant(
-        text(Forward, "step", "tokens = after(order, given.tokens)", "tokens = given.tokens"),
+        text(Forward, "step", "tokens = after(order, tokens)", "pass"),
         "short blocks",
         (decode, others),
     ),
     "a step of own blocks is not made of the order": Plant(
-        text(Forward, "step", "tokens = after(order, given.tokens)", "tokens = given.tokens"),
+        text(Forward, "step", "tokens = after(order, tokens)", "pass"),
         "own blocks",
         (decode, others),
     ),
@@ -117,9 +117,9 @@ PLANTS: dict[str, Plant] = {
     "attention is not made of the queries": Plant(
         text(
             PagedCache,
-            "attend_products",
-            "queries, self._arrays, v.tables",
-            "mx.zeros(queries.shape, queries.dtype), self._arrays, v.tables",
+            "_answer",
+            "queries, pool, tables, v.offset, scale, window",
+            "mx.zeros(queries.shape, queries.dtype), pool, tables, v.offset, scale, window",
         ),
         "short blocks",
         (decode,),
@@ -141,7 +141,7 @@ PLANTS: dict[str, Plant] = {
     ),
     "a chunk is read where it lies": Plant(_in_place, "short blocks", (steps.first_chunk, steps.next_chunk)),
     "kernels read behind no write": Plant(
-        text(PagedCache, "attend", "after(self._after, v.tables)", "v.tables"), "own blocks", (decode,)
+        text(PagedCache, "_answer", "after(self._after, v.tables)", "v.tables"), "own blocks", (decode,)
     ),
     "kernels read behind the values alone": Plant(
         text(PagedCache, "_update", "self._after += zeros", "self._after = zeros"), "own blocks", (decode,)
