@@ -501,7 +501,7 @@ def test_kernels_answer_the_rows_of_a_sequence_together(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.usefixtures("compiled_again")
 def test_rows_of_a_family_whose_queries_are_cast_are_not_answered_together(tmp_path: Path, padded: bool) -> None:
-    """padded: whether rows are padded to groups all the same, as if another layer had a kernel for these."""
+    """padded: whether rows are padded to groups although no layer's kernel answers groups."""
     folder = tiny_models.make(tmp_path / "model", "phi", seed=1, hidden_size=256, num_attention_heads=4)
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
     engine = make_engine(

@@ -200,7 +200,7 @@ def test_numbers_of_tokens_are_chosen_one_by_one(make: Make) -> None:
     assert few is not None and reason.endswith("40 x 64 with 16 tokens")
     taken = [few.product(linear, mx.zeros((tokens, 64), mx.float16)) is not None for tokens in (8, 9, 16, 17)]
     assert taken == [False, True, True, False]
-    assert meter.most_tokens == 40  # after 32 and 40 no more are tried
+    assert meter.most_tokens == 40  # larger numbers of tokens are not tried after 32 and 40
 
 
 def test_a_device_with_little_room_takes_what_fits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,7 +346,7 @@ class PagedCache:
             window = v.window(mask)
             if window is not None and queries.dtype == self.shape.keys.dtype:
                 return self._answer(queries, scale, window, sinks).swapaxes(1, 2)
-        complete = v.each > 1 and len(queries) % v.each == 0  # a kernel for other layers accepts a shorter last group
+        complete = v.each > 1 and len(queries) % v.each == 0  # a gather needs whole groups
         if complete and fetched and isinstance(mask, mx.array) and v.window(mask) is not None:
             return self._attend_together(queries, scale, mask, sinks, v)
         return portable.attend(queries, keys, values, scale, mask, sinks)

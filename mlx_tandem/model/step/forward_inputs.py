@@ -191,7 +191,10 @@ class InputBuilder:
         return each if 4 * together <= 5 * apart else 1
 
     def _coarse_rows(self, rows: int, each: int, length: int = 1) -> int:
-        """Return the padded number of rows of a mixed step, in which `each` adjacent rows belong to one sequence."""
+        """Return the padded number of rows of a mixed step, in which `each` adjacent rows belong to one sequence.
+
+        length: the tokens of a row.
+        """
         gathers = self._rectangles.gathers
         padded = each * coarse_count(rows // each, gathers=gathers)
         if each > 1 and gathers:  # a gather serves `each` rows; the kernel accepts a shorter last group

@@ -52,8 +52,8 @@ def _padded(rows: int, steps: Sequence[tuple[int, int]], beyond: int) -> int:
 def group_size(tokens: int) -> int:
     """Return the padded number of rows of a sequence with so many tokens, if each token is a row.
 
-    It is 1, 2, 3, 5, 8, 9, 16, 17, 32, 33 and so on: a power of two, or a newest token and that many drafts. Few sizes
-    are used, because a step is traced for each.
+    The result is 1, 2, 3, 5, or from 8 on a power of two or one more than that, which leaves room for the newest token.
+    Few sizes are used, because a step is traced for each.
     """
     if tokens <= 2:
         return tokens
