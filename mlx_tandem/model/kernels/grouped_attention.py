@@ -27,7 +27,7 @@ import mlx.core as mx
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
 from mlx_tandem.model.kernels.division import Division
-from mlx_tandem.model.kernels.paged_attention import REGISTERS, SPANS, bits_of, combining_kernel
+from mlx_tandem.model.kernels.paged_attention import REGISTERS, SPANS, bits_of, combining_kernel, in_splits
 
 QUERIES = 16
 """Queries of a block of threads."""
@@ -317,20 +317,11 @@ class GroupedAttention:
         if splits == 1:
             (out,) = self._kernel(False)(inputs, template, (across, sequences, 1), threads, [output])
             return out
-        lines = (rows, heads, 1, splits)
-        parts = self._kernel(True)(
-            inputs,
-            template,
-            (across, sequences, splits),
-            threads,
-            [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
-        )
         # The splits follow from the largest offset of a sequence, so all of its rows are combined with that offset.
         whole = mx.pad(offsets, (0, sequences * each - rows)).reshape(sequences, each)
         ends = mx.repeat(whole.max(1), each)[:rows]
-        own = {name: template[name] for name in ("T", "D", "BLOCK")}
-        (out,) = self._combine()([*parts, tables, ends], own, (heads, rows, 1), 128, [output])
-        return out
+        groups, seen = (across, sequences, splits), [tables, ends]
+        return in_splits(self._kernel(True), self._combine(), inputs, template, groups, threads, 1, seen, output)
 
 
 def unreadable_groups(form: RowFormat, block_size: int) -> str:

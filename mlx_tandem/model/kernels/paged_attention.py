@@ -11,7 +11,7 @@ splits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source
 from mlx_tandem.model.kernels.division import ALIGN, Division
 
 MOST_QUERIES = 8
@@ -440,7 +440,7 @@ class PagedAttention:
         self._kernel = cache(
             lambda part, held, extras: _kernel(make, part=part, held=held, extras=extras, coded=bool(form.bits))
         )
-        self._together = cache(lambda extras: combining_kernel(make, extras))
+        self._combine = cache(lambda extras: combining_kernel(make, extras))
 
     def __call__(
         self,
@@ -507,18 +507,10 @@ class PagedAttention:
             kernel = self._kernel(False, held, extras)
             (out,) = kernel([*inputs, *weights], template, (across, rows, 1), 32 * warps, [output])
             return out
-        lines = (rows, heads, length, splits)
-        parts = self._kernel(True, held, extras._replace(sinks=False))(
-            inputs,
-            template,
-            (across, rows, splits),
-            32 * warps,
-            [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
-        )
-        own = {name: template[name] for name in ("T", "D", "BLOCK")}
-        states = [*parts, tables, offsets, *windows, *weights]
-        (out,) = self._together(extras)(states, own, (heads * length, rows, 1), 128, [output])
-        return out
+        part = self._kernel(True, held, extras._replace(sinks=False))
+        seen = [tables, offsets, *windows, *weights]
+        groups = across, rows, splits
+        return in_splits(part, self._combine(extras), inputs, template, groups, 32 * warps, length, seen, output)
 
 
 def _kernel(make: Make, *, part: bool, held: int, extras: _Extras, coded: bool) -> Kernel:
@@ -542,6 +534,40 @@ def combining_kernel(make: Make, extras: _Extras = _NO_EXTRAS) -> Kernel:
     inputs = ["part_sums", "part_states", "tables", "offsets", *extras.inputs()]
     name = "paged_attention_together" + extras.name()
     return make(Source(name, inputs, ["out"], _TOGETHER, SPANS + extras.defined()))
+
+
+def in_splits(
+    part: Kernel,
+    combine: Kernel,
+    inputs: Sequence[mx.array],
+    template: Mapping[str, Constant],
+    groups: tuple[int, int, int],
+    threads: int,
+    length: int,
+    seen: Sequence[mx.array],
+    output: Shaped,
+) -> mx.array:
+    """Return the answers of queries whose keys are cut into splits.
+
+    Args:
+        part: The kernel that answers from a split, with the `inputs` and `template` of a kernel that answers from all
+            keys. Its first input is the queries [rows, heads, ...].
+        combine: The `combining_kernel`.
+        inputs: The inputs of `part`.
+        template: The template of `part`.
+        groups: The blocks of threads of `part`; the last number is that of the splits.
+        threads: The threads of a block of `part`.
+        length: The queries of a row.
+        seen: The inputs of `combine` besides the parts: the tables, the offset of each row, and the layer's extras.
+        output: The shape and type of the answers.
+    """
+    rows, heads = inputs[0].shape[:2]
+    lines = (rows, heads, length, groups[2])
+    shapes = [((*lines, inputs[0].shape[-1]), mx.float32), ((*lines, 2), mx.float32)]
+    parts = part(inputs, template, groups, threads, shapes)
+    own = {name: template[name] for name in ("T", "D", "BLOCK")}
+    (out,) = combine([*parts, *seen], own, (heads * length, rows, 1), 128, [output])
+    return out
 
 
 def unreadable_rows(form: RowFormat) -> str:

@@ -179,11 +179,7 @@ def _joined(module: nn.Module) -> nn.Module:
 
 def pass_seconds(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter) -> float:
     """Return the seconds that all linears take for `rows` rows, estimated from some linears of each kind."""
-    total = 0.0
-    for kind in own.values():
-        some = kind.some()
-        total += meter.seconds(some, input_of(kind, dtype, rows)) * len(kind.modules) / len(some)
-    return total
+    return _of_all(own, dtype, rows, Kind.some, meter.seconds)
 
 
 def pass_cost(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter) -> float:
@@ -194,11 +190,25 @@ def pass_cost(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter)
     """
     if not is_cuda():
         return pass_seconds(own, dtype, rows, meter)
+
+    def cost(calls: Sequence[Call], x: mx.array) -> float:
+        return meter.device_seconds(calls, x) + HOST_SHARE * meter.host_seconds(calls, x)
+
+    return _of_all(own, dtype, rows, Kind.several, cost)
+
+
+def _of_all(
+    own: Mapping[str, Kind],
+    dtype: mx.Dtype,
+    rows: int,
+    some: Callable[[Kind], list[nn.Module]],
+    measure: Callable[[Sequence[Call], mx.array], float],
+) -> float:
+    """Return a measure of all linears for `rows` rows, estimated from `some` linears of each kind."""
     total = 0.0
     for kind in own.values():
-        calls, x = kind.several(), input_of(kind, dtype, rows)
-        seconds = meter.device_seconds(calls, x) + HOST_SHARE * meter.host_seconds(calls, x)
-        total += seconds * len(kind.modules) / len(calls)
+        calls = some(kind)
+        total += measure(calls, input_of(kind, dtype, rows)) * len(kind.modules) / len(calls)
     return total
 
 
