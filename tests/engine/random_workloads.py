@@ -121,7 +121,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Settings:
-    """What a workload is drawn from; tests narrow it."""
+    """The settings that a workload is drawn from. Tests narrow them."""
 
     cancels: bool = True
     drives: float = 0.0  # how often there is KV offload
@@ -359,7 +359,7 @@ def play(
 
 
 def _draw_windows(rng: Random) -> dict[str, Any]:
-    """Of a model whose layers all have a window, or with a second pool for those that have."""
+    """Return options of a model whose layers all have a window, or whose windowed layers have a pool of their own."""
     window = rng.choice((1, 2, 3, 5, 8))
     chunk = {"max_chunk_tokens": rng.choice((8, 8, 64))}
     if rng.random() < 0.3:
@@ -368,7 +368,7 @@ def _draw_windows(rng: Random) -> dict[str, Any]:
 
 
 def _draw_states(rng: Random) -> dict[str, Any]:
-    """Options of a model some of whose layers, or all, keep a state; others see a window or everything."""
+    """Return options of a model some or all of whose layers keep a state. Others see a window or everything."""
     window = rng.choice((1, 2, 3, 5, 8))
     windows = rng.choice(((None, window, STATE), (None, window, STATE), (None, STATE), (STATE,)))
     return {
@@ -380,7 +380,7 @@ def _draw_states(rng: Random) -> dict[str, Any]:
 
 
 class _Invocations:
-    """What invokes each adapter: tokens that prompts have, or nothing, so that it applies everywhere."""
+    """The tokens that invoke each adapter. Prompts contain them; an adapter without any applies everywhere."""
 
     def __init__(self, rng: Random, prompts: list[list[int]], share: float):
         self._rng, self._prompts = rng, prompts
@@ -396,7 +396,7 @@ class _Invocations:
 
 
 def _publish(rng: Random, old: AdapterRef | None, invoked: _Invocations) -> AdapterRef:
-    """The next version of an adapter; now and then with the content of the first."""
+    """Return the next version of an adapter, now and then with the content of the first."""
     assert old is not None
     version = old.version + 1
     return invoked.ref(old.name, version, old.name if rng.random() < 0.2 else f"{old.name}{version}")

@@ -439,6 +439,13 @@ def compiled_again() -> Iterator[None]:
     mx.enable_compile()
 
 
+def engine_on_shim(folder: Path, **options: Any) -> Engine:
+    """Return an engine whose attention is computed by CUDA's kernels on the CPU. Its steps are not compiled."""
+    mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
+    backends = [Fused("cuda", shim.maker())]
+    return make_engine(folder, max_num_seqs=8, attention_backend="cuda", backends=backends, **options)
+
+
 @pytest.mark.parametrize("kind", ["windows", "all windows", "few bits", "kernels", "kernels and windows"])
 @pytest.mark.usefixtures("compiled_again")
 def test_rows_behind_drafts_begin_where_the_device_says(tmp_path: Path, kind: str) -> None:
@@ -451,11 +458,10 @@ def test_rows_behind_drafts_begin_where_the_device_says(tmp_path: Path, kind: st
     if "kernels" in kind:
         if shim.COMPILER is None:
             pytest.skip("needs g++")
-        options = {"attention_backend": "cuda", "backends": [Fused("cuda", shim.maker())]}
-        mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
-    engine = make_engine(folder, max_num_seqs=8, **options)
-    if "kernels" in kind:
+        engine = engine_on_shim(folder)
         engine.built.runner.inputs.packed = True
+    else:
+        engine = make_engine(folder, max_num_seqs=8, **options)
     free = serve(engine, requests("hot"))
     for wrong in (0, 2):
         loop = serve(engine, requests("hot"), Oracle(free, wrong))
@@ -468,11 +474,7 @@ def test_rows_behind_drafts_begin_where_the_device_says(tmp_path: Path, kind: st
 def test_kernels_answer_the_rows_of_a_sequence_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts change no tokens, although `GroupedAttention` answers only the steps with drafts."""
     folder = tiny_models.make(tmp_path / "model", "llama", seed=1, head_dim=64)
-    backends = [Fused("cuda", shim.maker())]
-    mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
-    engine = make_engine(
-        folder, max_num_seqs=8, attention_backend="cuda", backends=backends, block_size=16, dtype="bfloat16"
-    )
+    engine = engine_on_shim(folder, block_size=16, dtype="bfloat16")
     runner = engine.built.runner
     runner.inputs.packed = True
     runner._forward._settle, runner._forward._accept = Settle(shim.maker()), Accept(shim.maker())
@@ -503,15 +505,7 @@ def test_kernels_answer_the_rows_of_a_sequence_together(tmp_path: Path, monkeypa
 def test_rows_of_a_family_whose_queries_are_cast_are_not_answered_together(tmp_path: Path, padded: bool) -> None:
     """padded: whether rows are padded to groups although no layer's kernel answers groups."""
     folder = tiny_models.make(tmp_path / "model", "phi", seed=1, hidden_size=256, num_attention_heads=4)
-    mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
-    engine = make_engine(
-        folder,
-        max_num_seqs=8,
-        attention_backend="cuda",
-        backends=[Fused("cuda", shim.maker())],
-        block_size=16,
-        dtype="bfloat16",
-    )
+    engine = engine_on_shim(folder, block_size=16, dtype="bfloat16")
     assert engine.built.runner.rectangles.groups is False
     engine.built.runner.rectangles.groups = padded
     asked = requests("greedy")

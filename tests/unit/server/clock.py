@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import selectors
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -44,13 +45,19 @@ class Clock(asyncio.SelectorEventLoop):
         return self.now
 
 
-def on_clock(test: Callable[[Clock], Coroutine[object, object, None]]) -> Callable[[], None]:
-    def run() -> None:
+def on_clock(test: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
+    """Return a test without its first argument, for which it gets a loop whose clock stands still."""
+
+    def run(**arguments: object) -> None:
         with asyncio.Runner(loop_factory=Clock) as runner:
             loop = runner.get_loop()
             assert isinstance(loop, Clock)
-            runner.run(test(loop))
+            runner.run(test(loop, **arguments))
 
+    signature = inspect.signature(test)
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # by which pytest knows the arguments
+        parameters=list(signature.parameters.values())[1:], return_annotation=None
+    )
     run.__name__ = test.__name__
     run.__doc__ = test.__doc__
     return run
@@ -67,7 +74,7 @@ class Client:
             await self._loop.sock_sendall(self._sock, data)
 
     async def receive(self) -> bytes:
-        """Empty once the connection has ended."""
+        """Return the bytes that come next; empty once the connection has ended."""
         try:
             return await self._loop.sock_recv(self._sock, 65536)
         except ConnectionResetError:
@@ -116,7 +123,7 @@ async def connected(loop: Clock, app: ASGIApp) -> AsyncIterator[Client]:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """The length of the body, and how many headers came before it."""
+    """Answer with the number of headers and the length of the body."""
     size = 0
     while True:
         message = await receive()
@@ -161,7 +168,7 @@ class Large:
 
 
 async def take_some(client: Client) -> int:
-    """Bytes that the client has received by the time the connection has less to send than before."""
+    """Receive until the connection has less to send than before; return the number of bytes received."""
     taken, before = 0, client.unsent()
     while client.unsent() == before:
         taken += len(await client.receive())

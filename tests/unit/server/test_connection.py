@@ -96,17 +96,14 @@ async def test_who_takes_all_but_the_end_of_an_answer_that_ends_the_connection_i
 
 
 @pytest.mark.parametrize("trailers", [b"a: b\r\n" * 20_000, b"a: " + b"b" * 1_000_000 + b"\r\n"], ids=["many", "long"])
-def test_trailers_without_measure(trailers):
-    @on_clock
-    async def run(loop):
-        async with connected(loop, echo) as client:
-            for i in range(0, len(trailers), 10_000):
-                await client.send((CHUNKED if not i else b"") + trailers[i : i + 10_000])
-            await client.send(b"\r\n")
-            answer = await client.rest()
-            assert answer == b"" or answer.startswith(b"HTTP/1.1 431")
-
-    run()
+@on_clock
+async def test_trailers_without_measure(loop, trailers):
+    async with connected(loop, echo) as client:
+        for i in range(0, len(trailers), 10_000):
+            await client.send((CHUNKED if not i else b"") + trailers[i : i + 10_000])
+        await client.send(b"\r\n")
+        answer = await client.rest()
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431")
 
 
 @on_clock
@@ -149,26 +146,23 @@ async def test_the_end_of_a_body_does_not_count_for_the_next_head(loop):
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_who_leaves_with_requests_ahead_is_noticed(together):
-    @on_clock
-    async def run(loop):
-        app = Endless(begins=False)
-        async with connected(loop, app) as client:
-            if together:
-                await client.send(GET * 3)
-            else:
-                for _ in range(3):
-                    await client.send(GET)
-                    for _ in range(10):
-                        await asyncio.sleep(0)
-            while not client.connection.pipeline:
-                await asyncio.sleep(0)
-            client.leave()
-            await until_probed(loop, client)
-            await app.left.wait()
-            assert app.runs == 1
-
-    run()
+@on_clock
+async def test_who_leaves_with_requests_ahead_is_noticed(loop, together):
+    app = Endless(begins=False)
+    async with connected(loop, app) as client:
+        if together:
+            await client.send(GET * 3)
+        else:
+            for _ in range(3):
+                await client.send(GET)
+                for _ in range(10):
+                    await asyncio.sleep(0)
+        while not client.connection.pipeline:
+            await asyncio.sleep(0)
+        client.leave()
+        await until_probed(loop, client)
+        await app.left.wait()
+        assert app.runs == 1
 
 
 @pytest.mark.parametrize(
@@ -176,20 +170,17 @@ def test_who_leaves_with_requests_ahead_is_noticed(together):
     [(b"nonsense\r\n\r\n", 400), (b"GET / HTTP/1.1\r\na: " + b"b" * 10 * MAX_HEAD, 431)],
     ids=["nonsense", "long"],
 )
-def test_a_refusal_comes_behind_the_answer_that_is_due(sent, status):
-    @on_clock
-    async def run(loop):
-        app = Held()
-        async with connected(loop, app) as client:
-            await client.send(GET)
-            await client.until(b"begun\r\n")
-            await client.send(sent)
-            app.go.set()
-            rest = await client.rest()
-            assert rest.startswith(b"5\r\nended\r\n0\r\n\r\nHTTP/1.1 %d" % status)
-            assert rest.count(b"HTTP/1.1") == 1
-
-    run()
+@on_clock
+async def test_a_refusal_comes_behind_the_answer_that_is_due(loop, sent, status):
+    app = Held()
+    async with connected(loop, app) as client:
+        await client.send(GET)
+        await client.until(b"begun\r\n")
+        await client.send(sent)
+        app.go.set()
+        rest = await client.rest()
+        assert rest.startswith(b"5\r\nended\r\n0\r\n\r\nHTTP/1.1 %d" % status)
+        assert rest.count(b"HTTP/1.1") == 1
 
 
 @on_clock

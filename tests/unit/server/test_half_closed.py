@@ -48,20 +48,17 @@ class Answers:
 
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("request_", list(WHOLE), ids=range(len(WHOLE)))
-def test_who_sends_nothing_more_gets_the_whole_answer(request_, begins):
-    @on_clock
-    async def run(loop):
-        app = Held(begins=begins)
-        async with connected(loop, app) as client:
-            await client.send(request_)
-            client.end()
-            await until_probed(loop, client)
-            app.go.set()
-            answers = Answers(await client.rest())
-            assert [s for s in answers.statuses if s != 100] == [200]
-            assert answers.bodies[-1] == (b"begunended" if begins else b"ended")
-
-    run()
+@on_clock
+async def test_who_sends_nothing_more_gets_the_whole_answer(loop, request_, begins):
+    app = Held(begins=begins)
+    async with connected(loop, app) as client:
+        await client.send(request_)
+        client.end()
+        await until_probed(loop, client)
+        app.go.set()
+        answers = Answers(await client.rest())
+        assert [s for s in answers.statuses if s != 100] == [200]
+        assert answers.bodies[-1] == (b"begunended" if begins else b"ended")
 
 
 @on_clock
@@ -89,38 +86,30 @@ async def test_probes_do_not_make_a_chunk_size_too_long(loop):
 
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("together", [True, False])
-def test_who_is_gone_is_noticed(begins, together):
+@on_clock
+async def test_who_is_gone_is_noticed(loop, begins, together):
     """The end of what it sends is the same as that of a client which still receives."""
-
-    @on_clock
-    async def run(loop):
-        app = Endless(begins=begins)
-        async with connected(loop, app) as client:
-            await client.send(GET)
-            if not together:
-                while not app.runs:
-                    await asyncio.sleep(0)
-            client.leave()
-            await until_probed(loop, client)
-            await app.left.wait()
-
-    run()
+    app = Endless(begins=begins)
+    async with connected(loop, app) as client:
+        await client.send(GET)
+        if not together:
+            while not app.runs:
+                await asyncio.sleep(0)
+        client.leave()
+        await until_probed(loop, client)
+        await app.left.wait()
 
 
 @pytest.mark.parametrize("sent", [POST + b"Content-Length: 9\r\n\r\nabc", CHUNKED[:-3], GET + BODY[:-1]])
-def test_half_a_body_is_no_request(sent):
+@on_clock
+async def test_half_a_body_is_no_request(loop, sent):
     """Its client can get no answer to it, and what waits for the rest of it is told."""
-
-    @on_clock
-    async def run(loop):
-        async with connected(loop, echo) as client:
-            await client.send(sent)
-            client.end()
-            assert (await client.rest()).count(b"HTTP/1.1 200") == sent.count(b"GET")
-            while client.connection.tasks:
-                await asyncio.sleep(0)
-
-    run()
+    async with connected(loop, echo) as client:
+        await client.send(sent)
+        client.end()
+        assert (await client.rest()).count(b"HTTP/1.1 200") == sent.count(b"GET")
+        while client.connection.tasks:
+            await asyncio.sleep(0)
 
 
 @on_clock
@@ -148,29 +137,25 @@ async def test_half_a_body_behind_an_answer_that_is_due_is_no_request(loop):
 
 
 @pytest.mark.parametrize(("behind", "refused"), [(CHUNKED[:-3] + b"nonsense\r\n", [b"400"]), (BODY[:-1], [])])
-def test_what_is_no_request_takes_no_answer_from_whole_ones_before_it(behind, refused):
+@on_clock
+async def test_what_is_no_request_takes_no_answer_from_whole_ones_before_it(loop, behind, refused):
     """Several wait while the first is answered, and only the last of them is dropped."""
+    go = asyncio.Event()
 
-    @on_clock
-    async def run(loop):
-        go = asyncio.Event()
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await go.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": scope["method"].ljust(4).encode()})
 
-        async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-            await go.wait()
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
-            await send({"type": "http.response.body", "body": scope["method"].ljust(4).encode()})
-
-        async with connected(loop, slow) as client:
-            await client.send(GET + GET + behind)
-            client.end()
-            while not client.connection._ended:
-                await asyncio.sleep(0)
-            go.set()
-            answers = (await client.rest()).split(b"HTTP/1.1 ")[1:]
-            assert [a[:3] for a in answers] == [b"200", b"200", *refused]
-            assert [a[-4:] for a in answers[:2]] == [b"GET ", b"GET "]
-
-    run()
+    async with connected(loop, slow) as client:
+        await client.send(GET + GET + behind)
+        client.end()
+        while not client.connection._ended:
+            await asyncio.sleep(0)
+        go.set()
+        answers = (await client.rest()).split(b"HTTP/1.1 ")[1:]
+        assert [a[:3] for a in answers] == [b"200", b"200", *refused]
+        assert [a[-4:] for a in answers[:2]] == [b"GET ", b"GET "]
 
 
 @on_clock
