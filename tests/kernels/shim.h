@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <ucontext.h>
 
 extern "C" {
@@ -267,6 +268,12 @@ static void wait(int groups) {
   memmove(own.each, own.each + came, (own.count -= came) * sizeof(Asked));
 }
 
+static long long nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
 }  // namespace shim
 
 #define DEVICE static inline
@@ -285,6 +292,7 @@ static void wait(int groups) {
 #define AWAIT(p) (*(const volatile int*)(p) != 0)
 #define LOAD_SHARED(p) (*(const volatile int*)(p))
 #define STORE_SHARED(p, x) *(volatile int*)(p) = x
+#define NANOSECONDS() shim::nanoseconds()
 #define STREAM16(p) LOAD16(p)
 #define STORE16(p, v) shim::store<uint4>(p, v)
 #define FLOAT_BITS(w) bits<float>((uint)(w))
@@ -330,4 +338,42 @@ template <class T> DEVICE void mma(float4& sum, uint4 a, uint2 b, T) {
       }
     }
   }
+}
+
+// The instruction of kernels/wgmma.py. Each thread computes its own sums, and reads the swizzled lines only when it
+// waits for them: a line that is overwritten too early spoils the sums.
+#define HAS_WGMMA
+namespace shim {
+struct Product {
+  unsigned long long a, b;
+};
+static Product products[MOST][16];
+static int asked_for[MOST];
+}  // namespace shim
+DEVICE unsigned long long described(const void* lines) { return (unsigned long long)lines >> 4; }
+template <class T> DEVICE float number_of(unsigned long long described, int line, int k) {
+  const char* address = (const char*)(described << 4);
+  const size_t column = (size_t)address % 128 / 16 + k / 8;
+  T x;
+  memcpy(&x.raw, address - (size_t)address % 128 + line * 128 + (column ^ (line % 8)) * 16 + k % 8 * 2, 2);
+  return float(x);
+}
+template <int N, class T> DEVICE void multiply(float (&)[N], unsigned long long a, unsigned long long b, T) {
+  int& count = shim::asked_for[shim::current];
+  if (count == 16) shim::fail("too many products are asked for");
+  shim::products[shim::current][count++] = {a, b};
+}
+DEVICE void show_to_products() {}
+DEVICE void open_products() {}
+DEVICE void close_products() {}
+template <class T, int N> DEVICE void wait_for_products(float (&d)[N], T) {
+  const int thread = shim::current % 128, row = thread / 32 * 16 + thread % 32 / 4;
+  for (int each = 0; each < shim::asked_for[shim::current]; each++) {
+    const shim::Product one = shim::products[shim::current][each];
+    for (int i = 0; i < N; i++) {
+      const int m = row + i % 4 / 2 * 8, n = i / 4 * 8 + thread % 4 * 2 + i % 2;
+      for (int k = 0; k < 16; k++) d[i] += number_of<T>(one.a, m, k) * number_of<T>(one.b, n, k);
+    }
+  }
+  shim::asked_for[shim::current] = 0;
 }

@@ -44,6 +44,8 @@ Memory that the host reads and writes while a kernel runs, on CUDA only:
 - `AWAIT(p)` waits until the int at p is not 0, for a second at most, and returns whether it is not 0;
 - `LOAD_SHARED(p)` loads an int as the host has written it last, and `STORE_SHARED(p, x)` stores one for the host.
 
+The time on CUDA: `NANOSECONDS()` returns it as a long long. It is exact to a microsecond or better.
+
 Bodies may also use what every target has: structs, templates, `auto`, `uint`, `float4` and the like. They must not
 use lambdas, pointers to shared memory in functions, or infinities or NaN as constants (Metal's fast arithmetic may
 assume there are none). An input of fewer than eight elements lies in another address space on Metal and must be
@@ -186,14 +188,17 @@ DEVICE int shared_number(const int* p) {
 DEVICE void put_shared(const int* p, int x) {
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
+DEVICE long long nanoseconds() {
+  long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
 DEVICE bool await(const int* p) {
   int x = 0;
-  long long start, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  const long long start = nanoseconds();
   do {
     asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while (x == 0 && now - start < 1000000000ll);
+  } while (x == 0 && nanoseconds() - start < 1000000000ll);
   return x != 0;
 }
 DEVICE uint packed(float a, float b, __nv_bfloat16) {
@@ -207,6 +212,7 @@ DEVICE uint packed(float a, float b, __half) {
   return w;
 }
 #define AWAIT(p) await(p)
+#define NANOSECONDS() nanoseconds()
 #define LOAD_SHARED(p) shared_number(p)
 #define STORE_SHARED(p, x) put_shared(p, x)
 """
@@ -271,13 +277,23 @@ def available() -> tuple[Target, ...]:
     return ("metal",) if mx.metal.is_available() else ("cuda",)
 
 
+def is_hopper() -> bool:
+    """Return whether the default device is a CUDA device with the instruction `wgmma`."""
+    return _capability() == 90
+
+
+def _capability() -> int:
+    """Return the compute capability of the CUDA device, times ten; 0 if there is none."""
+    info: Mapping[str, Any] = mx.device_info()
+    return 10 * int(info.get("compute_capability_major", 0)) + int(info.get("compute_capability_minor", 0))
+
+
 def most_room() -> int:
     """Return the bytes of ROOM that a block may have on the CUDA device; 0 if it lacks ASYNC16.
 
     The sizes are from the table of compute capabilities in the CUDA programming guide.
     """
-    info: Mapping[str, Any] = mx.device_info()
-    capability = 10 * int(info.get("compute_capability_major", 0)) + int(info.get("compute_capability_minor", 0))
+    capability = _capability()
     if capability < 80:
         return 0
     return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}.get(capability, 99) << 10

@@ -12,6 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_tandem.model.device import is_cuda
+from mlx_tandem.model.kernels.dialect import Make, maker
+from mlx_tandem.model.kernels.stopwatch import Stopwatch, seconds_between
 from mlx_tandem.model.linears.merged import MergedMember
 
 _CALLS, _CALL_BYTES = 16, 400 << 20
@@ -20,11 +22,11 @@ _CALLS, _CALL_BYTES = 16, 400 << 20
 _REPEATS = 5
 """Repeats of a measurement, of which the best counts."""
 
-_LONG = 8192
-"""Most rows and columns of the matrix whose product hides the host's time."""
+_HOST_REPEATS = 20
+"""Repeats of a measurement of the host's time, which is short and varies more."""
 
-_MEANWHILE = 4e-3
-"""Seconds that this product takes, roughly: many times what the host takes for the timed calls."""
+_AHEAD = 4000
+"""Microseconds for which the device waits before timed calls: many times what the host takes to launch them."""
 
 HOST_SHARE = 0.25
 """Weight of a second of the host in costs, where a second of the device has weight 1. It is below 1 because most of the
@@ -63,8 +65,10 @@ class Kind:
 class Meter:
     """Measures products on the device."""
 
-    def __init__(self) -> None:
-        self._meanwhile: dict[mx.Dtype, Callable[[], mx.array]] = {}
+    def __init__(self, make: Make | None = None):
+        """`make` makes kernels for the device, by default for CUDA."""
+        self._make = make
+        self._stopwatch: Stopwatch | None = None
 
     def seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         """Return the seconds of the calls, run one after the other in one graph, the best of a few runs after a
@@ -81,28 +85,25 @@ class Meter:
         return min(times[1:])
 
     def device_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
-        """Return the seconds of the calls on the device alone: the host's time is hidden behind a computation of
-        milliseconds.
+        """Return the seconds of the calls on the device alone, the best of a few runs after a warm-up.
+
+        The device waits until the host has launched all of them, and measures them by its own clock.
         """
-        meanwhile = self._meanwhile.get(x.dtype)
-        if meanwhile is None:
-            meanwhile = self._meanwhile[x.dtype] = _meanwhile(x.dtype)
-
-        def behind(calls: Sequence[Call]) -> float:
-            started = time.perf_counter()
-            first = meanwhile()
-            mx.async_eval(first)
-            mx.eval(_chain(calls, x + 0 * first[:1, :1]))
-            return time.perf_counter() - started
-
-        times = [(behind(calls), behind([])) for _ in range(1 + _REPEATS)][1:]
-        return max(0.0, min(t for t, _ in times) - min(t for _, t in times))
+        stopwatch = self._stopwatch = self._stopwatch or Stopwatch(self._make or maker("cuda"))
+        times = []
+        for _ in range(1 + _REPEATS):
+            zero, start = stopwatch.start(x.dtype, _AHEAD)
+            mx.async_eval(zero, start)
+            stop = stopwatch.stop(_chain(calls, x + zero))
+            mx.eval(stop)
+            times.append(seconds_between(start, stop))
+        return min(times[1:])
 
     def host_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         """Return the seconds that the host takes to launch the calls in a compiled step."""
         step = mx.compile(partial(_chain, calls))
         times = []
-        for _ in range(1 + _REPEATS):
+        for _ in range(1 + _HOST_REPEATS):
             mx.eval(x)
             started = time.perf_counter()
             y = step(x)
@@ -122,23 +123,6 @@ class Meter:
     def now(self) -> float:
         """Return the time in seconds by a clock that never goes back."""
         return time.perf_counter()
-
-
-def _meanwhile(dtype: mx.Dtype) -> Callable[[], mx.array]:
-    """Return a computation that takes about _MEANWHILE seconds."""
-    long = mx.random.normal((_LONG, _LONG), key=mx.random.key(0)).astype(dtype) * _LONG**-0.5
-
-    def product(rows: int) -> mx.array:
-        found: mx.array = long[:rows] @ long @ long
-        return found
-
-    def alone(rows: int) -> float:
-        started = time.perf_counter()
-        mx.eval(product(rows))
-        return time.perf_counter() - started
-
-    some = _LONG // 16
-    return partial(product, max(1, min(_LONG, int(some * _MEANWHILE / min(alone(some) for _ in range(3))))))
 
 
 def _chain(calls: Sequence[Call], x: mx.array) -> mx.array:

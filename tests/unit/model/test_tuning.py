@@ -324,22 +324,6 @@ def test_adapters_are_added_to_either_way() -> None:
         assert mx.abs(found - expected).max() < 1e-5 * mx.abs(expected).max()
 
 
-def test_what_hides_the_host_takes_no_longer_on_a_slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    launch = mx.async_eval
-
-    def launched(meanwhile: mx.array) -> None:
-        seen.append(meanwhile.shape[0])
-        launch(meanwhile)
-
-    monkeypatch.setattr(products, "_LONG", 512)
-    monkeypatch.setattr(products, "_MEANWHILE", 1e-6)
-    monkeypatch.setattr(mx, "async_eval", launched)
+def test_the_time_on_the_host_is_measured_for_real() -> None:
     weight, x = mx.random.normal((256, 256)), mx.random.normal((64, 1, 256))
-    assert Meter().device_seconds([lambda x: x @ weight] * 50, x) > 0
-    assert max(seen) < 32  # of 512, which would have taken longer
-    monkeypatch.setattr(products, "_MEANWHILE", 1e6)
-    Meter().device_seconds([], x)
-    assert seen[-1] == 512
-    monkeypatch.setattr(mx, "async_eval", launch)
     assert Meter().host_seconds([lambda x: x @ weight] * 50, x) > 0
