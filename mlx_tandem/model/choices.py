@@ -25,11 +25,12 @@ from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.footprint import linears
 from mlx_tandem.model.kernels.division import Division
 from mlx_tandem.model.kernels.skinny import Form
+from mlx_tandem.model.kernels.wgmma import WideForm
 from mlx_tandem.model.linears.skinny import Shape
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import LoadedModel
 
-FORMAT = 3
+FORMAT = 4
 """Version of the value; another one is refused."""
 
 
@@ -78,10 +79,11 @@ class AttentionDivision(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FormsByShape(NamedTuple):
-    """The forms of the kernel for few rows by number of tokens (in `eighths`), for linears of one shape."""
+    """The forms of the kernels for few rows by number of tokens (in `eighths`), for linears of one shape."""
 
     shape: Shape
     forms: dict[int, Form]
+    wide: dict[int, WideForm]
 
 
 class Products(Struct, frozen=True, forbid_unknown_fields=True):

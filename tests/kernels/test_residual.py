@@ -80,7 +80,7 @@ class Counted(AddNorm):
 @pytest.mark.parametrize("dim", [4, 64, 100, 640, 4096, 5124, 9000])
 def test_the_kernel_agrees_with_mlx(dtype: mx.Dtype, dim: int) -> None:
     for order in shim.ORDERS:
-        assert largest_error(AddNorm(shim.maker(order)), normed(dim, dtype)) <= TOLERANCE[dtype]
+        assert largest_error(AddNorm(shim.maker(order)), normed(dim, dtype), divided=True) <= TOLERANCE[dtype]
 
 
 def test_the_sum_is_rounded_before_the_norm() -> None:
@@ -102,11 +102,29 @@ def test_the_sum_is_rounded_before_the_norm() -> None:
         ("LANE < WIDTH / 32 ? sums[LANE] : 0.0f", "sums[0]"),
         ("T(w[j] * float(T(own[4 * i + j] * norm)))", "T(own[4 * i + j] * norm)"),
         ("(GLOBAL Four<T>*)(normed + at + number)", "(GLOBAL Four<T>*)(normed + number)"),
-        ("(size_t)GROUP_X * D", "(size_t)GROUP_X * (D - 4)"),
+        ("(size_t)GROUP_X * D;", "(size_t)GROUP_X * (D - 4);"),
+        ("part < PARTS", "part < PARTS - 1"),
+        ("y.z += FLOAT_BITS(words.z)", "y.z = FLOAT_BITS(words.z)"),
+        ("part * GROUPS_X * D + at", "part * D + at"),
     ],
 )
 def test_a_wrong_kernel_is_not_used(right: str, wrong: str) -> None:
-    assert problem(AddNorm(Broken(shim.maker(), right, wrong)), normed(260, mx.float16, 0.5))
+    assert problem(AddNorm(Broken(shim.maker(), right, wrong)), normed(260, mx.float16, 0.5), divided=True)
+
+
+def test_a_kernel_that_is_wrong_about_parts_is_used_where_there_are_none() -> None:
+    kernel = AddNorm(Broken(shim.maker(), "part < PARTS", "part < 1"))
+    assert not problem(kernel, normed(64, mx.float16))
+    assert problem(kernel, normed(64, mx.float16), divided=True)
+
+
+def test_a_sum_of_parts_is_rounded_before_it_is_added() -> None:
+    mx.random.seed(5)
+    a, parts = mx.random.normal((3, 64)).astype(mx.bfloat16), mx.random.normal((4, 3, 64))
+    total = parts[0] + parts[1] + parts[2] + parts[3]
+    kernel = AddNorm(shim.maker())
+    for got, want in zip(*(kernel(a, b, normed(64, mx.bfloat16)) for b in (parts, total.astype(a.dtype))), strict=True):
+        assert mx.array_equal(got, want)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.model import cpu, device, probe
@@ -25,9 +26,10 @@ from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.attention import AttentionChoice
 from mlx_tandem.model.kernel_checks.frame import Choice
 from mlx_tandem.model.kernels.skinny import Form
+from mlx_tandem.model.kernels.wgmma import WideForm
 from mlx_tandem.model.linears import skinny
 from mlx_tandem.model.linears.merged import Merged
-from mlx_tandem.model.linears.skinny import FewRows, Forms
+from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Forms
 from mlx_tandem.model.linears.transposed import use_views
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.lora.grouped import GroupedDeltas
@@ -164,8 +166,13 @@ def _log(kernels: Kernels) -> None:
 
 
 def _by_shape(forms: Forms) -> tuple[FormsByShape, ...]:
-    return tuple(FormsByShape(shape, dict(own)) for shape, own in forms.items())
+    """Return the forms apart by kernel, as they are kept."""
+
+    def of(kind: type[Any], own: Mapping[int, AnyForm]) -> dict[int, Any]:
+        return {eighths: form for eighths, form in own.items() if isinstance(form, kind)}
+
+    return tuple(FormsByShape(shape, of(Form, own), of(WideForm, own)) for shape, own in forms.items())
 
 
-def _forms(kept: Sequence[FormsByShape]) -> Mapping[skinny.Shape, Mapping[int, Form]]:
-    return {one.shape: one.forms for one in kept}
+def _forms(kept: Sequence[FormsByShape]) -> Forms:
+    return {one.shape: {**one.forms, **one.wide} for one in kept}

@@ -14,11 +14,18 @@ TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 ROWS = 5
 
 
-def problem(kernel: AddNorm, norm: Norm) -> str:
-    """Return why the kernel must not be used for norms of this kind; empty if it may."""
+PARTS = 3
+"""Parts of the second array in the check."""
+
+
+def problem(kernel: AddNorm, norm: Norm, *, divided: bool = False) -> str:
+    """Return why the kernel must not be used for norms of this kind; empty if it may.
+
+    divided: whether the second array may be given in parts.
+    """
 
     def check() -> str:
-        error = largest_error(kernel, norm)
+        error = largest_error(kernel, norm, divided=divided)
         if not error <= TOLERANCE[norm.weight.dtype]:
             raise Rejected(f"the kernel is wrong by {error:.1e} in {norm.weight.dtype}")
         return ""
@@ -26,10 +33,12 @@ def problem(kernel: AddNorm, norm: Norm) -> str:
     return checked("the kernel that adds and norms", check, lambda reason: reason)
 
 
-def largest_error(kernel: AddNorm, norm: Norm) -> float:
+def largest_error(kernel: AddNorm, norm: Norm, *, divided: bool = False) -> float:
     """Return the largest relative difference between the kernel's results and those of MLX's own operations."""
     rng = np.random.default_rng(0)
     dim, dtype = norm.weight.size, norm.weight.dtype
-    a, b = (mx.array(rng.standard_normal((ROWS, 1, dim)).astype(np.float32)).astype(dtype) for _ in range(2))
-    total, normed = kernel(a, b, norm)
-    return max(relative_error(total, a + b), relative_error(normed, mx.fast.rms_norm(a + b, norm.weight, norm.epsilon)))
+    parts = mx.array(rng.standard_normal((PARTS, ROWS, 1, dim)).astype(np.float32))
+    a, b = mx.array(rng.standard_normal((ROWS, 1, dim)).astype(np.float32)).astype(dtype), parts.sum(0).astype(dtype)
+    want = a + b, mx.fast.rms_norm(a + b, norm.weight, norm.epsilon)
+    found = [kernel(a, b, norm), *([kernel(a, parts, norm)] if divided else [])]
+    return max(relative_error(*each) for got in found for each in zip(got, want, strict=True))

@@ -17,9 +17,10 @@ import numpy as np
 from mlx_tandem.model.kernel_checks.frame import Choice, Rejected, checked
 from mlx_tandem.model.kernel_checks.lora import TOLERANCE, floats
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.skinny import EIGHTHS, Form, Skinny, forms
+from mlx_tandem.model.kernels.skinny import EIGHTHS, forms
+from mlx_tandem.model.kernels.wgmma import wide_form
 from mlx_tandem.model.linears.products import HOST_SHARE, Call, Kind, Meter, input_of
-from mlx_tandem.model.linears.skinny import FewRows, Forms, Shape
+from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Forms, Shape
 
 log = logging.getLogger(__name__)
 
@@ -46,21 +47,27 @@ def choose(
     make: dialect.Make | None = None,
     meter: Meter | None = None,
     room: int | None = None,
+    *,
+    wide: bool | None = None,
 ) -> Choice[FewRows | None]:
     """Return which products of these linears the kernel computes; None stands for MLX's own product everywhere.
 
-    `make`, `meter` and `room` (bytes of a thread block's own memory) default to those of this device.
+    `make`, `meter`, `room` (bytes of a thread block's own memory) and `wide` (whether it has `wgmma`) default to those
+    of this device.
     """
     if make is None:
         if "cuda" not in dialect.available():
             return Choice(None, "this device has no kernel for them")
         make = dialect.maker("cuda")
     room = dialect.most_room() if room is None else room
+    wide = dialect.is_hopper() if wide is None else wide
     if forms(1)[0].room(1) > room:
         return Choice(None, "a block of this device has too little memory of its own")
-    check = _Check(Skinny(make), meter or Meter(), room)
+    check = _Check(make, FewRows(make), meter or Meter(), room, wide)
 
     def otherwise(reason: str) -> Choice[FewRows | None]:
+        if wide:  # the others may be right
+            return choose(modules, make, meter, room, wide=False)
         return Choice(None, f"the kernel is not used: {reason}")
 
     return checked("the kernel for few rows", lambda: _choose(modules, check), otherwise)
@@ -68,7 +75,7 @@ def choose(
 
 def made(base: Forms, adapted: Forms) -> FewRows:
     """Return the kernel in these forms, which another process has checked."""
-    return FewRows(Skinny(dialect.maker("cuda")), base, adapted)
+    return FewRows(dialect.maker("cuda"), base, adapted)
 
 
 def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | None]:
@@ -86,21 +93,21 @@ def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | Non
     spared = max(one.spared for own in timed.values() for one in own)
     log.info("the kernel for few rows spares the host up to %.1f µs a product", spared * 1e6)
     told = ", ".join(_told(shape, base[shape], own) for shape, own in adapted.items() if own)
-    return Choice(FewRows(check.kernel, base, adapted), f"the kernel is used for {told}")
+    return Choice(FewRows(check.make, base, adapted), f"the kernel is used for {told}")
 
 
-def _within(timed: Mapping[Shape, Sequence[Timed]], share: float) -> dict[Shape, dict[int, Form]]:
+def _within(timed: Mapping[Shape, Sequence[Timed]], share: float) -> dict[Shape, dict[int, AnyForm]]:
     """Return the forms by shape and eighths for which the kernel is fast enough at this share of the host's time."""
     return {shape: {one.eighths: one.form for one in own if one.is_worth(share)} for shape, own in timed.items()}
 
 
-def _told(shape: Shape, base: Mapping[int, Form], adapted: Mapping[int, Form]) -> str:
+def _told(shape: Shape, base: Mapping[int, AnyForm], adapted: Mapping[int, AnyForm]) -> str:
     """Return a shape and the numbers of tokens that the kernel is used for, in words.
 
     A number stands for all numbers of tokens that are rounded up to it.
     """
 
-    def listed(forms: Mapping[int, Form]) -> str:
+    def listed(forms: Mapping[int, AnyForm]) -> str:
         return ", ".join(str(8 * eighths) for eighths in forms) or "no"
 
     beside = "" if base.keys() == adapted.keys() else f" ({listed(adapted)} with adapters)"
@@ -113,7 +120,7 @@ class Timed(NamedTuple):
     eighths: int
     """The number of tokens, divided by eight."""
 
-    form: Form
+    form: AnyForm
     seconds: float
     """Seconds of the kernel on the device."""
 
@@ -132,11 +139,16 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Check:
-    """The measurements of one kernel on one device; `room` is the bytes of a thread block's own memory."""
+    """The measurements of the kernels on one device.
 
-    kernel: Skinny
+    make: makes the kernels; room: the bytes of a thread block's own memory; wide: whether the device has `wgmma`.
+    """
+
+    make: dialect.Make
+    kernels: FewRows
     meter: Meter
     room: int
+    wide: bool
 
     def forms(self, shape: Shape, kind: Kind) -> list[Timed]:
         """Return the best form for each entry of EIGHTHS, in ascending order.
@@ -150,16 +162,17 @@ class _Check:
         for many in EIGHTHS:
             tokens = 8 * many
             x = input_of(kind, dtype, tokens).reshape(tokens, -1)  # two axes, as between the layers of a decode step
-            times: dict[Form, float] = {}
-            for form in forms(many):
+            times: dict[AnyForm, float] = {}
+            wide = wide_form(many, shape.outputs) if self.wide else None
+            for form in forms(many) if wide is None else (wide,):
                 if form.room(many) > self.room:
                     continue
-                error = _error(partial(_product, self.kernel, form, linears[0]), linears[0], x[: tokens - 3])
+                error = _error(partial(_product, self.kernels, form, linears[0]), linears[0], x[: tokens - 3])
                 if not error <= TOLERANCE[dtype]:
                     raise Rejected(f"wrong by {error:.1e} in {shape.outputs} x {shape.inputs}, {tokens} tokens")
-                times[form] = self._seconds(partial(_product, self.kernel, form), linears, x)
+                times[form] = self._seconds(partial(_product, self.kernels, form), linears, x)
             if not times:
-                break
+                continue
             form = min(times, key=times.__getitem__)
             plain, spared = self._seconds(_plain, linears, x), self._spared(form, linears, x)
             best.append(Timed(many, form, times[form], plain, spared))
@@ -167,9 +180,9 @@ class _Check:
                 break
         return best
 
-    def _spared(self, form: Form, linears: Sequence[Any], x: mx.array) -> float:
+    def _spared(self, form: AnyForm, linears: Sequence[Any], x: mx.array) -> float:
         """Return the seconds of the host that the kernel saves for one product."""
-        ways = partial(_product, self.kernel, form), _plain
+        ways = partial(_product, self.kernels, form), _plain
         kernel, plain = (self.meter.host_seconds([partial(way, each) for each in linears], x) for way in ways)
         return max(0.0, plain - kernel) / len(linears)
 
@@ -178,8 +191,8 @@ class _Check:
         return self.meter.device_seconds([partial(way, each) for each in linears], x) / len(linears)
 
 
-def _product(kernel: Skinny, form: Form, linear: Any, x: mx.array) -> mx.array:
-    return kernel(x, linear["weight"], linear.get("bias"), form)
+def _product(kernels: FewRows, form: AnyForm, linear: Any, x: mx.array) -> mx.array:
+    return kernels.compute(x, linear["weight"], linear.get("bias"), form)
 
 
 def _plain(linear: Any, x: mx.array) -> mx.array:

@@ -3,6 +3,8 @@
 A block of threads has one row, so a row's results do not depend on other rows. The sum is rounded to its type before
 the norm reads it, and the normed numbers are rounded before they are multiplied by the weight, as MLX's own operations
 do. For few rows both operations take longer to start than to run, so one kernel takes half of their time.
+
+The second array may be given as parts whose sum it is; a kernel of its own to add them up would take as long again.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tandem.model.kernels.dialect import Make, Source
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
 from mlx_tandem.model.kernels.paged_attention import bits_of
 
 EACH = 4
@@ -37,9 +39,23 @@ _BODY = r"""
     const int number = 4 * (i * WIDTH + THREAD);
     const bool there = number < D;
     const int from = there ? number : 0;
-    const uint2 x = LOAD8(a + at + from), y = LOAD8(b + at + from);
+    const uint2 x = LOAD8(a + at + from);
     scale[i] = LOAD8(weight + from);
-    const float2 x0 = pair(x.x, T()), x1 = pair(x.y, T()), y0 = pair(y.x, T()), y1 = pair(y.y, T());
+    const float2 x0 = pair(x.x, T()), x1 = pair(x.y, T());
+    float2 y0, y1;
+#if DIVIDED
+    float4 y = FLOAT4(0.0f, 0.0f, 0.0f, 0.0f);
+    UNROLL
+    for (int part = 0; part < PARTS; part++) {
+      const uint4 words = LOAD16(b + (size_t)part * GROUPS_X * D + at + from);
+      y.x += FLOAT_BITS(words.x), y.y += FLOAT_BITS(words.y);
+      y.z += FLOAT_BITS(words.z), y.w += FLOAT_BITS(words.w);
+    }
+    y0.x = float(T(y.x)), y0.y = float(T(y.y)), y1.x = float(T(y.z)), y1.y = float(T(y.w));
+#else
+    const uint2 y = LOAD8(b + at + from);
+    y0 = pair(y.x, T()), y1 = pair(y.y, T());
+#endif
     Four<T> both;
     both.of[0] = T(x0.x + y0.x), both.of[1] = T(x0.y + y0.y);
     both.of[2] = T(x1.x + y1.x), both.of[3] = T(x1.y + y1.y);
@@ -84,22 +100,33 @@ class AddNorm:
     """The kernel that adds two arrays and norms the sum; `make` makes it."""
 
     def __init__(self, make: Make):
-        self._kernel = make(Source("add_norm", ["a", "b", "weight"], ["sum", "normed"], _BODY, _FUNCTIONS))
+        self._plain, self._divided = _kernel(make, divided=False), _kernel(make, divided=True)
 
     def __call__(
         self, a: mx.array, b: mx.array, norm: Norm, shape: Sequence[int] | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return a + b and its norm for two arrays [..., dim] of one shape and of the weight's type.
+        """Return a + b and its norm for an array a [..., dim] of the weight's type, and b like it.
 
-        The type has 16 bits, and `dim` is a multiple of EACH. shape: that of both results; None: the shape of a.
+        b may also be the parts [parts, *a.shape], float32, of such an array. The type has 16 bits, and `dim` is a
+        multiple of EACH. shape: that of both results; None: the shape of a.
         """
         dim, shape = a.shape[-1], a.shape if shape is None else shape
         threads = min(MOST_THREADS, -(-dim // (32 * EACH)) * 32)
-        total, normed = self._kernel(
+        divided = b.ndim > a.ndim
+        template: dict[str, Constant] = {"T": a.dtype, "D": dim, "WIDTH": threads, "EPSILON": bits_of(norm.epsilon)}
+        if divided:
+            template["PARTS"] = b.shape[0]
+        total, normed = (self._divided if divided else self._plain)(
             [a, b, norm.weight],
-            {"T": a.dtype, "D": dim, "WIDTH": threads, "EPSILON": bits_of(norm.epsilon)},
+            template,
             (a.size // dim, 1, 1),
             threads,
             [(shape, a.dtype), (shape, a.dtype)],
         )
         return total, normed
+
+
+def _kernel(make: Make, *, divided: bool) -> Kernel:
+    name = "add_norm_parts" if divided else "add_norm"
+    body = f"#define DIVIDED {int(divided)}\n" + _BODY
+    return make(Source(name, ["a", "b", "weight"], ["sum", "normed"], body, _FUNCTIONS))

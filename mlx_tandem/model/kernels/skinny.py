@@ -49,12 +49,12 @@ def forms(eighths: int) -> tuple[Form, ...]:
         4: (Form(2, 8, 4), Form(3, 8, 4), Form(4, 4, 3)),
         5: (Form(2, 8, 4), Form(4, 8, 3)),
         8: (Form(3, 8, 3),),
-    }[eighths]
+    }.get(eighths, ())
 
 
-EIGHTHS = (1, 2, 4, 5, 8)
-"""Numbers of tokens, divided by eight, for which there are kernels. 40 tokens are those of eight rows with four drafts
-each."""
+EIGHTHS = (1, 2, 4, 5, 8, 10)
+"""Numbers of tokens, divided by eight, for which there are kernels, here or in `wgmma.py`. 40 and 80 tokens are those
+of eight and sixteen rows with four drafts each."""
 
 
 def eighths(tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Linears whose products of few rows are computed by `kernels/skinny.py` and not by MLX."""
+"""Linears whose products of few rows are computed by `kernels/skinny.py` or `kernels/wgmma.py` and not by MLX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_tandem.model.clone import clone
+from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths, fits
+from mlx_tandem.model.kernels.wgmma import Product, Wgmma, WideForm
 from mlx_tandem.model.linears.merged import Merged
 from mlx_tandem.model.linears.transposed import TransposedLinear
 from mlx_tandem.model.mixin import mix_in
@@ -29,20 +31,30 @@ class Shape(NamedTuple):
         return Shape(outputs, inputs, "bias" in linear)
 
 
-Forms = Mapping[Shape, Mapping[int, Form]]
-"""Forms of the kernel by shape and number of tokens (in `eighths`)."""
+AnyForm = Form | WideForm
+"""Form of one of the kernels."""
+
+Forms = Mapping[Shape, Mapping[int, AnyForm]]
+"""Forms by shape and number of tokens (in `eighths`)."""
 
 
 class FewRows:
-    """The kernel and the forms in which it is used: in steps of the base, and in steps with adapters.
+    """The kernels and the forms in which they are used: in steps of the base, and in steps with adapters.
 
     Steps with adapters are traced between `begin` and `end`.
     """
 
-    def __init__(self, kernel: Skinny, base: Forms, adapted: Forms):
-        self.base, self.adapted = base, adapted
-        self._kernel = kernel
-        self._forms = base
+    def __init__(self, make: Make, base: Forms | None = None, adapted: Forms | None = None):
+        self.base, self.adapted = base or {}, adapted or {}
+        self._skinny, self._wgmma = Skinny(make), Wgmma(make)
+        self._forms = self.base
+        self._newest: Product | None = None
+
+    @property
+    def divides(self) -> bool:
+        """Whether some outputs are sums of parts."""
+        forms = [form for by_shape in (self.base, self.adapted) for own in by_shape.values() for form in own.values()]
+        return any(isinstance(form, WideForm) and form.parts > 1 for form in forms)
 
     def begin(self) -> None:
         """Begin a step with adapters."""
@@ -61,7 +73,23 @@ class FewRows:
         if tokens == 1:  # MLX has a kernel of its own for one token, which is as fast
             return None
         form = self._forms.get(Shape.of(linear), {}).get(eighths(tokens))
-        return None if form is None else self._kernel(x, weight, linear.get("bias"), form)
+        return None if form is None else self.compute(x, weight, linear.get("bias"), form)
+
+    def compute(self, x: mx.array, weight: mx.array, bias: mx.array | None, form: AnyForm) -> mx.array:
+        """Return x @ weight.T + bias by the kernel in this form."""
+        if isinstance(form, Form):
+            return self._skinny(x, weight, bias, form)
+        self._newest = self._wgmma(x, weight, bias, form)
+        return self._newest.y
+
+    def parts(self, y: mx.array) -> mx.array | None:
+        """Return the parts [parts, *y.shape], float32, of which y is the sum; None unless y is the newest output and
+        was divided.
+
+        Whoever adds them up itself does not use y, which is then never computed.
+        """
+        newest, self._newest = self._newest, None
+        return newest.parts if newest is not None and newest.y is y else None
 
 
 class SkinnyLinear:
@@ -95,6 +123,11 @@ def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
     modules += [one.linear for one in merged]
     own = [m for m in modules if type(m) in kinds or isinstance(m, TransposedLinear)]
     return [m for m in own if fits(m["weight"], m.get("bias"))]
+
+
+def few_rows(module: nn.Module) -> FewRows | None:
+    """Return what computes few rows of linears within a module; None if MLX does."""
+    return next((few for m in module.modules() if (few := getattr(m, "_few", None)) is not None), None)
 
 
 def speed_up(modules: Iterable[nn.Module], merged: Iterable[Merged], few: FewRows) -> None:

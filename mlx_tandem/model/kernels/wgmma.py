@@ -1,0 +1,276 @@
+"""Kernels for the product of 33 to 80 rows by a linear's weights, by the instruction `wgmma` of NVIDIA's Hopper.
+
+A block of threads has some outputs and one part of the inputs. It goes through the inputs in slices: while the tensor
+cores multiply one slice, the next ones are on their way from device memory to the block's own memory, from where the
+instruction reads both factors. All threads load. Each of the first groups of 128 threads multiplies the weights of 64
+outputs by all tokens. If the inputs are divided into several parts, the parts' sums are added up in their order, either
+by a second kernel or by the kernel that reads the output (`add_norm.py`). So within one form the sum of a row does not
+depend on how many other rows there are.
+
+The kernels are for CUDA devices of compute capability 9.0 only.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
+from mlx_tandem.model.kernels.skinny import eighths
+
+_LINE_BYTES = 128
+"""Bytes of a line of the block's memory, which holds 64 inputs of an output or token. The instruction wants them
+swizzled."""
+
+_GROUP = 128
+"""Threads that issue the instruction together."""
+
+_OUTPUTS = 64
+"""Outputs of a group."""
+
+_LOADING = 3
+"""Least groups of a block. Those without outputs only load."""
+
+_ALIGNED = 1024
+"""Bytes to whose multiples the instruction wants lines aligned."""
+
+_ROOM = 227 << 10
+"""Bytes of a block's own memory on Hopper."""
+
+_PROCESSORS = 132
+"""Processors of an H100 or H200. Each has one block at a time, because a block uses its whole memory."""
+
+_SUMMED = 4
+"""Neighbouring outputs that each thread of the second kernel adds up."""
+
+_THREADS = 256
+"""Threads of a block of the second kernel."""
+
+
+class WideForm(NamedTuple):
+    """A way to cut the work into blocks, parts and slices."""
+
+    groups: int
+    """Groups of 128 threads that multiply; a block has 64 · groups outputs."""
+
+    parts: int
+    """Parts of the inputs."""
+
+    tiles: int
+    """Tiles of a slice, each of 64 inputs. With fewer, threads wait for one another more often."""
+
+    stages: int
+    """Slices in the block's memory at once, two or more."""
+
+    def room(self, eighths: int) -> int:
+        """Return the bytes of a block's own memory for this many tokens, divided by eight."""
+        return self.stages * self.tiles * _tile_bytes(self.groups, eighths) + _ALIGNED
+
+
+def wide_form(eighths: int, outputs: int) -> WideForm | None:
+    """Return the form for this many outputs and tokens, the latter divided by eight; None if the kernels are not for
+    them.
+
+    Blocks have so many outputs that no processor has two blocks, if that is possible, and the inputs are divided until
+    most processors have one.
+    """
+    if not 4 < eighths <= 10 or outputs % _SUMMED:
+        return None
+
+    def blocks(groups: int) -> int:
+        return -(-outputs // (_OUTPUTS * groups))
+
+    groups = next((n for n in (1, 2) if blocks(n) <= _PROCESSORS), 3)
+    parts = next((n for n in (4, 2) if n * blocks(groups) <= _PROCESSORS), 1)
+    tiles = 4 if groups == 1 else 2
+    return WideForm(groups, parts, tiles, (_ROOM - _ALIGNED) // (tiles * _tile_bytes(groups, eighths)))
+
+
+class Product(NamedTuple):
+    """The output of a linear."""
+
+    y: mx.array
+    parts: mx.array | None
+    """Parts [parts, *y.shape], float32, of which y is the sum; None if y was not divided or has a bias."""
+
+
+class Wgmma:
+    """The kernels, for 16-bit types only."""
+
+    def __init__(self, make: Make):
+        self._product = cache(lambda biased, whole, tokens, room: _product(make, biased, whole, tokens, room))
+        self._sum = cache(lambda biased: _sum(make, biased))
+
+    def __call__(self, x: mx.array, weight: mx.array, bias: mx.array | None, form: WideForm) -> Product:
+        """Return x @ weight.T + bias for x [..., inputs], weight [outputs, inputs] and bias [outputs].
+
+        The arrays are contiguous and of one type; x has no more tokens than 8 · EIGHTHS[-1]; the number of outputs is a
+        multiple of four.
+        """
+        outputs, inputs = weight.shape
+        flat, shape = x.reshape(-1, inputs), (*x.shape[:-1], outputs)
+        tokens, whole, biases = 8 * eighths(len(flat)), form.parts == 1, [] if bias is None else [bias]
+        template: dict[str, Constant] = {"T": x.dtype, "TOKENS": tokens, "TILES": form.tiles, "STAGES": form.stages}
+        template |= {"GROUPS": form.groups, "LOADING": max(form.groups, _LOADING), "PARTS": form.parts}
+        (y,) = self._product(whole and bias is not None, whole, tokens, form.room(tokens // 8))(
+            [flat, weight, *(biases if whole else [])],
+            template,
+            (-(-outputs // (_OUTPUTS * form.groups)), form.parts, 1),
+            _GROUP * max(form.groups, _LOADING),
+            [(shape, x.dtype) if whole else ((form.parts, *shape), mx.float32)],
+        )
+        if whole:
+            return Product(y, None)
+        blocks = -(-len(flat) * outputs // (_SUMMED * _THREADS))
+        template = {"T": x.dtype, "PARTS": form.parts, "AXES": y.ndim}
+        (total,) = self._sum(bias is not None)([y, *biases], template, (blocks, 1, 1), _THREADS, [(shape, x.dtype)])
+        return Product(total, y if bias is None else None)
+
+
+def _tile_bytes(groups: int, eighths: int) -> int:
+    """Return the bytes of a tile, which has a line of each output and token. `eighths`: tokens, divided by eight."""
+    return _LINE_BYTES * (_OUTPUTS * groups + 8 * eighths)
+
+
+def _product(make: Make, biased: bool, whole: bool, tokens: int, room: int) -> Kernel:
+    name, inputs, bias = ("wgmma_biased", ["bias"], "float(bias[n])") if biased else ("wgmma", [], "0.0f")
+    body = f"#define BIAS(n) {bias}\n#define WHOLE {int(whole)}\n" + _BODY
+    return make(Source(name, ["x", "weight", *inputs], ["y"], body, _instructions(tokens) + _LOAD, room=room))
+
+
+def _sum(make: Make, biased: bool) -> Kernel:
+    name, inputs, bias = ("wgmma_sum_biased", ["bias"], "float(bias[n])") if biased else ("wgmma_sum", [], "0.0f")
+    return make(Source(name, ["parts", *inputs], ["y"], f"#define BIAS(n) {bias}\n" + _SUM))
+
+
+def _instructions(tokens: int) -> str:
+    """Return the functions that issue instructions for this many tokens. Tests define their own (HAS_WGMMA)."""
+    count = tokens // 2  # sums of a thread
+    places = ", ".join(f"%{i}" for i in range(count))
+    sums = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    multiply = "".join(
+        f"""
+DEVICE void multiply(float (&d)[{count}], unsigned long long a, unsigned long long b, {kind}) {{
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; wgmma.mma_async.sync.aligned.m64n{tokens}k16"
+    ".f32.{name}.{name} {{{places}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"
+    : {sums} : "l"(a), "l"(b), "r"(1));
+}}"""
+        for kind, name in (("__nv_bfloat16", "bf16"), ("__half", "f16"))
+    )
+    return f"""
+#ifndef HAS_WGMMA
+// Return the instruction's description of lines of 128 swizzled bytes, aligned to 1,024 bytes.
+DEVICE unsigned long long described(const uint4* lines) {{
+  const uint address = (uint)__cvta_generic_to_shared(lines);
+  return (unsigned long long)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}}
+// Add to `d` the product of 16 inputs of 64 lines of `a` by those of the lines of `b`, which are described.{multiply}
+DEVICE void show_to_products() {{ asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }}
+DEVICE void open_products() {{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }}
+DEVICE void close_products() {{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }}
+template <typename T>
+DEVICE void wait_for_products(float (&d)[{count}], T) {{
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : {sums} :: "memory");
+}}
+#endif
+"""
+
+
+_LOAD = """
+// Ask for TILES lines of 64 inputs from k on of the block's outputs and of all tokens. Inputs from `end` on are 0.
+template <typename T, int OUTPUTS, int LINES, int TILES, int THREADS_>
+DEVICE void load(uint4* to, const GLOBAL T* own, int outputs, const GLOBAL T* x, int tokens, int k, int end, int K,
+                 int thread) {
+  UNROLL for (int i = 0; i < LINES * 8; i += THREADS_) {
+    const int each = i + thread, line = each / 8, column = each % 8;
+    if (each < LINES * 8) {
+      const GLOBAL T* from = line < OUTPUTS ? own + (size_t)min(line, outputs - 1) * K
+                                            : x + (size_t)min(line - OUTPUTS, tokens - 1) * K;
+      UNROLL for (int tile = 0; tile < TILES; tile++) {
+        const int at = k + 64 * tile + 8 * column;
+        ASYNC16(to + (tile * LINES + line) * 8 + (column ^ (line % 8)), from + (at < end ? at : 0), at < end);
+      }
+    }
+  }
+}
+"""
+
+# GROUP_X is the slice of the outputs, GROUP_Y the part of the inputs.
+_BODY = """
+  constexpr int OUTPUTS = 64 * GROUPS, LINES = OUTPUTS + TOKENS, TILE = 8 * LINES, SLICE = TILES * TILE;
+  constexpr int WIDTH = 64 * TILES, ALL = 128 * LOADING;
+  ROOM(uint4, memory);
+  uint4* room = (uint4*)(((unsigned long long)memory + 1023) / 1024 * 1024);
+  const int K = weight_shape[1], N = weight_shape[0], M = x_shape[0];
+  const int first = GROUP_X * OUTPUTS, group = SHUFFLE(THREAD / 128, 0);
+  const int length = ((K + WIDTH - 1) / WIDTH + PARTS - 1) / PARTS * WIDTH;
+  const int begin = GROUP_Y * length, end = min(K, begin + length), slices = (end - begin + WIDTH - 1) / WIDTH;
+  const GLOBAL T* own = weight + (size_t)first * K;
+#define LOAD(s, stage)                                                                                             \\
+  if ((s) < slices)                                                                                                \\
+    load<T, OUTPUTS, LINES, TILES, ALL>(room + (stage) * SLICE, own, N - first, x, M, begin + (s) * WIDTH, end, K, \\
+                                        THREAD);                                                                   \\
+  ASYNC_CLOSE();
+  UNROLL for (int s = 0; s < STAGES - 1; s++) {
+    LOAD(s, s)
+  }
+  float sums[TOKENS / 2];
+  UNROLL for (int i = 0; i < TOKENS / 2; i++) sums[i] = 0.0f;
+  int stage = 0, free = STAGES - 1;
+  for (int s = 0; s < slices; s++) {
+    ASYNC_WAIT(STAGES - 2);
+    show_to_products();
+    if (group < GROUPS) wait_for_products(sums, T());
+    BARRIER();  // this slice is there for all of them, and all of them have done with the one before it
+    if (group < GROUPS) {
+      const unsigned long long a = described(room + stage * SLICE + 64 * group * 8);
+      const unsigned long long b = described(room + stage * SLICE + OUTPUTS * 8);
+      open_products();
+      UNROLL for (int tile = 0; tile < TILES; tile++) {
+        UNROLL for (int k = 0; k < 4; k++) multiply(sums, a + tile * TILE + 2 * k, b + tile * TILE + 2 * k, T());
+      }
+      close_products();
+    }
+    LOAD(s + STAGES - 1, free)
+    free = stage;
+    stage = stage == STAGES - 1 ? 0 : stage + 1;
+  }
+  ASYNC_WAIT(0);
+  if (group >= GROUPS) return;
+  wait_for_products(sums, T());
+  // A thread has two neighbouring tokens of every eight, of outputs `output` and `output` + 8.
+  const int output = first + 64 * group + 16 * (WARP % 4) + LANE / 4;
+  UNROLL for (int i = 0; i < TOKENS / 8; i++) {
+    UNROLL for (int j = 0; j < 4; j++) {
+      const int m = 8 * i + 2 * (LANE % 4) + j % 2, n = output + j / 2 * 8;
+      if (m < M && n < N) {
+#if WHOLE
+        y[(size_t)m * N + n] = T(sums[4 * i + j] + BIAS(n));
+#else
+        y[((size_t)GROUP_Y * M + m) * N + n] = sums[4 * i + j];
+#endif
+      }
+    }
+  }
+"""
+
+_SUM = """
+  const int N = parts_shape[AXES - 1];
+  size_t count = 1;
+  UNROLL for (int axis = 1; axis < AXES; axis++) count *= parts_shape[axis];
+  const size_t at = ((size_t)GROUP_X * THREADS + THREAD) * 4;
+  if (at < count) {
+    const int n = at % N;
+    float4 sum = FLOAT4(BIAS(n), BIAS(n + 1), BIAS(n + 2), BIAS(n + 3));
+    UNROLL for (int part = 0; part < PARTS; part++) {
+      const uint4 words = LOAD16(parts + part * count + at);
+      sum.x += FLOAT_BITS(words.x);
+      sum.y += FLOAT_BITS(words.y);
+      sum.z += FLOAT_BITS(words.z);
+      sum.w += FLOAT_BITS(words.w);
+    }
+    *(uint2*)(y + at) = WORDS2(packed(sum.x, sum.y, T()), packed(sum.z, sum.w, T()));
+  }
+"""
