@@ -15,6 +15,10 @@ EXACT_ROWS = 4
 """Most rows of a step for which no row is added as padding."""
 
 
+LEAST_WIDTH = 32
+"""Least blocks of a table in mixed steps, if kernels read them. When a table grows, the step that was built ahead of
+time is built for nothing, and another kind of step is traced."""
+
 SHORTEST, NARROWEST = 4, 8
 """Least length of rows that draw several tokens, and the least width of their tables."""
 
@@ -75,12 +79,14 @@ def drafting_width(blocks: int) -> int:
 
 
 def coarse_width(blocks: int, *, gathers: bool) -> int:
-    """Return a coarser `table_width` for mixed steps: the next power of two.
+    """Return a coarser `table_width` for mixed steps: the next power of two, at least LEAST_WIDTH.
 
-    With `gathers` every block of a table is copied, so the numbers halfway between are taken, too.
+    With `gathers` every block of a table is copied, so narrower tables and the numbers halfway between are used, too.
     """
     whole = 1 << max(blocks - 1, 0).bit_length()
-    return 3 * whole // 4 if gathers and whole >= 4 and blocks <= 3 * whole // 4 else whole
+    if not gathers:
+        return max(whole, LEAST_WIDTH)
+    return 3 * whole // 4 if whole >= 4 and blocks <= 3 * whole // 4 else whole
 
 
 def table_width(blocks: int) -> int:
