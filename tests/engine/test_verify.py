@@ -18,6 +18,7 @@ from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
+from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.turns import TurnShape
 from mlx_tandem.model.kernels.accept import Accept
@@ -235,8 +236,17 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
         used.append(built is not None and found[1] is built and self._is_ahead)
         return found
 
+    ends = []
+    build = Prebuilt.build
+
+    def told(self: Prebuilt, call: StepCall, *, dispatches: bool = False) -> None:
+        assert self._behind is not None and not (dispatches and self._behind.ends)
+        ends.append(self._behind.ends)
+        build(self, call, dispatches=dispatches)
+
     monkeypatch.setattr(Prebuilt, "drop", drop)
     monkeypatch.setattr(Prebuilt, "results", counted)
+    monkeypatch.setattr(Prebuilt, "build", told)
     monkeypatch.setattr(prebuilt, "LEAST_USED", 0.0)
     monkeypatch.setattr(prebuilt, "LEAST_USED_EARLY", 0.0)
     monkeypatch.setattr(MLXRunner, "one_at_a_time", False)
@@ -246,11 +256,33 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
     for together in (*([request] for request in asked), asked):
         loop = serve(engine, together, Waiting(free, wrong))
         assert all(said == free.tokens[key] for key, said in loop.tokens.items())
-    assert any(used) and any(dropped)
+    assert any(used) and any(dropped) and set(ends) == {False, True}
     used.clear()
     runner.dispatches_ahead = False
     serve(engine, asked, Waiting(free, wrong))
     assert used and not any(used)
+
+
+def test_a_plan_says_that_its_sequences_are_near_their_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence has as many drafts in the next plan if even then there is room for all that its row may bring."""
+    engine = make_engine(folder, max_num_seqs=8)
+    asked = requests("greedy")
+    free = serve(engine, asked)
+    original, seen = Scheduler.plan, []
+
+    def plan(self: Scheduler, background: bool = True) -> StepPlan | None:
+        made = original(self, background)
+        if made is not None:
+            verified = [(self._sequences[r.sequence], len(r.tokens)) for r in made.rows if r.kind is RowKind.VERIFY]
+            near = any(s.most_tokens - s.total < tokens for s, tokens in verified)  # `total` has all of them
+            assert made.ends == near
+            seen.append(near)
+        return made
+
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    for request in asked:
+        serve(engine, [request], Waiting(free, 0))
+    assert set(seen) == {False, True}
 
 
 def test_graphs_that_are_not_used_are_no_longer_built() -> None:
