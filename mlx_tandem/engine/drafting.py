@@ -25,12 +25,12 @@ class Drafting:
         self.most_tokens = most_tokens
         self._running = 0
         self.proposes: Proposer | None = None  # where sequences draft in the plan that is being made
-        self.ends = False  # whether a sequence that drafts in that plan may have fewer drafts in the next one
+        self.near_end = False  # whether a sequence that drafts in that plan may have fewer drafts in the next one
         self.proposer: Proposer | None = None  # the owner sets it before the first request
 
     def begin(self, running: Collection[Sequence], wanted: Collection[Sequence]) -> None:
         """Begin a plan in which these sequences run, the `wanted` of which may have rows."""
-        self._running, self.proposes, self.ends = len(running), None, False
+        self._running, self.proposes, self.near_end = len(running), None, False
         if self.proposer is not None:
             for_all = self.proposer.for_all
             may_draft = any(s.request.speculate if for_all else s.request.prediction for s in running)
@@ -84,7 +84,7 @@ class Drafting:
         drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
         if drafts:
             drafts = drafts[: self._blocks.drafts.take(s, len(drafts), self._running)]
-            self.ends |= s.most_tokens - s.total < 2 * (1 + len(drafts))
+            self.near_end |= s.most_tokens - s.total < 2 * (1 + len(drafts))
         return drafts
 
     def are_predicted(self, s: Sequence) -> bool:

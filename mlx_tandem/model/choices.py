@@ -79,7 +79,9 @@ class AttentionDivision(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FormsByShape(NamedTuple):
-    """The forms of the kernels for few rows by number of tokens (in `eighths`), for linears of one shape."""
+    """Forms by number of tokens (in `eighths`) for linears of one shape: `forms` of kernels/skinny.py, and `wide` of
+    kernels/wgmma.py.
+    """
 
     shape: Shape
     forms: dict[int, Form]

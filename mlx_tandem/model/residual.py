@@ -26,7 +26,7 @@ from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import residual as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import EACH, AddNorm, Norm
-from mlx_tandem.model.linears.skinny import FewRows, few_rows
+from mlx_tandem.model.linears.skinny import FewRows, find_few_rows
 from mlx_tandem.model.mixin import mix_in
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def install(model: nn.Module) -> None:
     layers = fusable(model)
     if not layers:
         return
-    kernel, few = AddNorm(dialect.maker("cuda")), few_rows(model)
+    kernel, few = AddNorm(dialect.maker("cuda")), find_few_rows(model)
     if problem := check.problem(kernel, layers[0][1].middle, divided=few is not None and few.divides):
         log.warning("sums and norms run apart: %s", problem)
     else:
@@ -114,7 +114,7 @@ def use(layers: Sequence[tuple[nn.Module, Parts]], kernel: AddNorm) -> None:
     norms = {id(layer.input_layernorm) for layer, parts in layers if isinstance(parts.attention, BY_TOKENS)}
     for layer, parts in layers:
         own: Any = layer
-        own._parts, own._add_norm, own._few_rows = parts, kernel, few_rows(layer)
+        own._parts, own._add_norm, own._few_rows = parts, kernel, find_few_rows(layer)
         own._hands_tokens = id(parts.following) in norms
         mix_in(layer, FusedLayer)
         following: Any = parts.following
@@ -145,7 +145,7 @@ class FusedLayer:
     _parts: Parts
     _add_norm: AddNorm
     _few_rows: FewRows | None
-    """What computes few rows of the layer's linears, and may have divided a sum into parts."""
+    """The kernels of the layer's linears, which may return an output as parts."""
 
     _hands_tokens: bool
     """Whether the next layer's attention can accept [tokens, dim], so that this layer may return that shape."""
@@ -181,7 +181,7 @@ class FusedLayer:
         """Return a + b and its norm, both reshaped to `shape`. The kernel is for few tokens of the weight's type."""
         few = a.size <= MOST_TOKENS * a.shape[-1]
         if few and a.dtype == b.dtype == norm.weight.dtype and a.shape == b.shape:
-            parts = None if self._few_rows is None else self._few_rows.parts(b)
+            parts = None if self._few_rows is None else self._few_rows.take_parts(b)
             return self._add_norm(a, b if parts is None else parts, norm, shape)
         total = (a + b).reshape(shape)
         return total, mx.fast.rms_norm(total, norm.weight, norm.epsilon)

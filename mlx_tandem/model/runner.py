@@ -394,14 +394,14 @@ class MLXRunner:
     def _build_behind(self, flight: Flight) -> None:
         """Build a step like `flight`, if no later step is in flight and the next one is likely to be of its kind.
 
-        Dispatch it as well if it can wait on the device for its numbers, unless it may well be of another kind because
-        a sequence is near its end: the device would compute it for nothing.
+        Dispatch it as well if it can wait on the device for its numbers, unless a sequence is near its end: the next
+        step may then be of another kind, and the device would have computed this one for nothing.
         """
         forward = self._prebuilt.take_repeatable(flight)
         if forward is not None:
             given = forward.given
             call = StepCall(forward.step, forward.numbers, self._arguments(given), self._forward.reported(given.key))
-            waits = self.dispatches_ahead and forward.can_wait and call.room > 0 and not flight.plan.ends
+            waits = self.dispatches_ahead and forward.can_wait and call.room > 0 and not flight.plan.near_end
             others = self.has_company or flight.plan.saves or self.one_at_a_time
             self._prebuilt.build(call, dispatches=waits and not others)
 

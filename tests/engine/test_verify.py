@@ -239,14 +239,14 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
     ends = []
     build = Prebuilt.build
 
-    def told(self: Prebuilt, call: StepCall, *, dispatches: bool = False) -> None:
-        assert self._behind is not None and not (dispatches and self._behind.ends)
-        ends.append(self._behind.ends)
+    def recorded(self: Prebuilt, call: StepCall, *, dispatches: bool = False) -> None:
+        assert self._behind is not None and not (dispatches and self._behind.near_end)
+        ends.append(self._behind.near_end)
         build(self, call, dispatches=dispatches)
 
     monkeypatch.setattr(Prebuilt, "drop", drop)
     monkeypatch.setattr(Prebuilt, "results", counted)
-    monkeypatch.setattr(Prebuilt, "build", told)
+    monkeypatch.setattr(Prebuilt, "build", recorded)
     monkeypatch.setattr(prebuilt, "LEAST_USED", 0.0)
     monkeypatch.setattr(prebuilt, "LEAST_USED_EARLY", 0.0)
     monkeypatch.setattr(MLXRunner, "one_at_a_time", False)
@@ -264,7 +264,7 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
 
 
 def test_a_plan_says_that_its_sequences_are_near_their_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence has as many drafts in the next plan if even then there is room for all that its row may bring."""
+    """It says so if a sequence may lack room for another row with as many tokens."""
     engine = make_engine(folder, max_num_seqs=8)
     asked = requests("greedy")
     free = serve(engine, asked)
@@ -274,8 +274,8 @@ def test_a_plan_says_that_its_sequences_are_near_their_ends(folder: Path, monkey
         made = original(self, background)
         if made is not None:
             verified = [(self._sequences[r.sequence], len(r.tokens)) for r in made.rows if r.kind is RowKind.VERIFY]
-            near = any(s.most_tokens - s.total < tokens for s, tokens in verified)  # `total` has all of them
-            assert made.ends == near
+            near = any(s.most_tokens - s.total < tokens for s, tokens in verified)  # `total` includes them
+            assert made.near_end == near
             seen.append(near)
         return made
 

@@ -350,9 +350,9 @@ struct Product {
 static Product products[MOST][16];
 static int asked_for[MOST];
 }  // namespace shim
-DEVICE unsigned long long described(const void* lines) { return (unsigned long long)lines >> 4; }
-template <class T> DEVICE float number_of(unsigned long long described, int line, int k) {
-  const char* address = (const char*)(described << 4);
+DEVICE unsigned long long descriptor(const void* lines) { return (unsigned long long)lines >> 4; }
+template <class T> DEVICE float number_of(unsigned long long lines, int line, int k) {
+  const char* address = (const char*)(lines << 4);
   const size_t column = (size_t)address % 128 / 16 + k / 8;
   T x;
   memcpy(&x.raw, address - (size_t)address % 128 + line * 128 + (column ^ (line % 8)) * 16 + k % 8 * 2, 2);
@@ -363,10 +363,10 @@ template <int N, class T> DEVICE void multiply(float (&)[N], unsigned long long 
   if (count == 16) shim::fail("too many products are asked for");
   shim::products[shim::current][count++] = {a, b};
 }
-DEVICE void show_to_products() {}
-DEVICE void open_products() {}
-DEVICE void close_products() {}
-template <class T, int N> DEVICE void wait_for_products(float (&d)[N], T) {
+DEVICE void fence_async_proxy() {}
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() {}
+template <class T, int N> DEVICE void wgmma_wait(float (&d)[N], T) {
   const int thread = shim::current % 128, row = thread / 32 * 16 + thread % 32 / 4;
   for (int each = 0; each < shim::asked_for[shim::current]; each++) {
     const shim::Product one = shim::products[shim::current][each];

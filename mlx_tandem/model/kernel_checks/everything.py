@@ -166,12 +166,12 @@ def _log(kernels: Kernels) -> None:
 
 
 def _by_shape(forms: Forms) -> tuple[FormsByShape, ...]:
-    """Return the forms apart by kernel, as they are kept."""
+    """Return the forms by shape, divided by kernel, as they are saved."""
 
-    def of(kind: type[Any], own: Mapping[int, AnyForm]) -> dict[int, Any]:
+    def only(kind: type[Any], own: Mapping[int, AnyForm]) -> dict[int, Any]:
         return {eighths: form for eighths, form in own.items() if isinstance(form, kind)}
 
-    return tuple(FormsByShape(shape, of(Form, own), of(WideForm, own)) for shape, own in forms.items())
+    return tuple(FormsByShape(shape, only(Form, own), only(WideForm, own)) for shape, own in forms.items())
 
 
 def _forms(kept: Sequence[FormsByShape]) -> Forms:

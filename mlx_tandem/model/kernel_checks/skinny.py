@@ -52,7 +52,7 @@ def choose(
 ) -> Choice[FewRows | None]:
     """Return which products of these linears the kernel computes; None stands for MLX's own product everywhere.
 
-    `make`, `meter`, `room` (bytes of a thread block's own memory) and `wide` (whether it has `wgmma`) default to those
+    `make`, `meter`, `room` (bytes of a thread block's own memory) and `wide` (whether to try `wgmma`) default to those
     of this device.
     """
     if make is None:
@@ -141,7 +141,7 @@ class Timed(NamedTuple):
 class _Check:
     """The measurements of the kernels on one device.
 
-    make: makes the kernels; room: the bytes of a thread block's own memory; wide: whether the device has `wgmma`.
+    make: makes the kernels; room: the bytes of a thread block's own memory; wide: whether to try `wgmma`.
     """
 
     make: dialect.Make

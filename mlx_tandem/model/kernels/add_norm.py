@@ -4,7 +4,7 @@ A block of threads has one row, so a row's results do not depend on other rows. 
 the norm reads it, and the normed numbers are rounded before they are multiplied by the weight, as MLX's own operations
 do. For few rows both operations take longer to start than to run, so one kernel takes half of their time.
 
-The second array may be given as parts whose sum it is; a kernel of its own to add them up would take as long again.
+The second array may be given as parts, which this kernel adds up. A kernel apart would take as long again.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class AddNorm:
     def __call__(
         self, a: mx.array, b: mx.array, norm: Norm, shape: Sequence[int] | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return a + b and its norm for an array a [..., dim] of the weight's type, and b like it.
+        """Return a + b and its norm for a and b [..., dim] of the weight's type.
 
-        b may also be the parts [parts, *a.shape], float32, of such an array. The type has 16 bits, and `dim` is a
-        multiple of EACH. shape: that of both results; None: the shape of a.
+        b may also be float32 parts [parts, *a.shape], which are added up and rounded first. The type has 16 bits, and
+        `dim` is a multiple of EACH. shape: that of both results; None: the shape of a.
         """
         dim, shape = a.shape[-1], a.shape if shape is None else shape
         threads = min(MOST_THREADS, -(-dim // (32 * EACH)) * 32)

@@ -36,10 +36,9 @@ class Stopwatch:
         self._stop = make(Source("stop_stopwatch", ["x"], ["time"], _STOP))
 
     def start(self, dtype: mx.Dtype, microseconds: int) -> tuple[mx.array, mx.array]:
-        """Return a zero [1, 1] of a type, and the time, both after so many microseconds.
+        """Wait on the device, then return a zero [1, 1] of a type and the time [2], int32: seconds and nanoseconds.
 
-        What depends on the zero is not computed before the time is taken. While the device waits, the host can launch
-        it.
+        Operations that depend on the zero run after the wait. The host can launch them meanwhile.
         """
         zero, time = self._start(
             [mx.zeros((8,), mx.int32)],

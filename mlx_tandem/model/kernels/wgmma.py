@@ -1,10 +1,10 @@
 """Kernels for the product of 33 to 80 rows by a linear's weights, by the instruction `wgmma` of NVIDIA's Hopper.
 
 A block of threads has some outputs and one part of the inputs. It goes through the inputs in slices: while the tensor
-cores multiply one slice, the next ones are on their way from device memory to the block's own memory, from where the
-instruction reads both factors. All threads load. Each of the first groups of 128 threads multiplies the weights of 64
-outputs by all tokens. If the inputs are divided into several parts, the parts' sums are added up in their order, either
-by a second kernel or by the kernel that reads the output (`add_norm.py`). So within one form the sum of a row does not
+cores multiply one slice, the next ones are on their way from device memory to shared memory, from where the instruction
+reads both factors. All threads load. Each of the first GROUPS warpgroups multiplies the weights of 64 outputs by all
+tokens. If the inputs are divided into several parts (split-K), the sums of the parts are added up in their order, by a
+second kernel or by the kernel that reads the output (`add_norm.py`). So within one form the sum of a row does not
 depend on how many other rows there are.
 
 The kernels are for CUDA devices of compute capability 9.0 only.
@@ -21,29 +21,28 @@ from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
 from mlx_tandem.model.kernels.skinny import eighths
 
 _LINE_BYTES = 128
-"""Bytes of a line of the block's memory, which holds 64 inputs of an output or token. The instruction wants them
-swizzled."""
+"""Bytes of a line of shared memory, which holds 64 inputs of an output or token, swizzled."""
 
-_GROUP = 128
-"""Threads that issue the instruction together."""
+_WARPGROUP = 128
+"""Threads of a warpgroup, which issue the instruction together."""
 
 _OUTPUTS = 64
-"""Outputs of a group."""
+"""Outputs of a warpgroup."""
 
 _LOADING = 3
-"""Least groups of a block. Those without outputs only load."""
+"""Fewest warpgroups of a block. Those without outputs only load."""
 
-_ALIGNED = 1024
-"""Bytes to whose multiples the instruction wants lines aligned."""
+_ALIGNMENT = 1024
+"""Alignment in bytes that the instruction requires of every eight lines."""
 
 _ROOM = 227 << 10
-"""Bytes of a block's own memory on Hopper."""
+"""Bytes of a block's shared memory on Hopper."""
 
 _PROCESSORS = 132
-"""Processors of an H100 or H200. Each has one block at a time, because a block uses its whole memory."""
+"""Multiprocessors (SMs) of an H100 or H200. Each has one block at a time, because a block uses all of its memory."""
 
-_SUMMED = 4
-"""Neighbouring outputs that each thread of the second kernel adds up."""
+_EACH = 4
+"""Adjacent outputs whose parts one thread of the second kernel adds up."""
 
 _THREADS = 256
 """Threads of a block of the second kernel."""
@@ -53,7 +52,7 @@ class WideForm(NamedTuple):
     """A way to cut the work into blocks, parts and slices."""
 
     groups: int
-    """Groups of 128 threads that multiply; a block has 64 · groups outputs."""
+    """Warpgroups that multiply; a block has 64 · groups outputs."""
 
     parts: int
     """Parts of the inputs."""
@@ -62,21 +61,21 @@ class WideForm(NamedTuple):
     """Tiles of a slice, each of 64 inputs. With fewer, threads wait for one another more often."""
 
     stages: int
-    """Slices in the block's memory at once, two or more."""
+    """Slices in shared memory at once, two or more."""
 
     def room(self, eighths: int) -> int:
-        """Return the bytes of a block's own memory for this many tokens, divided by eight."""
-        return self.stages * self.tiles * _tile_bytes(self.groups, eighths) + _ALIGNED
+        """Return the bytes of shared memory for this many tokens, divided by eight."""
+        return self.stages * self.tiles * _tile_bytes(self.groups, eighths) + _ALIGNMENT
 
 
 def wide_form(eighths: int, outputs: int) -> WideForm | None:
     """Return the form for this many outputs and tokens, the latter divided by eight; None if the kernels are not for
     them.
 
-    Blocks have so many outputs that no processor has two blocks, if that is possible, and the inputs are divided until
-    most processors have one.
+    A block has the fewest warpgroups, at most three, for which no multiprocessor has two blocks. The inputs are divided
+    into four, two or one part, as many as keep to that.
     """
-    if not 4 < eighths <= 10 or outputs % _SUMMED:
+    if not 4 < eighths <= 10 or outputs % _EACH:
         return None
 
     def blocks(groups: int) -> int:
@@ -85,7 +84,7 @@ def wide_form(eighths: int, outputs: int) -> WideForm | None:
     groups = next((n for n in (1, 2) if blocks(n) <= _PROCESSORS), 3)
     parts = next((n for n in (4, 2) if n * blocks(groups) <= _PROCESSORS), 1)
     tiles = 4 if groups == 1 else 2
-    return WideForm(groups, parts, tiles, (_ROOM - _ALIGNED) // (tiles * _tile_bytes(groups, eighths)))
+    return WideForm(groups, parts, tiles, (_ROOM - _ALIGNMENT) // (tiles * _tile_bytes(groups, eighths)))
 
 
 class Product(NamedTuple):
@@ -118,12 +117,12 @@ class Wgmma:
             [flat, weight, *(biases if whole else [])],
             template,
             (-(-outputs // (_OUTPUTS * form.groups)), form.parts, 1),
-            _GROUP * max(form.groups, _LOADING),
+            _WARPGROUP * max(form.groups, _LOADING),
             [(shape, x.dtype) if whole else ((form.parts, *shape), mx.float32)],
         )
         if whole:
             return Product(y, None)
-        blocks = -(-len(flat) * outputs // (_SUMMED * _THREADS))
+        blocks = -(-len(flat) * outputs // (_EACH * _THREADS))
         template = {"T": x.dtype, "PARTS": form.parts, "AXES": y.ndim}
         (total,) = self._sum(bias is not None)([y, *biases], template, (blocks, 1, 1), _THREADS, [(shape, x.dtype)])
         return Product(total, y if bias is None else None)
@@ -161,17 +160,17 @@ DEVICE void multiply(float (&d)[{count}], unsigned long long a, unsigned long lo
     )
     return f"""
 #ifndef HAS_WGMMA
-// Return the instruction's description of lines of 128 swizzled bytes, aligned to 1,024 bytes.
-DEVICE unsigned long long described(const uint4* lines) {{
+// Return the matrix descriptor of lines with a swizzle of 128 bytes, the first of which is aligned to 1,024 bytes.
+DEVICE unsigned long long descriptor(const uint4* lines) {{
   const uint address = (uint)__cvta_generic_to_shared(lines);
   return (unsigned long long)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }}
-// Add to `d` the product of 16 inputs of 64 lines of `a` by those of the lines of `b`, which are described.{multiply}
-DEVICE void show_to_products() {{ asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }}
-DEVICE void open_products() {{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }}
-DEVICE void close_products() {{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }}
+// Multiply 16 inputs of the 64 lines of descriptor `a` by those of the lines of `b`, and add to `d`.{multiply}
+DEVICE void fence_async_proxy() {{ asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }}
+DEVICE void wgmma_fence() {{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }}
+DEVICE void wgmma_commit() {{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }}
 template <typename T>
-DEVICE void wait_for_products(float (&d)[{count}], T) {{
+DEVICE void wgmma_wait(float (&d)[{count}], T) {{
   asm volatile("wgmma.wait_group.sync.aligned 0;" : {sums} :: "memory");
 }}
 #endif
@@ -179,7 +178,7 @@ DEVICE void wait_for_products(float (&d)[{count}], T) {{
 
 
 _LOAD = """
-// Ask for TILES lines of 64 inputs from k on of the block's outputs and of all tokens. Inputs from `end` on are 0.
+// Start to copy TILES tiles from input k on, each with 64 inputs of every output and token. Inputs from `end` on are 0.
 template <typename T, int OUTPUTS, int LINES, int TILES, int THREADS_>
 DEVICE void load(uint4* to, const GLOBAL T* own, int outputs, const GLOBAL T* x, int tokens, int k, int end, int K,
                  int thread) {
@@ -197,7 +196,7 @@ DEVICE void load(uint4* to, const GLOBAL T* own, int outputs, const GLOBAL T* x,
 }
 """
 
-# GROUP_X is the slice of the outputs, GROUP_Y the part of the inputs.
+# GROUP_X is the index of the block's outputs, and GROUP_Y that of its part of the inputs.
 _BODY = """
   constexpr int OUTPUTS = 64 * GROUPS, LINES = OUTPUTS + TOKENS, TILE = 8 * LINES, SLICE = TILES * TILE;
   constexpr int WIDTH = 64 * TILES, ALL = 128 * LOADING;
@@ -221,17 +220,17 @@ _BODY = """
   int stage = 0, free = STAGES - 1;
   for (int s = 0; s < slices; s++) {
     ASYNC_WAIT(STAGES - 2);
-    show_to_products();
-    if (group < GROUPS) wait_for_products(sums, T());
-    BARRIER();  // this slice is there for all of them, and all of them have done with the one before it
+    fence_async_proxy();
+    if (group < GROUPS) wgmma_wait(sums, T());
+    BARRIER();  // all threads have loaded this slice, and all have multiplied the one before it
     if (group < GROUPS) {
-      const unsigned long long a = described(room + stage * SLICE + 64 * group * 8);
-      const unsigned long long b = described(room + stage * SLICE + OUTPUTS * 8);
-      open_products();
+      const unsigned long long a = descriptor(room + stage * SLICE + 64 * group * 8);
+      const unsigned long long b = descriptor(room + stage * SLICE + OUTPUTS * 8);
+      wgmma_fence();
       UNROLL for (int tile = 0; tile < TILES; tile++) {
         UNROLL for (int k = 0; k < 4; k++) multiply(sums, a + tile * TILE + 2 * k, b + tile * TILE + 2 * k, T());
       }
-      close_products();
+      wgmma_commit();
     }
     LOAD(s + STAGES - 1, free)
     free = stage;
@@ -239,7 +238,7 @@ _BODY = """
   }
   ASYNC_WAIT(0);
   if (group >= GROUPS) return;
-  wait_for_products(sums, T());
+  wgmma_wait(sums, T());
   // A thread has two neighbouring tokens of every eight, of outputs `output` and `output` + 8.
   const int output = first + 64 * group + 16 * (WARP % 4) + LANE / 4;
   UNROLL for (int i = 0; i < TOKENS / 8; i++) {

@@ -87,7 +87,8 @@ class Meter:
     def device_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         """Return the seconds of the calls on the device alone, the best of a few runs after a warm-up.
 
-        The device waits until the host has launched all of them, and measures them by its own clock.
+        The device first waits for _AHEAD microseconds, in which the host launches all calls, and then measures them by
+        its own clock.
         """
         stopwatch = self._stopwatch = self._stopwatch or Stopwatch(self._make or maker("cuda"))
         times = []

@@ -82,11 +82,11 @@ class FewRows:
         self._newest = self._wgmma(x, weight, bias, form)
         return self._newest.y
 
-    def parts(self, y: mx.array) -> mx.array | None:
-        """Return the parts [parts, *y.shape], float32, of which y is the sum; None unless y is the newest output and
-        was divided.
+    def take_parts(self, y: mx.array) -> mx.array | None:
+        """Return the parts [parts, *y.shape], float32, of which y is the sum; None unless y is the newest output, was
+        divided, and has no bias.
 
-        Whoever adds them up itself does not use y, which is then never computed.
+        Each call forgets the newest output. MLX never computes y if only its parts are used.
         """
         newest, self._newest = self._newest, None
         return newest.parts if newest is not None and newest.y is y else None
@@ -125,8 +125,8 @@ def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
     return [m for m in own if fits(m["weight"], m.get("bias"))]
 
 
-def few_rows(module: nn.Module) -> FewRows | None:
-    """Return what computes few rows of linears within a module; None if MLX does."""
+def find_few_rows(module: nn.Module) -> FewRows | None:
+    """Return the kernels that the linears within a module use; None if they use none."""
     return next((few for m in module.modules() if (few := getattr(m, "_few", None)) is not None), None)
 
 

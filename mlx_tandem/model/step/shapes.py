@@ -16,8 +16,8 @@ EXACT_ROWS = 4
 
 
 LEAST_WIDTH = 32
-"""Least blocks of a table in mixed steps, if kernels read them. When a table grows, the step that was built ahead of
-time is built for nothing, and another kind of step is traced."""
+"""Fewest blocks of a table in mixed steps, unless they are gathered. When a table outgrows its width, the step that was
+built ahead of time is wasted, and a step with the new width has to be traced."""
 
 SHORTEST, NARROWEST = 4, 8
 """Least length of rows that draw several tokens, and the least width of their tables."""
