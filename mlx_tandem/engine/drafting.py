@@ -25,7 +25,7 @@ class Drafting:
         self.most_tokens = most_tokens
         self._running = 0
         self.proposes: Proposer | None = None  # where sequences draft in the plan that is being made
-        self.near_end = False  # whether a sequence that drafts in that plan may have fewer drafts in the next one
+        self.near_end = False  # whether a sequence of that plan may have fewer tokens in the next one
         self.proposer: Proposer | None = None  # the owner sets it before the first request
 
     def begin(self, running: Collection[Sequence], wanted: Collection[Sequence]) -> None:
@@ -69,23 +69,26 @@ class Drafting:
         They are as many as `s` may still have, as there are blocks for, and as are a fair part of the tokens that a
         step may draw, of which `rows` have theirs.
         """
-        if self.proposes is None or not self._may_draft(s.request, self.proposes):
+        drafts = () if self.proposes is None else self._drafts(s, rows, self.proposes)
+        self.near_end |= s.most_tokens - s.total < 2 * (1 + len(drafts))
+        return drafts
+
+    def _drafts(self, s: Sequence, rows: list[Row], by: Proposer) -> tuple[int, ...]:
+        """Return drafts by a proposer, as `drafts` does."""
+        if not self._may_draft(s.request, by):
             return ()
         room = self.most_tokens - sum(len(row.tokens) for row in rows)
         most = min(s.most_tokens - s.total, room // max(self._running - len(rows), 1)) - 1
         if most < 1:
             return ()
         try:
-            proposed = self.proposes.propose(s.request, s.choice, s.tokens, s.pending, most)[:most]
+            proposed = by.propose(s.request, s.choice, s.tokens, s.pending, most)[:most]
         except Exception as e:  # answers do not depend on drafts
             log.warning("drafts are off from here on, since their proposer failed: %r", e)
             self.proposer = self.proposes = None
             return ()
         drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
-        if drafts:
-            drafts = drafts[: self._blocks.drafts.take(s, len(drafts), self._running)]
-            self.near_end |= s.most_tokens - s.total < 2 * (1 + len(drafts))
-        return drafts
+        return drafts[: self._blocks.drafts.take(s, len(drafts), self._running)] if drafts else ()
 
     def are_predicted(self, s: Sequence) -> bool:
         """Return whether the drafts that `drafts` returned last for `s` are from its request's prediction."""

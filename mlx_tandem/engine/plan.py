@@ -185,7 +185,7 @@ class StepPlan:
     drops: tuple[bytes, ...] = ()  # digests of images whose embeddings are not kept any longer
     encodes: tuple[Image, ...] = ()  # images whose embeddings are computed and kept
     drafts: int = 0  # tokens that each row draws, one after the other; 0: a row draws as its kind does
-    near_end: bool = False  # a sequence with drafts may have fewer in the next plan, because it is near its end
+    near_end: bool = False  # a sequence is so near its end that its next row may have fewer tokens; only with drafts
 
     @property
     def has_step(self) -> bool:

@@ -348,7 +348,8 @@ struct Product {
   unsigned long long a, b;
 };
 static Product products[MOST][16];
-static int asked_for[MOST];
+static int asked_for[MOST], committed[MOST];
+static bool fenced[MOST];
 }  // namespace shim
 DEVICE unsigned long long descriptor(const void* lines) { return (unsigned long long)lines >> 4; }
 template <class T> DEVICE float number_of(unsigned long long lines, int line, int k) {
@@ -360,20 +361,22 @@ template <class T> DEVICE float number_of(unsigned long long lines, int line, in
 }
 template <int N, class T> DEVICE void multiply(float (&)[N], unsigned long long a, unsigned long long b, T) {
   int& count = shim::asked_for[shim::current];
+  if (!shim::fenced[shim::current]) shim::fail("a product lacks its fence");
   if (count == 16) shim::fail("too many products are asked for");
   shim::products[shim::current][count++] = {a, b};
 }
 DEVICE void fence_async_proxy() {}
-DEVICE void wgmma_fence() {}
-DEVICE void wgmma_commit() {}
+DEVICE void wgmma_fence() { shim::fenced[shim::current] = true; }
+DEVICE void wgmma_commit() { shim::committed[shim::current] = shim::asked_for[shim::current]; }
 template <class T, int N> DEVICE void wgmma_wait(float (&d)[N], T) {
   const int thread = shim::current % 128, row = thread / 32 * 16 + thread % 32 / 4;
-  for (int each = 0; each < shim::asked_for[shim::current]; each++) {
+  for (int each = 0; each < shim::committed[shim::current]; each++) {
     const shim::Product one = shim::products[shim::current][each];
     for (int i = 0; i < N; i++) {
       const int m = row + i % 4 / 2 * 8, n = i / 4 * 8 + thread % 4 * 2 + i % 2;
       for (int k = 0; k < 16; k++) d[i] += number_of<T>(one.a, m, k) * number_of<T>(one.b, n, k);
     }
   }
-  shim::asked_for[shim::current] = 0;
+  shim::asked_for[shim::current] = shim::committed[shim::current] = 0;
+  shim::fenced[shim::current] = false;
 }

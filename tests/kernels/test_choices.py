@@ -30,14 +30,14 @@ from mlx_tandem.model.choices import (
     Subject,
 )
 from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import lora, machine, sampling, store
+from mlx_tandem.model.kernel_checks import everything, lora, machine, sampling, store
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.everything import examine
 from mlx_tandem.model.kernels.division import Division
 from mlx_tandem.model.kernels.skinny import Form
 from mlx_tandem.model.kernels.wgmma import WideForm
 from mlx_tandem.model.linears.products import Meter
-from mlx_tandem.model.linears.skinny import FewRows, Shape
+from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Shape
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import load_unread
 from mlx_tandem.types import Request, SamplingParams
@@ -188,8 +188,9 @@ def test_a_file_without_choices_is_refused(tmp_path: Path, text: bytes) -> None:
 
 def test_forms_of_products_come_back_as_they_were() -> None:
     """These are of CUDA alone, which the device above is not."""
-    forms = {Shape(40, 64, False): {1: Form(1, 2, 3), 2: Form(2, 4, 2)}}
-    kept = tuple(FormsByShape(shape, own, {10: WideForm(1, 2, 4, 3)}) for shape, own in forms.items())
-    read = msgspec.json.decode(msgspec.json.encode(kept), type=tuple[FormsByShape, ...])
-    few = skinny_check.made({}, {one.shape: one.forms for one in read})
+    own: dict[int, AnyForm] = {1: Form(1, 2, 3), 2: Form(2, 4, 2), 10: WideForm(1, 2, 4, 3)}
+    forms = {Shape(40, 64, False): own}
+    kept = msgspec.json.encode(everything.by_shape(forms))
+    read = msgspec.json.decode(kept, type=tuple[FormsByShape, ...])
+    few = skinny_check.made({}, everything.forms_of(read))
     assert isinstance(few, FewRows) and few.adapted == forms

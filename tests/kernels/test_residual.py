@@ -14,6 +14,8 @@ from mlx_tandem.model import residual
 from mlx_tandem.model.kernel_checks.residual import TOLERANCE, largest_error, problem
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
+from mlx_tandem.model.kernels.wgmma import WideForm
+from mlx_tandem.model.linears.skinny import FewRows, Shape, speed_up
 from tests.kernels import shim
 from tests.kernels.broken import Broken
 
@@ -183,6 +185,18 @@ def test_sums_of_other_types_and_of_many_tokens_are_added_by_mlx() -> None:
     assert Counted.calls == 0
     layer._added(many[:, 1:], many[:, 1:], layer._parts.middle, many[:, 1:].shape)
     assert Counted.calls == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_parts_are_checked_if_linears_have_some(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialect, "available", lambda: ("cuda",))
+    monkeypatch.setattr(dialect, "maker", lambda target: Broken(shim.maker(), "part < PARTS", "part < 1"))
+    model = model_of("llama")
+    linear = model.model.layers[0].self_attn.o_proj
+    adapted = {Shape(WIDTH, WIDTH, biased=False): {5: WideForm(1, parts, 1, 3)}}
+    speed_up([linear], [], FewRows(shim.maker(), {}, adapted))
+    residual.install(model)
+    assert isinstance(model.model.layers[0], residual.FusedLayer) == (parts == 1)
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.model import residual
 from mlx_tandem.model.kernel_checks.skinny import choose
+from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import AddNorm
 from mlx_tandem.model.kernels.skinny import EIGHTHS
 from mlx_tandem.model.kernels.wgmma import Wgmma, WideForm, wide_form
@@ -67,7 +68,7 @@ RACES = {
     "a slice that others still read": ("    BARRIER();  // all threads", "    // all threads"),
     "a slice that is still multiplied": (
         "    if (group < GROUPS) wgmma_wait(sums, T());\n    BARRIER();",
-        "    BARRIER();",
+        "    BARRIER();\n    if (group < GROUPS) wgmma_wait(sums, T());",
     ),
     "a slice that has not come": ("ASYNC_WAIT(STAGES - 2);", "ASYNC_WAIT(STAGES - 1);"),
 }
@@ -79,10 +80,7 @@ def test_a_race_shows(race: str) -> None:
     want = floats(x) @ floats(weight).T
     wrong = 0.0
     for order in shim.ORDERS:
-        try:
-            got = Wgmma(Broken(shim.maker(order), *RACES[race]))(x, weight, None, WideForm(1, 1, 1, 3)).y
-        except shim.KernelError:  # more products than the shim keeps
-            return
+        got = Wgmma(Broken(shim.maker(order), *RACES[race]))(x, weight, None, WideForm(1, 1, 1, 3)).y
         wrong = max(wrong, float(np.abs(np.nan_to_num(floats(got), nan=1e9) - want).max()))
     assert wrong > 10 * EXACT[mx.float16] * np.abs(want).max()
 
@@ -113,6 +111,13 @@ class Fast(Says):
         return len(calls) * 1e-6 * (9 if _by_kernel(calls) else 10)
 
 
+class OnlyMany(Fast):
+    """A meter by which the kernels are faster than MLX for more than 32 tokens only."""
+
+    def device_seconds(self, calls: Sequence[Any], x: mx.array) -> float:
+        return super().device_seconds(calls, x) * (9 if _by_kernel(calls) and x.shape[0] <= 32 else 1)
+
+
 def _by_kernel(calls: Sequence[Any]) -> bool:
     return any(isinstance(argument, tuple) for argument in calls[0].args)
 
@@ -128,6 +133,23 @@ def test_they_are_used_on_hopper_only(wide: bool) -> None:
     assert (y is not None) == wide
     if y is not None:
         assert np.abs(floats(y) - floats(linear(x))).max() <= EXACT[mx.float16] * np.abs(floats(y)).max()
+
+
+def test_they_are_tried_where_the_other_kernel_loses(caplog: pytest.LogCaptureFixture) -> None:
+    linear = nn.Linear(64, 40, bias=False)
+    linear.set_dtype(mx.float16)
+    few, reason = choose([linear], shim.maker(), OnlyMany(5), ROOM, wide=True)
+    assert few is not None and reason.endswith("40 x 64 with 40, 64, 80 tokens")
+    broken = Broken(shim.maker(), "(column ^ (line % 8))", "column")
+    assert choose([linear], broken, OnlyMany(5), ROOM, wide=True).chosen is None
+    assert "wgmma is not used: wrong by" in caplog.text
+
+
+def test_only_hopper_has_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    for major, minor, has in ((8, 9, False), (9, 0, True), (10, 0, False)):
+        info = {"compute_capability_major": major, "compute_capability_minor": minor}
+        monkeypatch.setattr(mx, "device_info", lambda info=info: info)
+        assert dialect.is_hopper() == has
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Kernels:
         few, deltas = self.products.chosen, self.adapters.chosen
         products, limits = Products(self.products.reason), AdapterLimits(self.adapters.reason)
         if few is not None:
-            products = Products(self.products.reason, _by_shape(few.base), _by_shape(few.adapted))
+            products = Products(self.products.reason, by_shape(few.base), by_shape(few.adapted))
         if deltas is not None:
             limits = AdapterLimits(self.adapters.reason, deltas.same, deltas.mixed)
         kinds = {id(kernels): kernels for kernels in self.attention.layers if kernels is not None}
@@ -120,7 +120,7 @@ def _install(
     merged = use_views(model.module, merged) if candidates else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:
-        few = skinny_check.made(_forms(given.products.base), _forms(given.products.adapted))
+        few = skinny_check.made(forms_of(given.products.base), forms_of(given.products.adapted))
         products = Choice(few, given.products.reason)
         skinny.speed_up(skinny.candidates(model.module, merged), merged, few)
     prepare()
@@ -165,7 +165,7 @@ def _log(kernels: Kernels) -> None:
     log.info("sampling: %s", kernels.sampling.reason)
 
 
-def _by_shape(forms: Forms) -> tuple[FormsByShape, ...]:
+def by_shape(forms: Forms) -> tuple[FormsByShape, ...]:
     """Return the forms by shape, divided by kernel, as they are saved."""
 
     def only(kind: type[Any], own: Mapping[int, AnyForm]) -> dict[int, Any]:
@@ -174,5 +174,6 @@ def _by_shape(forms: Forms) -> tuple[FormsByShape, ...]:
     return tuple(FormsByShape(shape, only(Form, own), only(WideForm, own)) for shape, own in forms.items())
 
 
-def _forms(kept: Sequence[FormsByShape]) -> Forms:
+def forms_of(kept: Sequence[FormsByShape]) -> Forms:
+    """Return the forms that `by_shape` divided."""
     return {one.shape: {**one.forms, **one.wide} for one in kept}

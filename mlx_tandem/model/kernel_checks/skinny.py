@@ -66,7 +66,8 @@ def choose(
     check = _Check(make, FewRows(make), meter or Meter(), room, wide)
 
     def otherwise(reason: str) -> Choice[FewRows | None]:
-        if wide:  # the others may be right
+        if wide:
+            log.warning("wgmma is not used: %s", reason)
             return choose(modules, make, meter, room, wide=False)
         return Choice(None, f"the kernel is not used: {reason}")
 
@@ -153,8 +154,8 @@ class _Check:
     def forms(self, shape: Shape, kind: Kind) -> list[Timed]:
         """Return the best form for each entry of EIGHTHS, in ascending order.
 
-        Stop after two consecutive entries that not even steps with adapters would use; these are included. Raise
-        Rejected where the kernel is wrong.
+        After two consecutive entries that not even steps with adapters would use, `kernels/skinny.py` is no longer
+        tried; these two are included. Raise Rejected where a kernel is wrong.
         """
         linears: list[Any] = kind.several()
         dtype = linears[0]["weight"].dtype
@@ -164,6 +165,8 @@ class _Check:
             x = input_of(kind, dtype, tokens).reshape(tokens, -1)  # two axes, as between the layers of a decode step
             times: dict[AnyForm, float] = {}
             wide = wide_form(many, shape.outputs) if self.wide else None
+            if wide is None and len(best) > 1 and not any(one.is_worth(SHARE_ADAPTED) for one in best[-2:]):
+                continue
             for form in forms(many) if wide is None else (wide,):
                 if form.room(many) > self.room:
                     continue
@@ -176,8 +179,6 @@ class _Check:
             form = min(times, key=times.__getitem__)
             plain, spared = self._seconds(_plain, linears, x), self._spared(form, linears, x)
             best.append(Timed(many, form, times[form], plain, spared))
-            if not any(one.is_worth(SHARE_ADAPTED) for one in best[-2:]) and len(best) > 1:
-                break
         return best
 
     def _spared(self, form: AnyForm, linears: Sequence[Any], x: mx.array) -> float:

@@ -113,6 +113,7 @@ class AddNorm:
         dim, shape = a.shape[-1], a.shape if shape is None else shape
         threads = min(MOST_THREADS, -(-dim // (32 * EACH)) * 32)
         divided = b.ndim > a.ndim
+        assert b.dtype == (mx.float32 if divided else a.dtype) and b.size % a.size == 0
         template: dict[str, Constant] = {"T": a.dtype, "D": dim, "WIDTH": threads, "EPSILON": bits_of(norm.epsilon)}
         if divided:
             template["PARTS"] = b.shape[0]

@@ -123,8 +123,8 @@ class Wgmma:
         if whole:
             return Product(y, None)
         blocks = -(-len(flat) * outputs // (_EACH * _THREADS))
-        template = {"T": x.dtype, "PARTS": form.parts, "AXES": y.ndim}
-        (total,) = self._sum(bias is not None)([y, *biases], template, (blocks, 1, 1), _THREADS, [(shape, x.dtype)])
+        inputs_of_sum, template = [y.reshape(form.parts, -1), *biases], {"T": x.dtype, "PARTS": form.parts}
+        (total,) = self._sum(bias is not None)(inputs_of_sum, template, (blocks, 1, 1), _THREADS, [(shape, x.dtype)])
         return Product(total, y if bias is None else None)
 
 
@@ -140,8 +140,10 @@ def _product(make: Make, biased: bool, whole: bool, tokens: int, room: int) -> K
 
 
 def _sum(make: Make, biased: bool) -> Kernel:
-    name, inputs, bias = ("wgmma_sum_biased", ["bias"], "float(bias[n])") if biased else ("wgmma_sum", [], "0.0f")
-    return make(Source(name, ["parts", *inputs], ["y"], f"#define BIAS(n) {bias}\n" + _SUM))
+    name, inputs, bias = ("wgmma_sum", [], "0.0f")
+    if biased:
+        name, inputs, bias = ("wgmma_sum_biased", ["bias"], "float(bias[(at + i) % bias_shape[0]])")
+    return make(Source(name, ["parts", *inputs], ["y"], f"#define BIAS(i) {bias}\n" + _SUM))
 
 
 def _instructions(tokens: int) -> str:
@@ -256,13 +258,9 @@ _BODY = """
 """
 
 _SUM = """
-  const int N = parts_shape[AXES - 1];
-  size_t count = 1;
-  UNROLL for (int axis = 1; axis < AXES; axis++) count *= parts_shape[axis];
-  const size_t at = ((size_t)GROUP_X * THREADS + THREAD) * 4;
+  const size_t count = parts_shape[1], at = ((size_t)GROUP_X * THREADS + THREAD) * 4;
   if (at < count) {
-    const int n = at % N;
-    float4 sum = FLOAT4(BIAS(n), BIAS(n + 1), BIAS(n + 2), BIAS(n + 3));
+    float4 sum = FLOAT4(BIAS(0), BIAS(1), BIAS(2), BIAS(3));
     UNROLL for (int part = 0; part < PARTS; part++) {
       const uint4 words = LOAD16(parts + part * count + at);
       sum.x += FLOAT_BITS(words.x);

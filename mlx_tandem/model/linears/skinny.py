@@ -58,11 +58,11 @@ class FewRows:
 
     def begin(self) -> None:
         """Begin a step with adapters."""
-        self._forms = self.adapted
+        self._forms, self._newest = self.adapted, None
 
     def end(self) -> None:
         """End a step with adapters."""
-        self._forms = self.base
+        self._forms, self._newest = self.base, None
 
     def product(self, linear: Any, x: mx.array) -> mx.array | None:
         """Return the output of a linear with `weight` and optional `bias` for x; None if MLX is to compute it."""
@@ -79,14 +79,15 @@ class FewRows:
         """Return x @ weight.T + bias by the kernel in this form."""
         if isinstance(form, Form):
             return self._skinny(x, weight, bias, form)
-        self._newest = self._wgmma(x, weight, bias, form)
-        return self._newest.y
+        product = self._wgmma(x, weight, bias, form)
+        self._newest = None if product.parts is None else product
+        return product.y
 
     def take_parts(self, y: mx.array) -> mx.array | None:
-        """Return the parts [parts, *y.shape], float32, of which y is the sum; None unless y is the newest output, was
-        divided, and has no bias.
+        """Return the parts [parts, *y.shape], float32, of which y is the sum; None unless y is the newest output by
+        `wgmma`, was divided, and has no bias.
 
-        Each call forgets the newest output. MLX never computes y if only its parts are used.
+        Each call forgets the output. MLX never computes y if only its parts are used.
         """
         newest, self._newest = self._newest, None
         return newest.parts if newest is not None and newest.y is y else None

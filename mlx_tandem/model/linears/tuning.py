@@ -28,7 +28,7 @@ from mlx_tandem.model.step.shapes import row_count
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Version of the files in the cache folder."""
 
 MOST_ROWS = 512

@@ -225,7 +225,7 @@ def test_findings_are_kept_for_the_same_device_and_model(tmp_path: Path, caplog:
         lambda text: text.replace(b"[1,", b"[99,"),
         lambda text: text.replace(b",40]", b",400]"),
         lambda text: text.replace(b"a GPU", b"a TPU"),
-        lambda text: text.replace(b'"format":4', b'"format":1'),
+        lambda text: text.replace(b'"format":5', b'"format":1'),
         lambda text: text.replace(b'"dequantise":{}', b'"dequantise":{"128 x 64 float32":1}'),
     ],
 )
