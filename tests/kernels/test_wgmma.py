@@ -164,16 +164,16 @@ def test_a_broken_kernel_costs_the_others_nothing(text: str, other: str) -> None
     assert few.product(linear, numbers(80, 1024, dtype=mx.float16)) is None
 
 
-def few_rows(parts: int, outputs: int, inputs: int) -> FewRows:
-    """Return the kernels, used with more than 32 tokens for linears of one shape without a bias."""
+def few_rows(parts: int, *sizes: tuple[int, int]) -> FewRows:
+    """Return the kernels, used with more than 32 tokens for linears without a bias of these sizes (outputs, inputs)."""
     form = WideForm(1, parts, 1, 3)
-    return FewRows(shim.maker(), {Shape(outputs, inputs, biased=False): {5: form, 8: form, 10: form}})
+    return FewRows(shim.maker(), {Shape(*size, biased=False): {5: form, 8: form, 10: form} for size in sizes})
 
 
 def test_parts_are_handed_on_once_and_only_for_the_newest_output() -> None:
     linear = nn.Linear(128, 64, bias=False)
     linear.set_dtype(mx.bfloat16)
-    few, whole = few_rows(2, 64, 128), few_rows(1, 64, 128)
+    few, whole = few_rows(2, (64, 128)), few_rows(1, (64, 128))
     assert few.divides and not whole.divides
     x = numbers(34, 128, dtype=mx.bfloat16)
     older, newer = few.product(linear, x), few.product(linear, x)
@@ -194,12 +194,9 @@ def test_a_layer_adds_up_parts_itself(parts: int) -> None:
     """Its output has the same bits as with the sum that the second kernel computes."""
     model = model_of("qwen3")
     layers = residual.fusable(model)
-    attention, mlp = layers[0][0].self_attn, layers[0][0].mlp  # type: ignore[attr-defined]
-    few = few_rows(parts, 32, mlp.down_proj.weight.shape[1])
-    few.base = {**few.base, **few_rows(parts, 32, attention.o_proj.weight.shape[1]).base}
-    speed_up([m for layer, _ in layers for m in (layer.self_attn.o_proj, layer.mlp.down_proj)], [], few)  # type: ignore[attr-defined]
-    few.begin = few.end = lambda: None  # type: ignore[method-assign]
-    few._forms = few.base
+    linears = [m for layer, _ in layers for m in (layer.self_attn.o_proj, layer.mlp.down_proj)]  # type: ignore[attr-defined]
+    few = few_rows(parts, *(m.weight.shape for m in linears[:2]))
+    speed_up(linears, [], few)
     tokens = mx.random.randint(0, 50, (2, 20))
     residual.use(layers, Added(shim.maker()))
     Added.divided = 0

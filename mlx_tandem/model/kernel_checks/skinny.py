@@ -161,21 +161,21 @@ class _Check:
         dtype = linears[0]["weight"].dtype
         best: list[Timed] = []
         for many in EIGHTHS:
-            tokens = 8 * many
-            x = input_of(kind, dtype, tokens).reshape(tokens, -1)  # two axes, as between the layers of a decode step
-            times: dict[AnyForm, float] = {}
             wide = wide_form(many, shape.outputs) if self.wide else None
             if wide is None and len(best) > 1 and not any(one.is_worth(SHARE_ADAPTED) for one in best[-2:]):
                 continue
-            for form in forms(many) if wide is None else (wide,):
-                if form.room(many) > self.room:
-                    continue
+            tried: Sequence[AnyForm] = forms(many) if wide is None else (wide,)
+            fitting = [form for form in tried if form.room(many) <= self.room]
+            if not fitting:
+                continue
+            tokens = 8 * many
+            x = input_of(kind, dtype, tokens).reshape(tokens, -1)  # two axes, as between the layers of a decode step
+            times: dict[AnyForm, float] = {}
+            for form in fitting:
                 error = _error(partial(_product, self.kernels, form, linears[0]), linears[0], x[: tokens - 3])
                 if not error <= TOLERANCE[dtype]:
                     raise Rejected(f"wrong by {error:.1e} in {shape.outputs} x {shape.inputs}, {tokens} tokens")
                 times[form] = self._seconds(partial(_product, self.kernels, form), linears, x)
-            if not times:
-                continue
             form = min(times, key=times.__getitem__)
             plain, spared = self._seconds(_plain, linears, x), self._spared(form, linears, x)
             best.append(Timed(many, form, times[form], plain, spared))
