@@ -136,12 +136,13 @@ class AnswerReading:
             return None
 
         def make(choice: int) -> Parser:
-            thoughts = ThoughtParser(choice, form, opened=opened) if form is not None else None
-            if calls is None or tools is None:
-                assert thoughts is not None
-                return thoughts
-            own = calls(choice, tools)
-            return own if thoughts is None else _InTurn(thoughts, own)
+            own = None if calls is None or tools is None else calls(choice, tools)
+            if form is None:
+                assert own is not None
+                return own
+            if calls is None or tools is None or own is None:
+                return ThoughtParser(choice, form, opened=opened)
+            return _InTurn(ThoughtParser(choice, form, opened=opened, calls=lambda: calls(choice, tools)), own)
 
         return make
 
@@ -150,7 +151,7 @@ class AnswerReading:
         marks = () if self.form is None else self.form.marks
         parser = HarmonyParser if self.thoughts == HARMONY else None if tools is None else self._parser
         if parser is not None:
-            marks = (*marks, *parser.openers.texts, *parser.others)
+            marks = (*marks, *parser.openers.texts, *parser.closers, *parser.others)
         return self._tokenizer.specials_in(marks)
 
 
@@ -165,9 +166,9 @@ class _InTurn:
         """Return the events that the next piece of text completes."""
         return self._read(self._first.push(text))
 
-    def flush(self) -> list[Said]:
-        """Return the events for the text that was held back. The text of the choice is complete."""
-        return [*self._read(self._first.flush()), *self._second.flush()]
+    def flush(self, *, cut: bool = False) -> list[Said]:
+        """Return the events for the text that was held back. No more text follows."""
+        return [*self._read(self._first.flush(cut=cut)), *self._second.flush(cut=cut)]
 
     def _read(self, events: Iterable[Said]) -> list[Said]:
         """Return the events of the first parser, with those of the second one in place of text."""

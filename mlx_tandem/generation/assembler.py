@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from msgspec import structs
 
@@ -40,11 +41,17 @@ class Assembler:
         self._stream = stream
         self._first = stream.first
         self._n = prompted.n
-        self._choices = prompted.text.choices(count, tokenizer, prompted.params, eos)
+        make = prompted.parser
+        # A parser's stop strings are looked for in what is text to it, and not in thoughts and calls.
+        options = prompted.text if make is None else replace(prompted.text, stops=())
+        self._choices = options.choices(count, tokenizer, prompted.params, eos)
+        self._stops = (
+            None if make is None or not prompted.text.stops else [prompted.text.scanner() for _ in range(count)]
+        )
+        self._min_tokens = prompted.params.min_tokens
         self._unread = set(range(len(prompted.prompts)))
         self._version = prompted.version
         self._running_usage = prompted.running_usage
-        make = prompted.parser
         self._parsers = None if make is None else [make(i) for i in range(count)]
         self._most_calls = prompted.most_calls
         self._held = [NO_DETAILS] * count  # details of tokens whose text a parser holds back, by choice
@@ -66,6 +73,11 @@ class Assembler:
             if delta.predicted is not None:
                 self._accepted += delta.predicted[0]
                 self._rejected += delta.predicted[1]
+            if self._stops is not None:
+                for part in _one_by_one(delta):
+                    if choice.finish is None:
+                        self._say(i, choice.push(part), delta.version, events)
+                continue
             text = choice.push(delta)
             if is_plain and choice.finish is None:  # Fast path of almost every token.
                 events.append(TextDelta(i, text, choice.last_tokens, choice.last_logprobs))
@@ -125,11 +137,15 @@ class Assembler:
         said: list[Said] = [*parser.push(text)]
         if held is not NO_DETAILS:
             details = held[0] + details[0], held[1] + details[1], held[2] + details[2]
-        elif len(said) == 1 and type(said[0]) is TextDelta and choice.finish is None:  # Fast path of most tokens.
+        elif (
+            len(said) == 1 and type(said[0]) is TextDelta and choice.finish is None and self._stops is None
+        ):  # Fast path of most tokens.
             events.append(TextDelta(i, said[0].text, *details))
             return NO_DETAILS
         if choice.finish is not None:
-            said += parser.flush()
+            said += parser.flush(cut=choice.finish != "stop")
+        if self._stops is not None:
+            said = self._stopped(i, said)
         most = self._most_calls
         over = (k for k, event in enumerate(said) if isinstance(event, ToolCallStart) and event.call == most)
         if (end := next(over, None)) is not None:
@@ -144,3 +160,35 @@ class Assembler:
             events += said
         self._held[i] = details
         return details
+
+    def _stopped(self, i: int, said: Sequence[Said]) -> list[Said]:
+        """Return the events of a choice up to its first stop string, which is looked for in its text only."""
+        assert self._stops is not None
+        scanner, choice = self._stops[i], self._choices[i]
+        assert scanner is not None
+        scanner.armed = choice.count > self._min_tokens
+        kept: list[Said] = []
+        for event in said:
+            text = scanner.push(event.text) if isinstance(event, TextDelta) else scanner.flush()
+            if text:
+                kept.append(TextDelta(i, text))
+            if scanner.hit is not None:
+                choice.stop_here(scanner.hit)
+                return kept
+            if not isinstance(event, TextDelta):
+                kept.append(event)
+        if choice.finish is not None and (rest := scanner.flush()):
+            kept.append(TextDelta(i, rest))
+        return kept
+
+
+def _one_by_one(delta: Delta) -> Iterator[Delta]:
+    """Yield a delta as deltas of one token each, so that a stop string ends a choice at the token that completes it."""
+    last = len(delta.tokens) - 1
+    if last <= 0:
+        yield delta
+        return
+    for k, token in enumerate(delta.tokens):
+        logprobs = delta.logprobs[k : k + 1] if delta.logprobs else delta.logprobs
+        finish = delta.finish if k == last else None
+        yield structs.replace(delta, tokens=(token,), logprobs=logprobs, finish=finish)

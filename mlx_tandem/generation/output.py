@@ -20,6 +20,10 @@ class TextOptions:
     shown: frozenset[int] = frozenset()  # special tokens that are shown for a parser
     silent: bool = False  # the request only asks about its prompt, and its choices have no text
 
+    def scanner(self) -> StopScanner | None:
+        """Return what looks for stop strings in one choice; None if there are none."""
+        return StopScanner(self.stops, include=self.include_stop) if self.stops else None
+
     def choices(
         self, count: int, tokenizer: Tokenizer, params: SamplingParams, eos: Collection[int]
     ) -> list[ChoiceText]:
@@ -40,6 +44,7 @@ class ChoiceText:
         "_decode",
         "_decoder",
         "_hidden_ends",
+        "_hit",
         "_min_tokens",
         "_stops",
         "count",
@@ -52,7 +57,8 @@ class ChoiceText:
     def __init__(self, tokenizer: Tokenizer, options: TextOptions, end_ids: Collection[int], min_tokens: int = 0):
         self._decoder = tokenizer.decoder(show_special=options.show_special, shown=options.shown)
         self._decode = self._decoder.push
-        self._stops = StopScanner(options.stops, include=options.include_stop) if options.stops else None
+        self._stops = options.scanner()
+        self._hit: str | None = None
         self._hidden_ends = () if options.include_stop else end_ids
         self._min_tokens = min_tokens
         self.count = 0
@@ -64,10 +70,11 @@ class ChoiceText:
     @property
     def stop(self) -> str | None:
         """The stop string that has ended the choice; None if no stop string did."""
-        return None if self._stops is None else self._stops.hit
+        return self._hit if self._stops is None else self._stops.hit
 
-    def stop_here(self) -> None:
-        """End the choice, although neither the engine nor a stop string has ended it."""
+    def stop_here(self, stop: str | None = None) -> None:
+        """End the choice, although the engine has not ended it. `stop` is the stop string that ends it, if one does."""
+        self._hit = stop
         self.stopped = self.finish is None
         self.finish = "stop"
 

@@ -19,8 +19,12 @@ class Parser(Protocol):
         """Return the events that the next piece of text completes."""
         ...
 
-    def flush(self) -> Iterable[Said]:
-        """Return the events for the text that was held back. The text of the choice is complete."""
+    def flush(self, *, cut: bool = False) -> Iterable[Said]:
+        """Return the events for the text that was held back. No more text follows.
+
+        `cut` says that something else than the model has ended the text, such as a limit of tokens. The arguments of a
+        call that has not ended then stay as they are; otherwise they are completed.
+        """
         ...
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 from mlx_tandem.generation.events import ReasoningDelta, Said, TextDelta, ToolCallArguments
-from mlx_tandem.generation.json_text import JsonText
 
 T = TypeVar("T")
 
@@ -21,6 +20,8 @@ Routine = Generator[Said | None, None, T]
 """A part of a parser. It yields events, and None where it needs more text."""
 
 SPACE = re.compile(r"[ \t\r\n]+")
+MOST_SPACES_AHEAD = 256
+"""Most white space that is passed over in looking for what follows."""
 
 
 class Malformed(Exception):
@@ -33,48 +34,81 @@ class Markers:
     def __init__(self, *texts: str):
         self.texts = texts
         ordered = sorted(set(texts), key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, ordered)))
+        self.pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         self.firsts = frozenset(text[0] for text in ordered)
         self.beginnings = frozenset(text[:n] for text in ordered for n in range(1, len(text)))
-        self.longest = len(ordered[0])
+        self.longest = max(map(len, ordered), default=1)
+
+
+NOWHERE = Markers()
+"""No markers, for reading a text to its end."""
 
 
 class Scanner:
     """The text of one choice that has arrived and was not read yet.
 
-    `scanned` counts the characters that were looked at. While text is held, the scanner keeps what is read, so that a
-    parser can give it back as plain text.
+    `scanned` counts the characters that were looked at, and `read` those that were read. While text is held, the
+    scanner keeps what is read, so that it can be read again.
     """
 
-    __slots__ = ("_at", "_held", "_text", "ended", "scanned")
+    __slots__ = ("_at", "_before", "_mark", "_text", "ended", "read", "scanned")
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._held: list[str] | None = None
+        self._mark = -1  # where the held text begins in `_text`; -1: none is held
+        self._before: list[str] = []  # held text that is no longer in `_text`
         self.ended = False
         self.scanned = 0
+        self.read = 0
 
     def feed(self, text: str) -> None:
         """Add the next piece of text."""
+        if self._mark >= 0:
+            if self._mark < self._at:
+                self._before.append(self._text[self._mark : self._at])
+            self._mark = 0
         self._text = self._text[self._at :] + text if self._at < len(self._text) else text
         self._at = 0
 
     def skips(self, text: str) -> bool:
         """Return whether `text` can be passed over, because nothing is unread or held; count it if so."""
-        if self._held is not None or self._at < len(self._text):
+        if self._mark >= 0 or self._at < len(self._text):
             return False
         self.scanned += len(text)
+        self.read += len(text)
         return True
 
-    def hold(self, text: str = "") -> None:
-        """Keep `text` and everything that is read from here on."""
-        self._held = [text]
+    def hold(self) -> None:
+        """Keep everything that is read from here on, and nothing that was read before."""
+        self._before.clear()
+        self._mark = self._at
+
+    @property
+    def held(self) -> int:
+        """The number of characters that were read since `hold`."""
+        return sum(map(len, self._before)) + self._at - self._mark if self._mark >= 0 else 0
 
     def release(self) -> str:
         """Keep nothing any more; return what was kept."""
-        held, self._held = self._held or (), None
-        return "".join(held)
+        if self._mark < 0:
+            return ""
+        held = "".join((*self._before, self._text[self._mark : self._at]))
+        self._before.clear()
+        self._mark = -1
+        return held
+
+    def unread(self) -> None:
+        """Take back everything that was read since `hold`, so that it is read again; keep nothing any more."""
+        if self._mark < 0:
+            return
+        self.read -= self.held
+        if self._before:
+            self._text = "".join((*self._before, self._text[self._mark :]))
+            self._mark = 0
+            self._before.clear()
+        self._at = self._mark
+        self._mark = -1
 
     def upto(self, markers: Markers) -> tuple[str, str | None]:
         """Read the text before the next marker and the marker; return both.
@@ -95,9 +129,12 @@ class Scanner:
         read = self._take(end)
         return (read, None) if match is None else (read, self._take(match.end()))
 
-    def peek(self) -> str:
-        """Return the next character without reading it; an empty string when there is none."""
-        return self._text[self._at : self._at + 1]
+    def peek(self, ahead: int = 0, size: int = 1) -> str:
+        """Return `size` characters from the one `ahead` of the next without reading them; fewer where there are not
+        as many.
+        """
+        at = self._at + ahead
+        return self._text[at : at + size]
 
     def span(self, pattern: re.Pattern[str], most: int) -> str:
         """Read and return up to `most` of the next characters as far as `pattern` matches them."""
@@ -116,20 +153,10 @@ class Scanner:
         """Read and return everything that is there."""
         return self._take(len(self._text))
 
-    def json(self, value: JsonText) -> str:
-        """Read as much as belongs to a JSON value; return it as valid JSON."""
-        at = self._at
-        end, text = value.read(self._text, at)
-        rest = 1 if value.state in ("done", "broken") else len(self._text) - end
-        self.scanned += end - at + rest
-        self._take(end)
-        return text
-
     def _take(self, end: int) -> str:
         text = self._text[self._at : end]
         self._at = end
-        if self._held is not None and text:
-            self._held.append(text)
+        self.read += len(text)
         return text
 
 
@@ -139,6 +166,7 @@ class RoutineParser(ABC):
     def __init__(self, choice: int):
         self.choice = choice
         self.scan = Scanner()
+        self.cut = False
         self._steps: Iterator[Said | None] = self.read()
         self._waits: tuple[frozenset[str], Callable[[str], Sequence[Said]]] | None = None
         """Where the routine waits for a marker: the characters that begin one, and what text before it becomes."""
@@ -157,9 +185,13 @@ class RoutineParser(ABC):
         self.scan.feed(text)
         return self._events()
 
-    def flush(self) -> list[Said]:
-        """Return the events for the text that was held back. The text of the choice is complete."""
+    def flush(self, *, cut: bool = False) -> list[Said]:
+        """Return the events for the text that was held back. No more text follows.
+
+        `cut` says that something else than the model has ended the text, such as a limit of tokens.
+        """
         self.scan.ended = True
+        self.cut = cut
         return self._events()
 
     def _events(self) -> list[Said]:
@@ -196,11 +228,34 @@ class RoutineParser(ABC):
             yield None
             self._waits = None
 
-    def peek(self) -> Routine[str]:
-        """Return the next character without reading it; an empty string at the end of the text."""
-        while not (character := self.scan.peek()) and not self.scan.ended:
+    def peek(self, ahead: int = 0, size: int = 1) -> Routine[str]:
+        """Return `size` characters from the one `ahead` of the next without reading them; fewer at the text's end."""
+        while len(text := self.scan.peek(ahead, size)) < size and not self.scan.ended:
             yield None
-        return character
+        self.scan.scanned += len(text)
+        return text
+
+    def ahead(self, texts: Sequence[str], start: int = 0) -> Routine[tuple[str | None, int]]:
+        """Return which of `texts` comes next behind white space, and how far ahead it begins, without reading it.
+
+        `start` is the number of characters that are passed over first. The text is empty where the answer ends, and
+        None where none of `texts` comes next, or more than MOST_SPACES_AHEAD spaces.
+        """
+        while True:
+            space = SPACE.match(unread := self.scan.peek(start, MOST_SPACES_AHEAD))
+            spaces = space.end() if space is not None else 0
+            if len(unread) < MOST_SPACES_AHEAD and spaces == len(unread) and not self.scan.ended:
+                yield None
+                continue
+            at = start + spaces
+            following = self.scan.peek(at, max(map(len, texts), default=1))
+            if not self.scan.ended and any(text != following and text.startswith(following) for text in texts):
+                yield None
+                continue
+            self.scan.scanned += spaces + 1
+            if not following:
+                return "", at
+            return next((text for text in texts if following.startswith(text)), None), at
 
     def span(self, pattern: re.Pattern[str], most: int) -> Routine[str]:
         """Read and return characters as far as `pattern` matches. Raises Malformed for more than `most` of them."""
@@ -223,30 +278,6 @@ class RoutineParser(ABC):
             if (yield from self.peek()) != character:
                 raise Malformed
             self.scan.skip()
-
-    def json(self, say: Callable[[str], Sequence[Said]]) -> Routine[None]:
-        """Read one JSON value; yield what `say` makes of its text.
-
-        Raises Malformed at a character that breaks the value, and when the text ends inside of it.
-        """
-        value = JsonText()
-        while True:
-            text = self.scan.json(value)
-            if text:
-                yield from say(text)
-            if value.state == "done":
-                return
-            if value.state != "broken" and not self.scan.ended:
-                yield None
-                continue
-            if value.state != "broken" and (rest := self.scan.rest()):
-                yield from say(rest)
-            raise Malformed
-
-
-def nothing(text: str) -> Sequence[Said]:
-    """Return no events, for text that is read and not said."""
-    return ()
 
 
 def _piece(event: Said) -> str:

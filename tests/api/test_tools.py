@@ -52,8 +52,8 @@ def test_calls_and_text_are_told_apart() -> None:
             {"name": "now", "arguments": "{}"},
         ]
         assert [call["type"] for call in calls] == ["function"] * 2
-        broken = replied(client, peer, ASKED, "<tool_call>\n{name: now}\n</tool_call>").json()["choices"][0]
-        assert broken["message"]["content"] == "<tool_call>\n{name: now}\n</tool_call>"
+        broken = replied(client, peer, ASKED, "<tool_call>\n{now: name}\n</tool_call>").json()["choices"][0]
+        assert broken["message"]["content"] == "<tool_call>\n{now: name}\n</tool_call>"
         assert broken["finish_reason"] == "stop" and "tool_calls" not in broken["message"]
         without = replied(client, peer, {"messages": ASKED["messages"]}, TWO).json()["choices"][0]
         assert without["message"]["content"] == TWO, "a request without tools has no calls"

@@ -40,7 +40,7 @@ class ToyParser:
         yield from self._say(self._rest[:cut])
         self._rest = self._rest[cut:]
 
-    def flush(self) -> Iterator[Said]:
+    def flush(self, *, cut: bool = False) -> Iterator[Said]:
         if self._state == "name":  # no call has begun
             self._state, self._rest = "text", f"[{self._name}{self._rest}"
         yield from self._say(self._rest)

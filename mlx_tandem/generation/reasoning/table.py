@@ -16,7 +16,7 @@ FORMS: dict[str, Thoughts] = {
         "Here is my response:",
         variants=(("Here's my thought process:", "Here's my response:"),),
     ),
-    "granite_tags": Thoughts("<think>", "</think>", dropped=("<response>", "</response>"), closing="</think>"),
+    "granite_tags": Thoughts("<think>", "</think>", frame=("<response>", "</response>"), closing="</think>"),
     "kimi_k2": Thoughts("<think>", "</think>", enders=(kimi.OPEN,), closing="</think>"),
     "longcat": Thoughts("<longcat_think>", "</longcat_think>", closing="\n</longcat_think>\n"),
     "mistral": Thoughts("[THINK]", "[/THINK]", closing="[/THINK]"),

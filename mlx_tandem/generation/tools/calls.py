@@ -11,15 +11,20 @@ from typing import ClassVar
 
 from mlx_tandem.generation.events import Said, ToolCallArguments, ToolCallStart
 from mlx_tandem.generation.scanner import Malformed, Markers, Routine, RoutineParser
+from mlx_tandem.generation.tools.json_writer import JsonWriter
 from mlx_tandem.generation.tools.offer import NAME, Tools
+from mlx_tandem.generation.tools.values import ValueReader
 
 NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_.:/-]+")
 LONGEST_NAME = 128
 LONGEST_GAP = 256
 """Most spaces between the parts of a call before its arguments."""
+LONGEST_KEPT = 1 << 20
+"""Most characters that are kept until it is known whether they are a call."""
 
 _GAP = re.compile(r"[ \t\r\n]+")
-_QUOTED = re.compile(r'[^"\\\x00-\x1f]+')
+_REREAD_FREELY = 1 << 12
+"""Characters of an answer that may be read again, besides as many as there are in it."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,20 @@ class CallForm:
 class CallParser(RoutineParser):
     """A parser that finds calls behind `openers` and leaves all other text as it is.
 
-    `calls` reads what follows an opener. Until a call has begun, a failure turns the opener and what was read behind it
-    into text. A call that fails later ends where it fails, and what follows is text again. White space behind a call
-    means nothing.
+    `calls` reads what follows an opener. What fails before a call has begun was no call: its opener becomes text, and
+    what was read behind it is read again. What fails later ends the call, whose arguments are completed, and is read
+    again, too. White space behind a call means nothing.
     """
 
     openers: ClassVar[Markers]
+    closers: ClassVar[tuple[str, ...]] = ()
+    """The markers that end what an opener begins. All of them may be missing."""
     others: ClassVar[tuple[str, ...]] = ()
-    """Markers besides the openers, as far as they may be special tokens."""
+    """Markers besides the openers and closers, as far as they may be special tokens."""
+    mark: ClassVar[str] = ""
+    """The family's own mark at both ends of a text in arguments."""
+    keeps_ids: ClassVar[bool] = False
+    """Whether the ids that the model gives to its calls are kept."""
     form: ClassVar[CallForm | None] = None
     """The form that calls are written in; None if the arguments are not JSON."""
 
@@ -58,6 +69,8 @@ class CallParser(RoutineParser):
         super().__init__(choice)
         self.tools = tools
         self._call = -1
+        self._reread = 0
+        self._followers = (*self.openers.texts, *self.closers, *self.others)
 
     @abstractmethod
     def calls(self, opener: str) -> Routine[None]:
@@ -73,19 +86,46 @@ class CallParser(RoutineParser):
     def _attempt(self, opener: str) -> Routine[None]:
         """Read what follows an opener, as calls or as text. Without an opener, only `starts` may follow."""
         before = self._call
-        self.scan.hold(opener)
+        self.scan.hold()
         try:
             if opener or self._begins((yield from self.gap())):
                 yield from self.calls(opener)
         except Malformed:
             pass
-        yield from self.text(self.scan.release())
+        if self._call == before:
+            yield from self.text(opener)
+        if self._may_reread():
+            self.scan.unread()
+        else:
+            yield from self.text(self.scan.release())
         if self._call != before:
             yield from self.skip_space()
 
     def _begins(self, character: str) -> bool:
         """Return whether a call without an opener may begin with this character."""
         return bool(character) and character in self.starts
+
+    def _may_reread(self) -> bool:
+        """Return whether what is held may be read again. All in all, no text is read more than twice on average."""
+        if not (held := self.scan.held):
+            return True
+        self._reread += held
+        return self._reread <= self.scan.read + _REREAD_FREELY
+
+    @property
+    def begun(self) -> int:
+        """The number of calls so far."""
+        return self._call + 1
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the whole text was read."""
+        return self.scan.ended and not self.scan.peek()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the whole text was read, and something else than the model has ended it."""
+        return self.cut and self.is_at_end
 
     # -- parts of calls -----------------------------------------------------------------------------------------
 
@@ -103,11 +143,49 @@ class CallParser(RoutineParser):
 
     def arguments(self, text: str) -> Sequence[Said]:
         """Return the event of a piece of the arguments of the call that has begun."""
-        return (ToolCallArguments(self.choice, self._call, text),)
+        return (ToolCallArguments(self.choice, self._call, text),) if text else ()
 
     def end(self) -> None:
-        """End a call or a part of it that is complete. What is read from here on becomes text in a failure."""
+        """End a call or a part of it that is complete. What is read from here on is read again in a failure."""
         self.scan.hold()
+
+    def complete(self, out: JsonWriter) -> Sequence[Said]:
+        """Return the event of what the arguments lack; none where something else than the model has ended the text."""
+        return () if self.is_cut else out.complete()
+
+    def values(self) -> ValueReader:
+        """Return a reader of the values of one call."""
+        return ValueReader(self, self._followers, mark=self.mark)
+
+    def opening(self, name: str, id: str = "", *, spaced: bool = False) -> JsonWriter:
+        """Return a writer of the arguments of a call, which begins with the first piece of them.
+
+        With `spaced`, the white space in the arguments is the writer's own.
+        """
+        before = self._call
+
+        def say(text: str) -> Sequence[Said]:
+            begin = self.begin(name, id) if self._call == before else ()
+            return (*begin, *self.arguments(text))
+
+        return JsonWriter(say, spaced=spaced or bool(self.mark))
+
+    def object(self, name: str, id: str, reader: ValueReader) -> Routine[None]:
+        """Read a call's arguments, which are an object. Raises Malformed where no object is.
+
+        Arguments that break off are completed; then Malformed is raised, too.
+        """
+        if (yield from self.gap()) != "{" or not NAME.fullmatch(name):
+            raise Malformed
+        before, out = self._call, self.opening(name, id)
+        try:
+            yield from reader.object(out, keyed=True)
+        except Malformed:
+            if self._call != before:
+                yield from self.complete(out)
+                self.end()
+            raise
+        self.end()
 
     def gap(self) -> Routine[str]:
         """Read white space inside a call; return the character behind it, an empty string at the end of the text."""
@@ -121,38 +199,11 @@ class CallParser(RoutineParser):
             raise Malformed
         return name
 
-    def quoted(self) -> Routine[str]:
-        """Read a short JSON string without escapes; return its content."""
-        yield from self.expect('"')
-        text = yield from self.span(_QUOTED, LONGEST_NAME)
-        yield from self.expect('"')
-        return text
-
-    def choose(self, *texts: str) -> Routine[str]:
-        """Read one of `texts`, none of which begins with another; return it. Raises Malformed where none continues."""
-        read = ""
-        while True:
-            following = yield from self.peek()
-            texts = tuple(text for text in texts if following and text.startswith(read + following))
-            if not texts:
-                raise Malformed
-            self.scan.skip()
-            read += following
-            if read == texts[0]:
-                return read
-
-    def json_arguments(self) -> Routine[None]:
-        """Read the arguments of the call that has begun, which are a JSON object, and end the call."""
-        if (yield from self.gap()) != "{":
-            raise Malformed
-        yield from self.json(self.arguments)
-        self.end()
-
-    def passed(self, closer: str) -> Routine[bool]:
-        """Read `closer` behind white space if it is there; return whether it was. Other text stays unread."""
-        first = yield from self.gap()
-        if first != closer[0]:
-            return False
-        yield from self.expect(closer)
-        self.end()
-        return True
+    def passed(self, *texts: str) -> Routine[str]:
+        """Read one of `texts` behind white space if it is there; return it. Other text stays unread."""
+        found, at = yield from self.ahead(texts)
+        if not found:
+            return ""
+        yield from self.span(_GAP, at)
+        yield from self.expect(found)
+        return found

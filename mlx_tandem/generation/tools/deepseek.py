@@ -12,32 +12,28 @@ _BEGIN, _NAME, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜
 class DeepSeekParser(CallParser):
     """A parser of sections of calls: TYPE sep NAME and a block of JSON, or NAME sep JSON."""
 
-    openers = Markers(_OPEN)
-    others = (_CLOSE, _BEGIN, _NAME, _END)
+    openers = Markers(_OPEN, _BEGIN)
+    closers = (_CLOSE,)
+    others = (_NAME, _END, "```")
 
     def calls(self, opener: str) -> Routine[None]:
-        """Read the calls of one section."""
-        while True:
+        """Read the calls of one section, or one call without a section."""
+        while opener == _BEGIN or (yield from self.passed(_BEGIN)):
+            opener = ""
             yield from self.gap()
-            if (yield from self.choose(_BEGIN, _CLOSE)) == _CLOSE:
-                self.end()
-                return
             name = yield from self.name()
-            yield from self.expect(_NAME)
-            in_block = (yield from self.gap()) != "{"
-            if in_block:
+            if not (yield from self.passed(_NAME)):
+                raise Malformed
+            fence = yield from self.passed("```json", "```")
+            if not fence and (yield from self.gap()) != "{":
                 name = yield from self.name()
-                yield from self.gap()
-                yield from self.expect("```json")
-                if (yield from self.gap()) != "{":
-                    raise Malformed
-            yield from self.begin(name)
-            yield from self.json_arguments()
-            yield from self.gap()
-            if in_block:
-                yield from self.expect("```")
-                yield from self.gap()
-            yield from self.expect(_END)
+                fence = yield from self.passed("```json", "```")
+            yield from self.object(name, "", self.values())
+            if fence:
+                yield from self.passed("```")
+            yield from self.passed(_END)
+            self.end()
+        if (yield from self.passed(_CLOSE)):
             self.end()
 
 

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
-from mlx_tandem.generation.scanner import Malformed, Markers, Routine
-from mlx_tandem.generation.tools.calls import LONGEST_NAME, CallParser
-from mlx_tandem.generation.tools.parameters import Parameters
-
-_KEY = re.compile(r"[^<>\n]+")
-_VALUE_END = Markers("</arg_value>")
+from mlx_tandem.generation.scanner import Markers
+from mlx_tandem.generation.tools.sections import SectionParser
 
 
-class GlmParser(CallParser):
+class GlmParser(SectionParser):
     """A parser of calls whose parameters are pairs of a key and a value, each with a tag of its own."""
 
-    openers = Markers("<tool_call>")
-    others = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-
-    def calls(self, opener: str) -> Routine[None]:
-        """Read one call."""
-        yield from self.gap()
-        name = yield from self.name()
-        yield from self.gap()
-        tag = yield from self.choose("<arg_key>", "</tool_call>")
-        yield from self.begin(name)
-        parameters = Parameters(self, name, guesses=True)
-        try:
-            while tag != "</tool_call>":
-                key = yield from self.span(_KEY, LONGEST_NAME)
-                yield from self.expect("</arg_key>")
-                yield from self.gap()
-                yield from self.expect("<arg_value>")
-                yield from parameters.value(key, _VALUE_END)
-                yield from self.gap()
-                tag = yield from self.choose("<arg_key>", "</tool_call>")
-        except Malformed:
-            yield from parameters.close()
-            raise
-        yield from parameters.close()
-        self.end()
+    openers = Markers("<tool_call>", "<function")
+    closers = ("</tool_call>",)
+    others = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")

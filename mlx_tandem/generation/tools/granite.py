@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from mlx_tandem.generation.scanner import Markers, Routine
-from mlx_tandem.generation.tools.calls import CallForm, CallParser
-from mlx_tandem.generation.tools.json_calls import read_call, read_calls
+from mlx_tandem.generation.scanner import Markers
+from mlx_tandem.generation.tools.calls import CallForm
+from mlx_tandem.generation.tools.sections import SectionParser
 
 
-class GraniteParser(CallParser):
+class GraniteParser(SectionParser):
     """A parser of lists of calls, and of single calls."""
 
     openers = Markers("<|tool_call|>", "<tool_call>")
+    closers = ("</tool_call>",)
+    starts = "{["
     form = CallForm('<|tool_call|>[{"name": "', '", "arguments": ', "}]")
-
-    def calls(self, opener: str) -> Routine[None]:
-        """Read one or more calls."""
-        if (yield from self.gap()) == "[":
-            yield from read_calls(self)
-        else:
-            yield from read_call(self)
-        yield from self.passed("</tool_call>")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 _LONGEST_HEADER = 256
 _HEADER_PART = re.compile(r"[^<]+")
-_RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.:/-]{1,128})")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]{1,128})")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -39,11 +40,12 @@ class HarmonyParser(CallParser):
             if opener in _ENDS:
                 opener = yield from self.upto(self.openers, self.text)
                 continue
-            self.scan.hold(opener)
+            self.scan.hold()
             try:
                 header = yield from self._header(opener)
             except Malformed:
-                yield from self.text(self.scan.release())
+                yield from self.text(opener)
+                self.scan.unread()
                 opener = yield from self.upto(self.openers, self.text)
                 continue
             self.scan.release()
@@ -58,11 +60,13 @@ class HarmonyParser(CallParser):
         """Read a message's header up to its text; return the header."""
         header = opener
         if not opener:
-            yield from self.expect(" to=functions.")
-            header = " to=functions."
+            yield from self.expect(" to=")
+            header = " to="
         while len(header) < _LONGEST_HEADER:
             header += yield from self.span(_HEADER_PART, _LONGEST_HEADER)
-            marker = yield from self.choose(_CHANNEL, _MESSAGE, _CONSTRAIN)
+            marker = yield from self.passed(_CHANNEL, _MESSAGE, _CONSTRAIN)
+            if not marker:
+                raise Malformed
             if marker == _MESSAGE:
                 return header
             header += marker
@@ -74,18 +78,22 @@ class HarmonyParser(CallParser):
         channel = _CHANNEL_NAME.search(header)
         if recipient is not None and recipient.group(1) in self.tools.functions:
             self.scan.hold()
-            try:
-                if (yield from self.gap()) == "{":
-                    yield from self.begin(recipient.group(1))
-                    yield from self.json_arguments()
-                    yield from self.gap()
-                    self.end()
-            except Malformed:
-                pass
-            yield from self.text(self.scan.release())
+            with contextlib.suppress(Malformed):
+                yield from self._call_of(recipient.group(1))
+            self.scan.unread()
             return (yield from self.upto(self._bodies, self.text))
         is_thought = channel is not None and channel.group(1) == "analysis"
         return (yield from self.upto(self._bodies, self._thought if is_thought else self.text))
+
+    def _call_of(self, name: str) -> Routine[None]:
+        """Read the arguments of a call, which are an object or nothing. Raises Malformed."""
+        if (yield from self.ahead(self._bodies.texts))[0] is not None:
+            yield from self.begin(name)
+            yield from self.arguments("" if self.is_cut else "{}")
+        else:
+            yield from self.object(name, "", self.values())
+        yield from self.gap()
+        self.end()
 
     def _thought(self, text: str) -> Sequence[Said]:
         """Return the event for a piece of a thought."""

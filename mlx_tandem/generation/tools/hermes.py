@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from mlx_tandem.generation.scanner import Markers, Routine
-from mlx_tandem.generation.tools.calls import CallForm, CallParser
-from mlx_tandem.generation.tools.json_calls import read_call
+from mlx_tandem.generation.scanner import Markers
+from mlx_tandem.generation.tools.calls import CallForm
+from mlx_tandem.generation.tools.sections import SectionParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesParser(CallParser):
+class HermesParser(SectionParser):
     """A parser of calls that are JSON objects between tags."""
 
-    openers = Markers(OPEN)
+    openers = Markers(OPEN, "<function")
+    closers = (CLOSE,)
+    starts = "{"
     form = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n")
-
-    def calls(self, opener: str) -> Routine[None]:
-        """Read one call."""
-        yield from self.gap()
-        yield from read_call(self)
-        yield from self.passed(CLOSE)

@@ -1,72 +1,180 @@
-"""Reading calls that are JSON objects: {"name": ..., "arguments": {...}}."""
+"""Reading calls that are JSON objects: {"name": ..., "arguments": {...}}, one of them, several, or a list."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from mlx_tandem.generation.events import Said
-from mlx_tandem.generation.scanner import Malformed, Routine, nothing
-from mlx_tandem.generation.tools.calls import CallParser
+from mlx_tandem.generation.scanner import Malformed, Routine
+from mlx_tandem.generation.tools.calls import LONGEST_KEPT, CallParser
+from mlx_tandem.generation.tools.json_writer import JsonWriter
+from mlx_tandem.generation.tools.values import QUOTES, ValueReader, as_json, text_of
 
-ARGUMENTS = ("arguments", "parameters")
-"""The keys under which models write the arguments."""
+NAMES = ("name", "function", "tool_name")
+ARGUMENTS = ("arguments", "parameters", "args")
+"""The keys under which models write the name and the arguments."""
+IDS = ("id", "tool_call_id", "call_id")
+_OTHERS = ("type", "index")
+"""Keys beside them that say nothing."""
+
+FENCES = ("```json", "```python", "```tool_call", "```")
 
 
-def read_call(parser: CallParser, *, id_key: str = "", offered_only: bool = False) -> Routine[None]:
-    """Read the object of one call, whose keys have any order. Keys that mean nothing here are skipped.
+@dataclass
+class _Parts:
+    """What is known of a call before its object has ended."""
 
-    Arguments before the name are kept until the name is known. `id_key` is the key of the call's own id, if it has one.
-    With `offered_only`, a name that the request does not offer makes no call. Raises Malformed.
+    name: str = ""
+    id: str = ""
+    arguments: str | None = None
+    """The arguments, as long as they wait for the name."""
+    others: list[str] = field(default_factory=list)
+    begun: bool = False
+
+
+def read_calls(parser: CallParser, *, offered_only: bool = False) -> Routine[None]:
+    """Read the calls that come next: objects behind each other, or lists of them, perhaps in a block of code.
+
+    With `offered_only`, a name that the request does not offer makes no call, nor does an object with other keys than
+    those of a call. Raises Malformed where no call is.
     """
-    name, id, begun = "", "", False
-    kept: list[str] = []
+    fence = yield from parser.passed(*FENCES)
+    in_list = bool((yield from parser.passed("[")))
+    while True:
+        reader = parser.values()
+        if in_list:
+            reader.open.append(("]", "values"))
+        if (yield from parser.gap()) != "{":
+            raise Malformed
+        yield from _read_object(parser, reader, _Parts(), offered_only=offered_only)
+        parser.end()
+        yield from _skip_surplus(parser, "}")
+        if in_list and (yield from parser.passed("]")):
+            in_list = False
+            parser.end()
+            yield from _skip_surplus(parser, "]")
+        if not (yield from _another(parser)):
+            break
+    if fence and (yield from parser.passed("```")):
+        parser.end()
+
+
+def _another(parser: CallParser) -> Routine[bool]:
+    """Read what divides two objects; return whether another one comes."""
+    divider, at = yield from parser.ahead((",", ";", "{"))
+    if divider == "{":
+        return True
+    if not divider or (yield from parser.ahead(("{",), at + 1))[0] != "{":
+        return False
+    yield from parser.passed(divider)
+    return True
+
+
+def _skip_surplus(parser: CallParser, closer: str) -> Routine[None]:
+    """Read closing brackets that are too many, where nothing but a closer, an opener, or the end comes behind them."""
+    ends = (*parser.openers.texts, *parser.closers, "```", ";", ",", "]", closer)
+    while (yield from parser.ahead((closer,)))[0]:
+        _, at = yield from parser.ahead((closer,))
+        if (yield from parser.ahead(ends, at + 1))[0] is None:
+            return
+        yield from parser.passed(closer)
+        parser.end()
+
+
+def _read_object(parser: CallParser, reader: ValueReader, parts: _Parts, *, offered_only: bool) -> Routine[None]:
+    """Read the object of a call, whose keys have any order, and say the call."""
+    try:
+        yield from _read_pairs(parser, reader, parts, offered_only=offered_only)
+    except Malformed:
+        known = parts.arguments is not None or parts.name in parser.tools.functions
+        if parts.begun or not known or not parser.is_at_end:
+            raise
+    if parts.begun:
+        return
+    if not parts.name or (parts.arguments is None and (parts.others or offered_only)):
+        raise Malformed
+    if offered_only and (parts.others or parts.name not in parser.tools.functions):
+        raise Malformed
+    yield from parser.begin(parts.name, parts.id)
+    yield from parser.arguments(parts.arguments or ("" if parser.is_cut else "{}"))
+    parser.end()
+
+
+def _read_pairs(parser: CallParser, reader: ValueReader, parts: _Parts, *, offered_only: bool) -> Routine[None]:
+    """Read the pairs of the object that comes next up to its end, as far as they come."""
+    yield from parser.expect("{")
+    reader.open.append(("}", "pairs"))
+    while True:
+        following = yield from parser.gap()
+        if following in ("}", ","):
+            parser.scan.skip()
+            if following == "}":
+                reader.open.pop()
+                return
+            continue
+        if parts.begun and following not in QUOTES:
+            return
+        key = yield from reader.key()
+        first = yield from parser.gap()
+        if key in NAMES and first == "{":
+            yield from _read_pairs(parser, reader, parts, offered_only=offered_only)
+        elif key in NAMES and not parts.name:
+            parts.name = text_of((yield from _kept(reader)))
+            if offered_only and parts.name not in parser.tools.functions:
+                raise Malformed
+        elif key in IDS and first in QUOTES:
+            id = text_of((yield from _kept(reader)))
+            parts.id = id if parser.keeps_ids else ""
+        elif key in ARGUMENTS and not parts.begun and parts.arguments is None:
+            yield from _read_arguments(parser, reader, parts, first, offered_only=offered_only)
+        else:
+            value = yield from _kept(reader)
+            if key not in _OTHERS and key not in IDS:
+                parts.others.append(value)
+        if parts.begun:
+            parser.end()
+
+
+def _read_arguments(
+    parser: CallParser, reader: ValueReader, parts: _Parts, first: str, *, offered_only: bool
+) -> Routine[None]:
+    """Read the arguments: an object, the text of one, or null. They are said at once if the name is known."""
+    if first == "{" and parts.name and not (offered_only and parts.others):
+        yield from _begin(parser, reader, parts)
+        return
+    made: str | None = yield from _kept(reader)
+    if made and made[0] == '"':
+        text = text_of(made).strip()
+        made = as_json(text) if text else "{}"
+    if made == "null":
+        made = "{}"
+    if made is None or made[:1] != "{":
+        raise Malformed
+    parts.arguments = made
+
+
+def _begin(parser: CallParser, reader: ValueReader, parts: _Parts) -> Routine[None]:
+    """Read the arguments of a call whose name is known, and say them while they come."""
+    before = parser.begun
+    try:
+        yield from parser.object(parts.name, parts.id, reader)
+    finally:
+        parts.begun = parser.begun != before
+
+
+def _kept(reader: ValueReader) -> Routine[str]:
+    """Read one value; return it as JSON. Raises Malformed for one that is too long to be kept."""
+    pieces: list[str] = []
+    size = 0
 
     def keep(text: str) -> Sequence[Said]:
-        kept.append(text)
+        nonlocal size
+        size += len(text)
+        if size > LONGEST_KEPT:
+            raise Malformed
+        pieces.append(text)
         return ()
 
-    yield from parser.expect("{")
-    following = yield from parser.gap()
-    while following != "}":
-        key = yield from parser.quoted()
-        yield from parser.gap()
-        yield from parser.expect(":")
-        first = yield from parser.gap()
-        if key == "name" and not name and first == '"':
-            name = yield from parser.quoted()
-            if offered_only and name not in parser.tools.functions:
-                raise Malformed
-        elif key == id_key and first == '"':
-            id = yield from parser.quoted()
-        elif key in ARGUMENTS and not (begun or kept):
-            if first != "{":
-                raise Malformed
-            if name:
-                begun = True
-                yield from parser.begin(name, id)
-            yield from parser.json(parser.arguments if name else keep)
-            if name:
-                parser.end()
-        else:
-            yield from parser.json(nothing)
-        following = yield from parser.gap()
-        if following != "}":
-            yield from parser.expect(",")
-            following = yield from parser.gap()
-    yield from parser.expect("}")
-    if not begun:
-        yield from parser.begin(name, id)
-        yield from parser.arguments("".join(kept) or "{}")
-        parser.end()
-
-
-def read_calls(parser: CallParser, *, id_key: str = "", offered_only: bool = False) -> Routine[None]:
-    """Read a list of calls, each of which is an object. Raises Malformed."""
-    yield from parser.expect("[")
-    following = ","
-    while following == ",":
-        yield from parser.gap()
-        yield from read_call(parser, id_key=id_key, offered_only=offered_only)
-        yield from parser.gap()
-        following = yield from parser.choose(",", "]")
-        parser.end()
+    yield from reader.value(JsonWriter(keep))
+    return "".join(pieces).strip()

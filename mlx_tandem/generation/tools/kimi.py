@@ -15,26 +15,23 @@ _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 class KimiParser(CallParser):
     """A parser of sections of calls. The model's own ids are kept, since its chat template prints them again."""
 
-    openers = Markers(OPEN)
-    others = (CLOSE, _BEGIN, _ARGUMENTS, _END)
+    openers = Markers(OPEN, _BEGIN)
+    closers = (CLOSE,)
+    others = (_ARGUMENTS, _END)
     form = CallForm(f"{OPEN}{_BEGIN}functions.", f":0{_ARGUMENTS}", f"{_END}{CLOSE}")
 
     def calls(self, opener: str) -> Routine[None]:
-        """Read the calls of one section."""
-        while True:
-            yield from self.gap()
-            if (yield from self.choose(_BEGIN, CLOSE)) == CLOSE:
-                self.end()
-                return
+        """Read the calls of one section, or one call without a section."""
+        while opener == _BEGIN or (yield from self.passed(_BEGIN)):
+            opener = ""
             yield from self.gap()
             id = yield from self.name()
-            yield from self.gap()
-            yield from self.expect(_ARGUMENTS)
-            if (yield from self.gap()) != "{":
-                raise Malformed
             match = _ID.fullmatch(id)
-            yield from self.begin(match.group(1) if match else id, id)
-            yield from self.json_arguments()
-            yield from self.gap()
-            yield from self.expect(_END)
+            name = match.group(1) if match else id
+            if not (yield from self.passed(_ARGUMENTS)) and name not in self.tools.functions:
+                raise Malformed
+            yield from self.object(name, id if ":" in id else "", self.values())
+            yield from self.passed(_END)
+            self.end()
+        if (yield from self.passed(CLOSE)):
             self.end()

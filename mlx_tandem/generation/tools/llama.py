@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from mlx_tandem.generation.scanner import Markers, Routine
-from mlx_tandem.generation.tools.calls import CallForm, CallParser
-from mlx_tandem.generation.tools.json_calls import read_call
+from mlx_tandem.generation.tools.calls import CallForm
+from mlx_tandem.generation.tools.sections import SectionParser
 
 
-class LlamaJsonParser(CallParser):
+class LlamaJsonParser(SectionParser):
     """A parser of answers that begin with a call of an offered function. Some models write <|python_tag|> before."""
 
-    openers = Markers("<|python_tag|>")
-    starts = "{"
+    openers = Markers("<|python_tag|>", "<function")
+    starts = "{["
     form = CallForm('{"name": "', '", "parameters": ', "}", "; ")
 
     def calls(self, opener: str) -> Routine[None]:
-        """Read one or more calls."""
-        while True:
-            yield from self.gap()
-            yield from read_call(self, offered_only=True)
-            self.end()
-            if not (yield from self.passed(";")):
-                return
+        """Read one or more calls. The opener also begins code, so that only calls of offered functions count."""
+        if opener.startswith("<|"):
+            yield from self.bare()
+        else:
+            yield from super().calls(opener)

@@ -6,20 +6,24 @@ import re
 import secrets
 import string
 
-from mlx_tandem.generation.scanner import Malformed, Markers, Routine
-from mlx_tandem.generation.tools.calls import CallForm, CallParser
-from mlx_tandem.generation.tools.json_calls import read_call, read_calls
+from mlx_tandem.generation.scanner import Markers, Routine
+from mlx_tandem.generation.tools.calls import CallForm
+from mlx_tandem.generation.tools.json_calls import read_calls
+from mlx_tandem.generation.tools.sections import SectionParser
 
 _OPEN, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _ID_CHARACTERS = re.compile(r"[A-Za-z0-9]+")
 _LETTERS = string.ascii_letters + string.digits
 
 
-class MistralParser(CallParser):
+class MistralParser(SectionParser):
     """A parser of both forms."""
 
     openers = Markers(_OPEN)
+    closers = ("[/TOOL_CALLS]",)
     others = (_ARGUMENTS, _ID)
+    keeps_ids = True
+    starts = "{["
 
     def new_id(self, name: str) -> str:
         """Return an id of nine letters and digits, since Mistral's chat templates refuse others."""
@@ -27,20 +31,21 @@ class MistralParser(CallParser):
 
     def calls(self, opener: str) -> Routine[None]:
         """Read one or more calls."""
+        if not opener:
+            yield from self.bare()
+            return
         first = yield from self.gap()
-        if first == "[":
-            yield from read_calls(self, id_key="id")
-        elif first == "{":
-            yield from read_call(self, id_key="id")
+        if first in ("[", "{", "`"):
+            yield from read_calls(self)
         else:
             name, id = (yield from self.name()), ""
-            if (yield from self.choose(_ARGUMENTS, _ID)) == _ID:
+            if (yield from self.passed(_ID)):
+                yield from self.gap()
                 id = yield from self.span(_ID_CHARACTERS, 64)
-                yield from self.expect(_ARGUMENTS)
-            if (yield from self.gap()) != "{":
-                raise Malformed
-            yield from self.begin(name, id)
-            yield from self.json_arguments()
+            yield from self.passed(_ARGUMENTS)
+            yield from self.object(name, id, self.values())
+        if (yield from self.passed(*self.closers)):
+            self.end()
 
 
 class MistralHeaderParser(MistralParser):

@@ -2,116 +2,138 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_tandem.generation.events import Said
-from mlx_tandem.generation.json_text import JsonText
 from mlx_tandem.generation.scanner import Malformed, Markers, Routine
 from mlx_tandem.generation.tools.calls import CallParser
-
-_MOST_DEPTH = 8
-"""Levels of anyOf, oneOf and allOf in which types are looked for."""
+from mlx_tandem.generation.tools.json_writer import JsonWriter
+from mlx_tandem.generation.tools.schema_types import properties_of, types_of
+from mlx_tandem.generation.tools.values import as_json, quoted
 
 _NULLS = ("null", "none")
 _BOOLEANS = {"true": "true", "false": "false"}
+_FIRST_OF_JSON = frozenset("{[(\"'-+.0123456789tTfFnNI")
+"""The characters with which a value can begin that is not a text."""
 
 
 class Parameters:
     """The arguments of one call as an object that is written parameter by parameter.
 
-    A text is written while it arrives. A value of another type is kept until it is complete. With `guesses`, a value
-    whose type the request does not describe is JSON if it can be; otherwise it is a text.
+    A text is written while it arrives. A value of another type is kept until it is complete. A value whose type the
+    request does not describe is JSON if it can be; otherwise it is a text.
     """
 
-    def __init__(self, parser: CallParser, name: str, *, guesses: bool = False):
+    def __init__(self, parser: CallParser, name: str):
         """Write the parameters of the function `name`, whose call has begun."""
         self._parser = parser
-        self._schemas = parser.tools.parameters(name)
-        self._guesses = guesses
-        self._opener = "{"
-        self._is_cut = False  # whether the text has ended inside of a value
+        function = parser.tools.functions.get(name)
+        self._schema: Mapping[str, Any] = (function.parameters or {}) if function is not None else {}
+        self._properties = properties_of(self._schema)
+        self._out = JsonWriter(parser.arguments, spaced=True)
+        self._has_begun = False
+        self._seen: set[str] = set()
         parser.end()
+
+    def may_follow(self, key: str) -> bool:
+        """Return whether a parameter `key` may follow one whose own end is missing."""
+        return key not in self._seen and (key in self._properties or not self._properties)
 
     def close(self) -> Sequence[Said]:
-        """Return the event for the end of the object. An object whose last value is not complete gets no end."""
-        return () if self._is_cut else self._parser.arguments("{}" if self._opener == "{" else "}")
+        """Return the event for the end of the object; none where something else than the model has ended the text."""
+        said = () if self._has_begun or self._parser.is_cut else self._begin()
+        return (*said, *self._parser.complete(self._out))
 
-    def value(self, key: str, closers: Markers, is_text: bool | None = None) -> Routine[str]:
-        """Read the value of `key` and the closer behind it; return the closer.
+    def value(
+        self,
+        key: str,
+        closers: Markers,
+        ends: Callable[[str], Routine[bool]],
+        *,
+        is_text: bool | None = None,
+        is_framed: bool = False,
+    ) -> Routine[str]:
+        """Read the value of `key` and the closer behind it; return the closer, an empty string at the text's end.
 
-        `is_text` is given where the form of the call says so. Raises Malformed when the text ends before.
+        `ends` tells whether a closer that was read ends the value. `is_text` is given where the form of the call says
+        so. If the value `is_framed`, a line break at its end is not its own.
         """
-        parser = self._parser
-        types = types_of(self._schemas.get(key)) if is_text is None else {"string"} if is_text else set()
+        parser, out = self._parser, self._out
+        known = self._schema_of(key)
+        types = types_of(known, self._schema) if is_text is None else {"string"} if is_text else set()
         parser.scan.release()
-        yield from parser.arguments(f"{self._opener}{_quoted(key)}: ")
-        self._opener = ", "
-        self._is_cut = True
-        is_guess = is_text is False or (not types and self._guesses)
-        if types <= {"string", "null"} and not is_guess:
-            text = _Text(parser.arguments, "null" in types)
-            closer = yield from parser.upto(closers, text.push)
+        if not self._has_begun:
+            yield from self._begin()
+        self._seen.add(key)
+        out.key(quoted(key))
+        value = _Value(out, types, is_guess=is_text is False or not types)
+        while True:
+            closer = yield from parser.upto(closers, value.push)
             if closer is None:
-                raise Malformed
-            yield from text.close()
-        else:
-            pieces: list[str] = []
-
-            def keep(piece: str) -> Sequence[Said]:
-                pieces.append(piece)
-                return ()
-
-            closer = yield from parser.upto(closers, keep)
-            if closer is None:
-                raise Malformed
-            yield from parser.arguments(json_of("".join(pieces), types))
-        self._is_cut = False
+                break
+            if (yield from ends(closer.lstrip("\n"))):
+                if closer[0] == "\n" and not is_framed:
+                    yield from value.push("\n")
+                break
+            yield from value.push(closer)
+        yield from value.close(is_cut=parser.is_cut and closer is None)
         parser.end()
-        return closer
+        if closer is None:
+            raise Malformed
+        return closer.lstrip("\n")
+
+    def _begin(self) -> Sequence[Said]:
+        """Return the event for the beginning of the object."""
+        self._has_begun = True
+        return self._out.begin("{")
+
+    def _schema_of(self, key: str) -> Any:
+        """Return the schema of a parameter, which may be that of all parameters that have no own."""
+        return self._properties.get(key, self._schema.get("additionalProperties"))
 
 
-class _Text:
-    """A text that is written as a JSON string while it arrives. If it `may_be_null`, the word null is no text."""
+class _Value:
+    """A raw value that is written as JSON: a text while it arrives, anything else when it is complete."""
 
-    def __init__(self, arguments: Callable[[str], Sequence[Said]], may_be_null: bool):
-        self._arguments = arguments
-        self._kept: str | None = "" if may_be_null else None  # as long as it may be the word null
+    def __init__(self, out: JsonWriter, types: set[str], *, is_guess: bool):
+        self._out = out
+        self._types = types
+        self._is_guess = is_guess
+        self._is_text = types <= {"string", "null"} and not is_guess
+        self._kept: list[str] = []
+        self._first = ""
         self._is_open = False
 
-    def push(self, text: str) -> Sequence[Said]:
-        """Return the event for the next piece of the text."""
-        if self._kept is not None:
-            text = self._kept + text
-            if "null".startswith(text):
-                self._kept = text
-                return ()
-            self._kept = None
-        opening = "" if self._is_open else '"'
+    def push(self, piece: str) -> Sequence[Said]:
+        """Return the event for the next piece of the value."""
+        if self._is_open:
+            return self._out.text(quoted(piece)[1:-1])
+        self._kept.append(piece)
+        if not self._decides_for_text(piece):
+            return ()
         self._is_open = True
-        return self._arguments(opening + _quoted(text)[1:-1])
+        text = "".join(self._kept)
+        self._kept.clear()
+        return (*self._out.text_begin(), *self._out.text(quoted(text)[1:-1]))
 
-    def close(self) -> Sequence[Said]:
-        """Return the event for the end of the text."""
-        if self._kept is not None:
-            return self._arguments("null" if self._kept == "null" else _quoted(self._kept))
-        return self._arguments('"' if self._is_open else '""')
+    def close(self, *, is_cut: bool) -> Sequence[Said]:
+        """Return the event for the end of the value. A text that something else has cut stays open."""
+        if self._is_open:
+            return () if is_cut else self._out.text_end()
+        text = "".join(self._kept)
+        if self._is_text:
+            return self._out.atom("null" if text == "null" and "null" in self._types else quoted(text))
+        return self._out.atom(json_of(text, self._types))
 
-
-def types_of(schema: Any, depth: int = _MOST_DEPTH) -> set[str]:
-    """Return the types that a schema allows, as far as it says so in words that are common."""
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    given = schema.get("type")
-    types = {given} if isinstance(given, str) else {t for t in given if isinstance(t, str)} if given else set()
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if not types and isinstance(values, list):
-        types = {_type_of(value) for value in values}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for inner in schema.get(key) or ():
-            types |= types_of(inner, depth - 1)
-    return types
+    def _decides_for_text(self, piece: str) -> bool:
+        """Return whether it is known that the value is a text, when `piece` was added to what is kept."""
+        if self._is_text:
+            return "null" not in self._types or not "null".startswith("".join(self._kept))
+        if not self._is_guess or self._types:
+            return False
+        self._first = self._first or piece.lstrip()[:1]
+        return bool(self._first) and self._first not in _FIRST_OF_JSON
 
 
 def json_of(text: str, types: set[str]) -> str:
@@ -122,30 +144,15 @@ def json_of(text: str, types: set[str]) -> str:
         return "null"
     if lowered in _BOOLEANS and (not types or "boolean" in types):
         return _BOOLEANS[lowered]
-    made = _as_json(value)
+    made = as_json(value)
+    if made is not None and made[0] == '"' and value[0] not in "\"'":
+        made = None
     if made is not None and (not types or _fits(made, types)):
         return made
-    return _quoted(text)
+    return quoted(text)
 
 
 def _fits(value: str, types: set[str]) -> bool:
     """Return whether JSON text has one of these types, judged by its first character."""
     kind = {"{": "object", "[": "array", '"': "string"}.get(value[0])
     return kind in types if kind else bool(types & {"integer", "number"}) and value[0] in "-0123456789"
-
-
-def _as_json(text: str) -> str | None:
-    """Return the text if it is JSON, else None."""
-    reader = JsonText()
-    end, made = reader.read(text + " ", 0)
-    return made if reader.state == "done" and end == len(text) else None
-
-
-def _type_of(value: Any) -> str:
-    """Return the JSON type of a value."""
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from mlx_tandem.generation.tools.calls import CallParser
+from mlx_tandem.generation.tools.coder import DeepSeek32Parser, MiniMaxParser, QwenCoderParser, SeedParser
 from mlx_tandem.generation.tools.deepseek import DeepSeek31Parser, DeepSeekParser
 from mlx_tandem.generation.tools.gemma import FunctionGemmaParser, Gemma4Parser
 from mlx_tandem.generation.tools.glm import GlmParser
@@ -15,7 +16,6 @@ from mlx_tandem.generation.tools.kimi import KimiParser
 from mlx_tandem.generation.tools.llama import LlamaJsonParser
 from mlx_tandem.generation.tools.mistral import MistralHeaderParser, MistralParser
 from mlx_tandem.generation.tools.pythonic import LfmParser, PythonicParser
-from mlx_tandem.generation.tools.tagged import DeepSeek32Parser, InvokeParser, QwenCoderParser, SeedParser
 
 PARSERS: dict[str, type[CallParser]] = {
     "deepseek_v3": DeepSeekParser,
@@ -29,7 +29,7 @@ PARSERS: dict[str, type[CallParser]] = {
     "kimi_k2": KimiParser,
     "lfm2": LfmParser,
     "llama3_json": LlamaJsonParser,
-    "minimax_m2": InvokeParser,
+    "minimax_m2": MiniMaxParser,
     "mistral": MistralParser,
     "mistral_args": MistralHeaderParser,
     "openai": HarmonyParser,

@@ -3,122 +3,146 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from mlx_tandem.generation.scanner import Malformed, Markers, Routine
-from mlx_tandem.generation.tools.calls import LONGEST_NAME, CallParser
+from mlx_tandem.generation.tools.calls import CallParser
 from mlx_tandem.generation.tools.parameters import Parameters
 
-_KEY = re.compile(r"[^<>\"\n]+")
+_LONGEST_TAG = 256
+_IN_TAG = re.compile(r"[^<>\n]+")
+_NAMED = re.compile(r"""\s*(?:=|\s\s*name\s*=)\s*(["']?)([^"'<>\n]+?)\1\s*((?:\s[^\n]*)?)""")
+_IS_TEXT = re.compile(r"""\sstring\s*=\s*["'](true|false)["']""")
 
 
-class QwenCoderParser(CallParser):
-    """A parser of <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>.
+class Tags(NamedTuple):
+    """The tags of a family: `prefix` stands before all names, `call` and `parameter` are the names of the two tags."""
 
-    Models leave out the outer tag, and the closing tag of a parameter before the next tag. A line break at each end of
-    a value belongs to the tags.
+    call: str
+    parameter: str = "parameter"
+    prefix: str = ""
+
+    @property
+    def call_opener(self) -> str:
+        """The beginning of the tag that opens a call."""
+        return f"<{self.prefix}{self.call}"
+
+    @property
+    def call_closer(self) -> str:
+        """The tag that closes a call."""
+        return f"</{self.prefix}{self.call}>"
+
+    @property
+    def opener(self) -> str:
+        """The beginning of the tag that opens a parameter."""
+        return f"<{self.prefix}{self.parameter}"
+
+    @property
+    def closer(self) -> str:
+        """The tag that closes a parameter."""
+        return f"</{self.prefix}{self.parameter}>"
+
+
+FUNCTION = Tags("function")
+INVOKE = Tags("invoke")
+DSML = Tags("invoke", prefix="｜DSML｜")
+ALL = (FUNCTION, INVOKE, DSML)
+OPENERS = {tags.call_opener: tags for tags in ALL}
+
+
+class TaggedCall:
+    """A reader of one call: a tag with the function's name, a tag for each parameter, and the tags that close them.
+
+    A parameter's closing tag ends its value only where the next parameter, the end of the call or the end of the text
+    follows. Models leave closing tags out. Then the next parameter's opening tag ends the value if the function has
+    such a parameter and it was not there yet.
     """
 
-    openers = Markers("<tool_call>", "<function=")
-    closer = "</tool_call>"
-    _ends = Markers(
-        *(f"{space}{tag}" for space in ("", "\n") for tag in ("</parameter>", "<parameter=", "</function>"))
-    )
+    def __init__(self, parser: CallParser, tags: Tags, *, is_bare: bool):
+        """Read from `parser`. A call without an outer tag `is_bare`.
 
-    def calls(self, opener: str) -> Routine[None]:
-        """Read one call."""
-        if opener != "<function=":
-            yield from self.gap()
-            yield from self.expect("<function=")
-        name = yield from self.name()
-        yield from self.expect(">")
-        yield from self.begin(name)
-        parameters = Parameters(self, name)
-        tag = ""
+        Such a call counts only for a function that the request offers, and if a parameter or the end of the call
+        follows its opening tag.
+        """
+        self._parser = parser
+        self._tags = tags
+        self._is_bare = is_bare
+        self._closers = Markers(
+            *(f"{space}{tag}" for space in ("", "\n") for tag in (tags.closer, tags.opener, tags.call_closer))
+        )
+        self._call_ends = (*parser.closers, *parser.openers.texts, *(f"{other.call_opener}" for other in ALL))
+        self._parameters: Parameters | None = None
+
+    def read(self) -> Routine[None]:
+        """Read the call behind the beginning of its tag. Raises Malformed where no call begins."""
+        parser, tags = self._parser, self._tags
+        name, _ = yield from self._named()
+        following, _ = yield from parser.ahead((tags.opener, tags.call_closer, "{", *parser.closers))
+        offered = name in parser.tools.functions
+        if following is None or (self._is_bare and not (offered and following)) or (not following and not offered):
+            raise Malformed
+        if following == "{":
+            yield from parser.gap()
+            yield from parser.object(name, "", parser.values())
+            yield from parser.passed(tags.call_closer)
+            parser.end()
+            return
+        yield from parser.begin(name)
+        self._parameters = Parameters(parser, name)
         try:
-            while tag != "</function>":
-                if tag in ("", "</parameter>"):
-                    yield from self.gap()
-                    tag = yield from self.choose("<parameter=", "</function>")
-                if tag == "<parameter=":
-                    tag = (yield from self._parameter(parameters)).lstrip("\n")
+            yield from self._read_parameters(self._parameters)
         except Malformed:
-            yield from parameters.close()
+            yield from self._parameters.close()
             raise
-        yield from parameters.close()
-        self.end()
-        yield from self.passed(self.closer)
+        yield from self._parameters.close()
+        yield from parser.passed(tags.call_closer)
+        parser.end()
 
-    def _parameter(self, parameters: Parameters) -> Routine[str]:
-        """Read a parameter behind the beginning of its tag; return the tag that ends it."""
-        key = yield from self.span(_KEY, LONGEST_NAME)
-        yield from self.expect(">")
-        if (yield from self.peek()) == "\n":
-            self.scan.skip()
-        return (yield from parameters.value(key, self._ends))
-
-
-class SeedParser(QwenCoderParser):
-    """A parser of Seed's calls, which differ from those of Qwen 3 Coder in the outer tag."""
-
-    openers = Markers("<seed:tool_call>")
-    closer = "</seed:tool_call>"
-
-
-class InvokeParser(CallParser):
-    """A parser of SECTION<invoke name="NAME"><parameter name="KEY">value</parameter></invoke>/SECTION."""
-
-    openers = Markers("<minimax:tool_call>")
-    closer = "</minimax:tool_call>"
-    tag = ""
-    """What every inner tag has before its name."""
-
-    def calls(self, opener: str) -> Routine[None]:
-        """Read the calls of one section."""
-        invoke, parameter = f"<{self.tag}invoke name=", f"<{self.tag}parameter name="
-        end, value_end = f"</{self.tag}invoke>", f"</{self.tag}parameter>"
-        ends = Markers(value_end, f"\n{value_end}")
+    def _read_parameters(self, parameters: Parameters) -> Routine[None]:
+        """Read the parameters up to the end of the call, which stays unread."""
+        parser, tags = self._parser, self._tags
+        closer = tags.closer
         while True:
-            yield from self.gap()
-            if (yield from self.choose(invoke, self.closer)) == self.closer:
-                self.end()
+            if closer == tags.call_closer:
                 return
-            name = yield from self.quoted()
-            yield from self.expect(">")
-            yield from self.begin(name)
-            parameters = Parameters(self, name)
-            try:
-                while True:
-                    yield from self.gap()
-                    if (yield from self.choose(parameter, end)) == end:
-                        break
-                    key = yield from self.quoted()
-                    is_text = yield from self._is_text()
-                    if (yield from self.peek()) == "\n":
-                        self.scan.skip()
-                    yield from parameters.value(key, ends, is_text)
-            except Malformed:
-                yield from parameters.close()
-                raise
-            yield from parameters.close()
-            self.end()
+            if closer == tags.closer and not (yield from parser.passed(tags.opener)):
+                return
+            key, attributes = yield from self._named()
+            said = _IS_TEXT.search(attributes)
+            is_text = None if said is None else said.group(1) == "true"
+            is_framed = is_text is None and (yield from parser.peek()) == "\n"
+            if is_framed:
+                parser.scan.skip()
+            closer = yield from parameters.value(key, self._closers, self._ends, is_text=is_text, is_framed=is_framed)
 
-    def _is_text(self) -> Routine[bool | None]:
-        """Read the end of a parameter's tag; return what it says of the type, None for nothing."""
-        yield from self.expect(">")
-        return None
+    def _named(self) -> Routine[tuple[str, str]]:
+        """Read the rest of an opening tag; return the name in it and what stands behind the name."""
+        match = _NAMED.fullmatch((yield from self._parser.span(_IN_TAG, _LONGEST_TAG)))
+        if match is None:
+            raise Malformed
+        yield from self._parser.expect(">")
+        return match.group(2).strip(), match.group(3)
+
+    def _ends(self, closer: str) -> Routine[bool]:
+        """Return whether a tag that was read ends the value before it."""
+        parser, tags = self._parser, self._tags
+        assert self._parameters is not None
+        start = 0
+        if closer == tags.closer:
+            found, at = yield from parser.ahead((tags.opener, tags.call_closer, *self._call_ends))
+            if found != tags.call_closer:
+                return found is not None
+            closer, start = found, at + len(found)
+        if closer == tags.call_closer:
+            return self._is_bare or (yield from parser.ahead(self._call_ends, start))[0] is not None
+        size = 0
+        while (character := (yield from parser.peek(size))) not in ("", ">", "\n", "<") and size < _LONGEST_TAG:
+            size += 1
+        match = _NAMED.fullmatch(parser.scan.peek(0, size))
+        return character == ">" and match is not None and self._parameters.may_follow(match.group(2).strip())
 
 
-class DeepSeek32Parser(InvokeParser):
-    """A parser of the calls of DeepSeek 3.2, whose tags say whether a value is a text."""
-
-    openers = Markers("<｜DSML｜function_calls>")
-    closer = "</｜DSML｜function_calls>"
-    others = ("｜DSML｜",)
-    tag = "｜DSML｜"
-
-    def _is_text(self) -> Routine[bool | None]:
-        """Read the end of a parameter's tag; return what it says of the type."""
-        yield from self.expect(' string="')
-        said = yield from self.choose("true", "false")
-        yield from self.expect('">')
-        return said == "true"
+def read_tagged(parser: CallParser) -> Routine[None]:
+    """Read calls as long as they come. Raises Malformed for one that breaks off."""
+    while opener := (yield from parser.passed(*OPENERS)):
+        yield from TaggedCall(parser, OPENERS[opener], is_bare=False).read()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlx_tandem.generation.answer_reading import AnswerReading
 from mlx_tandem.generation.parsers import Parser
 from mlx_tandem.generation.reasoning.table import FORMS, HARMONY
-from tests.unit.generation.reading_tools import Heard, cuts, heard, text_of
+from tests.unit.generation.reading_tools import Heard, cuts, heard, joined, text_of
 from tests.unit.generation.tools.test_families import TOOLS
 from tests.unit.text_tools import byte_level
 
@@ -91,12 +91,11 @@ def test_every_split_says_the_same(name: str, text: str, opened: bool, data: st.
     assert heard(parser(name, opened=opened, calls="hermes"), data.draw(cuts(text))) == heard(
         parser(name, opened=opened, calls="hermes"), [text]
     )
+    kinds = [event[0] for event in whole]
     if name != HARMONY:
-        form, without = FORMS[name], text
-        for mark in form.dropped:
-            without = without.replace(mark, "")
-        joined = without.count(form.open) - text.count(form.open)  # by the text around dropped marks
-        assert text_of(whole).count(form.open) <= joined, "a thought does not leak into the answer"
+        assert kinds in ([], ["thought"], ["text"], ["thought", "text"]), "thoughts come first, and nowhere else"
+        begins = opened or text.lstrip().startswith(FORMS[name].opens)
+        assert begins or FORMS[name].frame or text_of(whole) == text
 
 
 @pytest.mark.parametrize("name", sorted(FORMS.keys() - {HARMONY}))
@@ -121,6 +120,52 @@ def test_calls_are_looked_for_behind_the_thought() -> None:
     call = '<tool_call>{"name": "now"}</tool_call>'
     found = heard(parser("think", calls="hermes"), f"<think>{call}</think>\n\n{call}")
     assert found == [("thought", call), ("call", "now", "{}")]
+
+
+UNCLOSED = [
+    ("hm <tool_call>{now}</tool_call> hm", [("thought", "hm <tool_call>{now}</tool_call> hm")]),
+    ("I call <tool_call> now", [("thought", "I call <tool_call> now")]),
+    (
+        'hm\n<tool_call>{"name": "now"}</tool_call>\n<tool_call>{"name": "weather", "arguments": {"city": "</th"}}',
+        [("thought", "hm"), ("call", "now", "{}"), ("call", "weather", '{"city": "</th"}')],
+    ),
+    ('<tool_call>{"name": "now"}</tool_call> Done.', [("call", "now", "{}"), ("text", "Done.")]),
+    ('I use <tool_call> so: <tool_call>{"name": "now"}', [("thought", "I use <tool_call> so:"), ("call", "now", "{}")]),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), UNCLOSED, ids=str)
+def test_a_call_ends_a_thought_without_an_end(text: str, expected: Heard) -> None:
+    assert heard(parser("think", calls="hermes", opened=True), [text]) == expected
+    assert heard(parser("think", calls="hermes", opened=True), text) == expected
+
+
+def test_a_mention_of_a_call_does_not_keep_a_thought_back() -> None:
+    reader = parser("think", calls="hermes", opened=True)
+    said = [*reader.push("I could use <tool_call> for"), *reader.push(" this, or not."), *reader.push(" So:")]
+    assert joined(said) == [("thought", "I could use <tool_call> for this, or not. So:")]
+
+
+AROUND = [
+    ("<think>a</think>b <think>c</think>", False, [("thought", "a"), ("text", "b <think>c</think>")]),
+    ("Write <think>a</think>.", False, [("text", "Write <think>a</think>.")]),
+    ("<think>\na", True, [("thought", "a")]),
+    ("a <think> b</think>c", True, [("thought", "a <think> b"), ("text", "c")]),
+    ("<think>a</think>\n<think>b</think>\nc", False, [("thought", "ab"), ("text", "c")]),
+    ("a</think>\n</think>\n\nb", True, [("thought", "a"), ("text", "b")]),
+    ("<think></think>a", False, [("text", "a")]),
+]
+
+
+@pytest.mark.parametrize(("text", "opened", "expected"), AROUND, ids=str)
+def test_thoughts_are_at_the_beginning_only(text: str, opened: bool, expected: Heard) -> None:
+    assert heard(parser("think", opened=opened), [text]) == expected
+    assert heard(parser("think", opened=opened), text) == expected
+
+
+def test_marks_around_an_answer_are_left_out_only_there() -> None:
+    text = "<think>a</think><response>b </response> c</response>\n"
+    assert heard(parser("granite_tags"), text) == [("thought", "a"), ("text", "b </response> c")]
 
 
 def test_a_call_ends_a_thought_of_kimi() -> None:

@@ -1,0 +1,421 @@
+"""Reading values as models write them: JSON, Python's literals and what lies between, while the text arrives."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from mlx_tandem import limits
+from mlx_tandem.generation.events import Said
+from mlx_tandem.generation.scanner import SPACE, Malformed, Routine, RoutineParser
+from mlx_tandem.generation.tools.json_writer import JsonWriter
+
+QUOTES = ('"', "'")
+DIVIDERS = (":", "=")
+CLOSERS = {"{": "}", "[": "]", "(": ")"}
+Items = Literal["pairs", "values", "arguments", "calls"]
+"""What is in a list or an object: pairs of a key and a value, values, either of them, or calls in Python's notation."""
+
+LONGEST_WORD = 4096
+"""Most characters of a key, and of a text without quotes."""
+
+_LONGEST_KEY_AHEAD = 256
+_KEY = re.compile(r"[\w.$-]+")
+_WORD = re.compile(r"[-+.\w]+")
+_PLAIN_WORD = re.compile(r"[-+.\w ]+")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_OTHER_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?0[xXoObB][0-9a-fA-F_]+")
+_WORDS = {
+    "true": "true",
+    "True": "true",
+    "false": "false",
+    "False": "false",
+    "null": "null",
+    "None": "null",
+    "NaN": "null",
+    "nan": "null",
+    "Infinity": "null",
+    "-Infinity": "null",
+    "inf": "null",
+    "-inf": "null",
+}
+"""Words that are values, and what they are in JSON, which has no number that is not finite."""
+
+_PIECE = 1 << 16
+_HEX = re.compile(r"[0-9a-fA-F]+")
+_CODES = {"x": 2, "u": 4, "U": 8}
+_KEPT = frozenset('"\\/bfnrt')
+_OTHER_ESCAPES = {"'": "'", "0": "\\u0000", "a": "\\u0007", "v": "\\u000b", "\n": ""}
+_CONTROL = {chr(c): f"\\u{c:04x}" for c in range(0x20)} | {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_PLAIN = {first: re.compile(rf'[^\\"{re.escape(first)}\x00-\x1f]+') for first in "\"'<"}
+
+
+class ValueReader:
+    """A reader of one value, which it writes as JSON.
+
+    It reads all JSON as it stands. It also reads Python's words and quotes, keys without quotes, `=` behind keys,
+    surplus and missing commas, tuples and sets, numbers that are not finite (as null), and quotes, line breaks and
+    backslashes in texts that are not escaped. A quote ends a text only where what follows can follow a value. Texts in
+    a family's own `mark` are read as they stand.
+    """
+
+    def __init__(self, parser: RoutineParser, followers: Sequence[str] = (), *, mark: str = ""):
+        """Read from `parser`. `followers` are the markers that may follow although something is still open."""
+        self._parser = parser
+        self._scan = parser.scan
+        self._followers = tuple(followers)
+        self._mark = mark
+        self._marks: tuple[str, ...] = (*((mark,) if mark else ()), *QUOTES)
+        self.open: list[tuple[str, Items]] = []
+        """What is open: the character that closes it, and what is in it. The innermost is the last."""
+
+    def value(self, out: JsonWriter) -> Routine[None]:
+        """Read one value. Raises Malformed where none begins, and when the text ends inside of it."""
+        out.space((yield from self.spaces()))
+        first = yield from self._parser.peek()
+        if not first or len(self.open) > limits.MAX_JSON_DEPTH:
+            raise Malformed
+        if first == "{":
+            yield from self.object(out)
+        elif first in CLOSERS:
+            self._scan.skip()
+            self.open.append((CLOSERS[first], "values"))
+            yield from out.begin("[")
+            yield from self.items(out)
+        elif mark := (yield from self._opening()):
+            yield from out.text_begin()
+            yield from self._text(mark, out.text, self.follows)
+            yield from out.text_end()
+        elif first in ",}])" or (yield from self._parser.ahead(self._followers))[0]:
+            raise Malformed
+        else:
+            yield from out.atom((yield from self._bare()))
+
+    def object(self, out: JsonWriter, *, keyed: bool = False) -> Routine[None]:
+        """Read an object, or a set, which becomes a list. Raises Malformed for a set if it must be `keyed`.
+
+        Nothing is written before it is known which of the two it is.
+        """
+        self._scan.skip()
+        self.open.append(("}", "pairs"))
+        space = yield from self.spaces()
+        first = yield from self._parser.peek()
+        if first in ("}", ",") or not first:
+            yield from out.begin("{")
+            out.space(space)
+            yield from self.items(out)
+            return
+        key = yield from self._key(self._ends_first)
+        if key and (yield from self._parser.ahead(DIVIDERS))[0] is not None:
+            yield from out.begin("{")
+            out.space(space)
+            yield from self._behind_key(key, out)
+        elif keyed:
+            raise Malformed
+        else:
+            self.open[-1] = ("}", "values")
+            yield from out.begin("[")
+            out.space(space)
+            if key:
+                yield from out.atom(key if key[0] == '"' else scalar(key) or quoted(key))
+        yield from self.items(out)
+
+    def items(self, out: JsonWriter) -> Routine[None]:
+        """Read the rest of the innermost list or object, which has begun, and its end."""
+        closer, items = self.open[-1]
+        while True:
+            out.space((yield from self.spaces()))
+            first = yield from self._parser.peek()
+            if first == closer:
+                self._scan.skip()
+            elif first == ",":
+                self._scan.skip()
+                out.comma()
+                continue
+            elif not any(first == other for other, _ in self.open[:-1]):  # else its own end is missing
+                if not first:
+                    raise Malformed
+                if items == "pairs":
+                    yield from self.pair(out)
+                else:
+                    yield from self.value(out)
+                continue
+            self.open.pop()
+            yield from out.end()
+            return
+
+    def pair(self, out: JsonWriter) -> Routine[None]:
+        """Read a key and its value. Raises Malformed where no key begins."""
+        key = yield from self._key(self._divides)
+        if not key:
+            raise Malformed
+        yield from self._behind_key(key, out)
+
+    def key(self) -> Routine[str]:
+        """Read a key and what divides it from its value; return it as text. Raises Malformed."""
+        key = yield from self._key(self._divides)
+        if not key:
+            raise Malformed
+        yield from self.spaces()
+        if (yield from self._parser.peek()) not in DIVIDERS:
+            raise Malformed
+        self._scan.skip()
+        return text_of(key) if key[0] == '"' else key
+
+    def spaces(self) -> Routine[str]:
+        """Read and return white space."""
+        pieces: list[str] = []
+        while SPACE.match((yield from self._parser.peek())):
+            pieces.append(self._scan.span(SPACE, _PIECE))
+        return "".join(pieces)
+
+    def follows(self, start: int) -> Routine[bool]:
+        """Return whether what comes `start` characters ahead can follow a complete value."""
+        waiting = [closer for closer, _ in self.open]
+        while waiting:
+            found, at = yield from self._parser.ahead((*set(waiting), ",", *self._followers), start)
+            start = at + 1
+            if found in waiting:
+                del waiting[len(waiting) - 1 - waiting[::-1].index(found) :]
+            elif found == ",":
+                return (yield from self._item_follows(start, len(waiting) - 1))
+            else:
+                return found is not None
+        return True
+
+    def key_follows(self) -> Routine[bool]:
+        """Return whether a key and what divides it from a value come next."""
+        return (yield from self._follows_key(0, DIVIDERS))
+
+    def _item_follows(self, start: int, depth: int) -> Routine[bool]:
+        """Return whether an item of what is open at `depth`, or its end, comes `start` characters ahead."""
+        ended, at = yield from self._parser.ahead((), start)
+        first = yield from self._parser.peek(at)
+        closer, items = self.open[depth]
+        if ended == "" or first in (closer, ","):
+            return True
+        if items in ("pairs", "arguments") and (yield from self._follows_key(at, DIVIDERS)):
+            return True
+        if items == "calls":
+            return (yield from self._follows_key(at, ("(",)))
+        if items == "pairs":
+            return False
+        if first in "\"'{[(-+.0123456789" or (self._mark and first == self._mark[0]):
+            return True
+        word = yield from self._parser.peek(at, max(map(len, _WORDS)) + 1)
+        match = _WORD.match(word)
+        return match is not None and match.group() in _WORDS
+
+    def _follows_key(self, at: int, dividers: Sequence[str]) -> Routine[bool]:
+        """Return whether a key and one of `dividers`, or the end of the text, come `at` characters ahead."""
+        first = yield from self._parser.peek(at)
+        mark = next((mark for mark in self._marks if mark[0] == first), "")
+        start = at = at + len(mark)
+        while at - start < _LONGEST_KEY_AHEAD:
+            character = yield from self._parser.peek(at)
+            if not mark and not _KEY.match(character):
+                return at > start and (yield from self._parser.ahead(dividers, at))[0] is not None
+            if character in ("", "\n"):
+                return False
+            if mark and (yield from self._parser.peek(at, len(mark))) == mark:
+                return (yield from self._parser.ahead(dividers, at + len(mark)))[0] is not None
+            at += 2 if character == "\\" and mark in QUOTES else 1
+        return True
+
+    def _divides(self, start: int) -> Routine[bool]:
+        """Return whether a divider, or the end of the text, comes `start` characters ahead."""
+        return (yield from self._parser.ahead(DIVIDERS, start))[0] is not None
+
+    def _ends_first(self, start: int) -> Routine[bool]:
+        """Return whether the text ahead can follow the first item of an object or a set."""
+        return (yield from self._divides(start)) or (yield from self.follows(start))
+
+    def _opening(self) -> Routine[str]:
+        """Read the mark with which a text begins; return the one that ends it, or an empty string without a text."""
+        first = yield from self._parser.peek()
+        for mark in self._marks:
+            if first == mark[0] and (yield from self._parser.peek(0, len(mark))) == mark:
+                triple = mark in QUOTES and (yield from self._parser.peek(0, 3)) == mark * 3
+                ending = mark * 3 if triple else mark
+                yield from self._parser.expect(ending)
+                return ending
+        return ""
+
+    def _key(self, ends: Callable[[int], Routine[bool]]) -> Routine[str]:
+        """Read a key; return it as JSON, or as it stands if it has no quotes, or nothing where none begins."""
+        pieces: list[str] = []
+
+        def keep(piece: str) -> Sequence[Said]:
+            pieces.append(piece)
+            if sum(map(len, pieces)) > LONGEST_WORD:
+                raise Malformed
+            return ()
+
+        if mark := (yield from self._opening()):
+            try:
+                yield from self._text(mark, keep, ends)
+            except Malformed:
+                if not self._scan.ended or self._scan.peek():
+                    raise
+            return f'"{"".join(pieces)}"'
+        return (yield from self._parser.span(_KEY, LONGEST_WORD))
+
+    def _behind_key(self, key: str, out: JsonWriter) -> Routine[None]:
+        """Write a key that was read, and read its value. A key without a value gets null."""
+        out.key(key if key[0] == '"' else quoted(key))
+        space = yield from self.spaces()
+        following = yield from self._parser.peek()
+        if not following:
+            raise Malformed
+        if following in DIVIDERS:
+            self._scan.skip()
+            space = yield from self.spaces()
+            if (yield from self._parser.peek()) not in (",", *CLOSERS.values()):
+                out.space(space)
+                yield from self.value(out)
+                return
+        yield from out.atom("null")
+        out.space(space)
+
+    def _text(
+        self, mark: str, put: Callable[[str], Sequence[Said]], ends: Callable[[int], Routine[bool]]
+    ) -> Routine[None]:
+        """Read a text up to the mark that ends it, and write it with JSON's escapes.
+
+        Raises Malformed for a text without an end.
+        """
+        raw = mark == self._mark
+        plain = _PLAIN[mark[0]]
+        while True:
+            first = yield from self._parser.peek()
+            if not first:
+                raise Malformed
+            if first == mark[0] and (yield from self._parser.peek(0, len(mark))) == mark:
+                if (yield from ends(len(mark))):
+                    yield from self._parser.expect(mark)
+                    return
+                yield from put('\\"' if first == '"' else first)
+                self._scan.skip()
+            elif first == "\\" and not raw:
+                self._scan.skip()
+                yield from put((yield from self._escape()))
+            elif run := self._scan.span(plain, _PIECE):
+                yield from put(run)
+            else:
+                self._scan.skip()
+                yield from put(_CONTROL.get(first) or (f"\\{first}" if first in '"\\' else first))
+
+    def _escape(self) -> Routine[str]:
+        """Read what follows a backslash; return the escape in JSON. A backslash that escapes nothing is a text."""
+        first = yield from self._parser.peek()
+        if not first:
+            return "\\\\"
+        self._scan.skip()
+        if first in _KEPT:
+            return f"\\{first}"
+        size = _CODES.get(first, 0)
+        digits = (yield from self._parser.peek(0, size)) if size else ""
+        if size and len(digits) == size and _HEX.fullmatch(digits) and int(digits, 16) <= 0x10FFFF:
+            yield from self._parser.expect(digits)
+            return f"\\u{digits}" if first == "u" else json.dumps(chr(int(digits, 16)))[1:-1]
+        if first in _OTHER_ESCAPES:
+            return _OTHER_ESCAPES[first]
+        return "\\\\" + (_CONTROL.get(first) or first)
+
+    def _bare(self) -> Routine[str]:
+        """Read a word or a text without quotes; return it as JSON."""
+        word = yield from self._parser.span(_WORD, LONGEST_WORD)
+        following = yield from self._parser.peek()
+        if following in ("", ",", "}", "]", ")", " ", "\t", "\r", "\n") and (made := scalar(word)) is not None:
+            return made
+        pieces, size, nested = [word], len(word), 0
+        while following := (yield from self._parser.peek()):
+            if not nested and (following == "\n" or (following in ",}])" and (yield from self.follows(0)))):
+                break
+            marker, at = yield from self._parser.ahead(self._followers)
+            if marker and not at:
+                break
+            nested += following in "([{"
+            nested -= bool(nested) and following in ")]}"
+            pieces.append(self._scan.span(_PLAIN_WORD, LONGEST_WORD) or self._taken())
+            size += len(pieces[-1])
+            if size > LONGEST_WORD:
+                raise Malformed
+        text = "".join(pieces).strip()
+        return scalar(text) or quoted(text)
+
+    def _taken(self) -> str:
+        """Read and return one character."""
+        character = self._scan.peek()
+        self._scan.skip()
+        return character
+
+
+class _Whole(RoutineParser):
+    """A parser of a text that is one value, or none."""
+
+    def __init__(self, text: str):
+        super().__init__(0)
+        self.made: str | None = None
+        self._pieces: list[str] = []
+        self.scan.feed(text)
+        self.flush()
+
+    def read(self) -> Routine[None]:
+        """Read the value."""
+
+        def keep(piece: str) -> Sequence[Said]:
+            self._pieces.append(piece)
+            return ()
+
+        try:
+            yield from ValueReader(self).value(JsonWriter(keep))
+        except Malformed:
+            return
+        yield from self.skip_space()
+        if not self.scan.peek():
+            self.made = "".join(self._pieces).strip()
+
+
+def as_json(text: str) -> str | None:
+    """Return a whole text as JSON if it is one value in JSON's or Python's notation, else None."""
+    return _Whole(text).made
+
+
+def scalar(word: str) -> str | None:
+    """Return a word as a JSON number, true, false or null; None if it is none of them."""
+    if len(word) > 64 and _NUMBER.fullmatch(word) is None:
+        return None
+    if word in _WORDS:
+        return _WORDS[word]
+    if _NUMBER.fullmatch(word):
+        return word
+    if _OTHER_NUMBER.fullmatch(word) is None:
+        return None
+    try:
+        return str(int(word, 0))
+    except ValueError:
+        pass
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    stripped = word.lstrip("+-")
+    is_code = stripped[:1] == "0" and stripped[1:2].isdigit()  # such as 007, which is no number
+    return repr(number) if math.isfinite(number) and not is_code else None
+
+
+def text_of(value: str) -> str:
+    """Return the text that a JSON string stands for. Raises Malformed for another value."""
+    text: object = json.loads(value)
+    if not isinstance(text, str):
+        raise Malformed
+    return text
+
+
+def quoted(text: str) -> str:
+    """Return a text as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
