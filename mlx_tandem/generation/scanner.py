@@ -144,6 +144,11 @@ class Scanner:
         self.scanned += match.end() - self._at
         return self._take(match.end())
 
+    def back(self, size: int) -> None:
+        """Take back the last `size` characters, which were read in one step."""
+        self._at -= size
+        self.read -= size
+
     def skip(self) -> None:
         """Read one character."""
         self.scanned += 1

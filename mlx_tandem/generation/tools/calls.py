@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,6 +55,8 @@ class CallParser(RoutineParser):
     """Markers besides the openers and closers, as far as they may be special tokens."""
     mark: ClassVar[str] = ""
     """The family's own mark at both ends of a text in arguments."""
+    inline: ClassVar[tuple[str, ...]] = ()
+    """The openers that are a part of the call that they begin. Only names that the request offers count there."""
     keeps_ids: ClassVar[bool] = False
     """Whether the ids that the model gives to its calls are kept."""
     form: ClassVar[CallForm | None] = None
@@ -85,20 +87,28 @@ class CallParser(RoutineParser):
 
     def _attempt(self, opener: str) -> Routine[None]:
         """Read what follows an opener, as calls or as text. Without an opener, only `starts` may follow."""
-        before = self._call
+        before, is_part = self._call, opener in self.inline
+        if is_part:
+            self.scan.back(len(opener))
         self.scan.hold()
         try:
+            while opener and not is_part and (yield from self.passed(opener)):
+                pass
             if opener or self._begins((yield from self.gap())):
-                yield from self.calls(opener)
+                yield from self.calls("" if is_part else opener)
         except Malformed:
             pass
-        if self._call == before:
+        is_text = self._call == before
+        if is_text and not is_part:
             yield from self.text(opener)
         if self._may_reread():
             self.scan.unread()
+            if is_text and is_part:
+                yield from self.expect(opener)
+                yield from self.text(opener)
         else:
             yield from self.text(self.scan.release())
-        if self._call != before:
+        if not is_text:
             yield from self.skip_space()
 
     def _begins(self, character: str) -> bool:
@@ -153,9 +163,9 @@ class CallParser(RoutineParser):
         """Return the event of what the arguments lack; none where something else than the model has ended the text."""
         return () if self.is_cut else out.complete()
 
-    def values(self) -> ValueReader:
-        """Return a reader of the values of one call."""
-        return ValueReader(self, self._followers, mark=self.mark)
+    def values(self, texts: Collection[str] = ()) -> ValueReader:
+        """Return a reader of the values of one call. The values of the keys `texts` are known to be texts."""
+        return ValueReader(self, self._followers, mark=self.mark, texts=texts)
 
     def opening(self, name: str, id: str = "", *, spaced: bool = False) -> JsonWriter:
         """Return a writer of the arguments of a call, which begins with the first piece of them.

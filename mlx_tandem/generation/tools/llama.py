@@ -10,13 +10,14 @@ from mlx_tandem.generation.tools.sections import SectionParser
 class LlamaJsonParser(SectionParser):
     """A parser of answers that begin with a call of an offered function. Some models write <|python_tag|> before."""
 
-    openers = Markers("<|python_tag|>", "<function")
+    openers = Markers("<|python_tag|>", "<function", '{"name"')
+    inline = ('{"name"',)
     starts = "{["
     form = CallForm('{"name": "', '", "parameters": ', "}", "; ")
 
     def calls(self, opener: str) -> Routine[None]:
         """Read one or more calls. The opener also begins code, so that only calls of offered functions count."""
-        if opener.startswith("<|"):
+        if opener == "<|python_tag|>":
             yield from self.bare()
         else:
             yield from super().calls(opener)

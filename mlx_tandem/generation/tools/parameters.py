@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from mlx_tandem.generation.tools.values import as_json, quoted
 
 _NULLS = ("null", "none")
 _BOOLEANS = {"true": "true", "false": "false"}
+_CODE = re.compile(r"[-+]?0[0-9]")
+"""Pattern of the beginning of digits that are a code such as 007 and no number."""
+_WHOLE = re.compile(r"-?[0-9]+\.0+")
 _FIRST_OF_JSON = frozenset("{[(\"'-+.0123456789tTfFnNI")
 """The characters with which a value can begin that is not a text."""
 
@@ -51,23 +55,25 @@ class Parameters:
         closers: Markers,
         ends: Callable[[str], Routine[bool]],
         *,
-        is_text: bool | None = None,
+        said: str = "",
         is_framed: bool = False,
     ) -> Routine[str]:
         """Read the value of `key` and the closer behind it; return the closer, an empty string at the text's end.
 
-        `ends` tells whether a closer that was read ends the value. `is_text` is given where the form of the call says
-        so. If the value `is_framed`, a line break at its end is not its own.
+        `ends` tells whether a closer that was read ends the value. `said` is "true" or "false" where the call itself
+        says whether the value is a text, which counts as far as the schema does not tell. If the value `is_framed`, a
+        line break at its end is not its own.
         """
         parser, out = self._parser, self._out
-        known = self._schema_of(key)
-        types = types_of(known, self._schema) if is_text is None else {"string"} if is_text else set()
+        types = types_of(self._schema_of(key), self._schema)
+        if said == "true" and ("string" in types or not types):
+            types = {"string"}
         parser.scan.release()
         if not self._has_begun:
             yield from self._begin()
         self._seen.add(key)
         out.key(quoted(key))
-        value = _Value(out, types, is_guess=is_text is False or not types)
+        value = _Value(out, types, is_guess=not types)
         while True:
             closer = yield from parser.upto(closers, value.push)
             if closer is None:
@@ -144,11 +150,14 @@ def json_of(text: str, types: set[str]) -> str:
         return "null"
     if lowered in _BOOLEANS and (not types or "boolean" in types):
         return _BOOLEANS[lowered]
+    if not types and _CODE.match(value):
+        return quoted(text)
     made = as_json(value)
     if made is not None and made[0] == '"' and value[0] not in "\"'":
         made = None
     if made is not None and (not types or _fits(made, types)):
-        return made
+        is_whole = "integer" in types and "number" not in types and _WHOLE.fullmatch(made)
+        return made.partition(".")[0] if is_whole else made
     return quoted(text)
 
 

@@ -7,9 +7,11 @@ from mlx_tandem.generation.tools.calls import LONGEST_NAME, NAME_CHARACTERS, Cal
 from mlx_tandem.generation.tools.glm_calls import KEY, read_keyed
 from mlx_tandem.generation.tools.json_calls import read_calls
 from mlx_tandem.generation.tools.pythonic_calls import read_pythonic
+from mlx_tandem.generation.tools.schema_types import properties_of, types_of
 from mlx_tandem.generation.tools.tagged import OPENERS, TaggedCall, read_tagged
 
-_CALL = "call:"
+_CALLS = ("call:", ":")
+"""What begins a call in Gemma's notation. Its models leave the word out."""
 
 
 class SectionParser(CallParser):
@@ -49,14 +51,13 @@ class SectionParser(CallParser):
 
     def _body(self) -> Routine[bool]:
         """Read the calls that come next in their form; return whether one came."""
-        found, at = yield from self.ahead(("{", "[", "```", _CALL, *OPENERS))
+        found, at = yield from self.ahead(("{", "[", "```", *_CALLS, *OPENERS))
         if found in OPENERS:
             yield from read_tagged(self)
-        elif found == _CALL:
-            yield from self.gap()
-            yield from self.expect(_CALL)
+        elif found in _CALLS:
+            yield from self.passed(found)
             name = yield from self.name()
-            yield from self.object(name, "", self.values())
+            yield from self.object(name, "", self.values(self._texts(name)))
         elif found in ("{", "```") or (found and (yield from self._is_json())):
             yield from read_calls(self)
         elif found:
@@ -64,6 +65,12 @@ class SectionParser(CallParser):
         else:
             return found is None and (yield from self._named(at))
         return True
+
+    def _texts(self, name: str) -> list[str]:
+        """Return the parameters of a function that are texts only."""
+        function = self.tools.functions.get(name)
+        schema = (function.parameters if function is not None else None) or {}
+        return [key for key, inner in properties_of(schema).items() if types_of(inner, schema) == {"string"}]
 
     def _is_json(self) -> Routine[bool]:
         """Return whether an object or a list of objects comes next."""

@@ -11,7 +11,7 @@ from mlx_tandem.generation.tools.parameters import Parameters
 
 _LONGEST_TAG = 256
 _IN_TAG = re.compile(r"[^<>\n]+")
-_NAMED = re.compile(r"""\s*(?:=|\s\s*name\s*=)\s*(["']?)([^"'<>\n]+?)\1\s*((?:\s[^\n]*)?)""")
+_NAMED = re.compile(r"""\s*(?:=|\s\s*name\s*=)\s*(["']?)([^"'<>\n]+?)\1\s*((?:[\s/][^\n]*)?)""")
 _IS_TEXT = re.compile(r"""\sstring\s*=\s*["'](true|false)["']""")
 
 
@@ -76,7 +76,12 @@ class TaggedCall:
     def read(self) -> Routine[None]:
         """Read the call behind the beginning of its tag. Raises Malformed where no call begins."""
         parser, tags = self._parser, self._tags
-        name, _ = yield from self._named()
+        name, attributes = yield from self._named()
+        if attributes.strip() == "/" and (name in parser.tools.functions or not self._is_bare):
+            yield from parser.begin(name)
+            yield from parser.arguments("{}")
+            parser.end()
+            return
         following, _ = yield from parser.ahead((tags.opener, tags.call_closer, "{", *parser.closers))
         offered = name in parser.tools.functions
         if following is None or (self._is_bare and not (offered and following)) or (not following and not offered):
@@ -109,11 +114,12 @@ class TaggedCall:
                 return
             key, attributes = yield from self._named()
             said = _IS_TEXT.search(attributes)
-            is_text = None if said is None else said.group(1) == "true"
-            is_framed = is_text is None and (yield from parser.peek()) == "\n"
+            is_framed = said is None and (yield from parser.peek()) == "\n"
             if is_framed:
                 parser.scan.skip()
-            closer = yield from parameters.value(key, self._closers, self._ends, is_text=is_text, is_framed=is_framed)
+            closer = yield from parameters.value(
+                key, self._closers, self._ends, said=said.group(1) if said else "", is_framed=is_framed
+            )
 
     def _named(self) -> Routine[tuple[str, str]]:
         """Read the rest of an opening tag; return the name in it and what stands behind the name."""

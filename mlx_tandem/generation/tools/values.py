@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from mlx_tandem import limits
@@ -62,18 +62,32 @@ class ValueReader:
     a family's own `mark` are read as they stand.
     """
 
-    def __init__(self, parser: RoutineParser, followers: Sequence[str] = (), *, mark: str = ""):
-        """Read from `parser`. `followers` are the markers that may follow although something is still open."""
+    def __init__(
+        self,
+        parser: RoutineParser,
+        followers: Sequence[str] = (),
+        *,
+        mark: str = "",
+        texts: Collection[str] = (),
+    ):
+        """Read from `parser`. `followers` are the markers that may follow although something is still open.
+
+        The values of the outermost keys `texts` are texts, also where a number or a word stands without quotes.
+        """
         self._parser = parser
         self._scan = parser.scan
         self._followers = tuple(followers)
         self._mark = mark
+        self._texts = texts
         self._marks: tuple[str, ...] = (*((mark,) if mark else ()), *QUOTES)
         self.open: list[tuple[str, Items]] = []
         """What is open: the character that closes it, and what is in it. The innermost is the last."""
 
-    def value(self, out: JsonWriter) -> Routine[None]:
-        """Read one value. Raises Malformed where none begins, and when the text ends inside of it."""
+    def value(self, out: JsonWriter, *, is_text: bool = False) -> Routine[None]:
+        """Read one value. Raises Malformed where none begins, and when the text ends inside of it.
+
+        A word without quotes `is_text` whatever it looks like, if that is known.
+        """
         out.space((yield from self.spaces()))
         first = yield from self._parser.peek()
         if not first or len(self.open) > limits.MAX_JSON_DEPTH:
@@ -92,7 +106,7 @@ class ValueReader:
         elif first in ",}])" or (yield from self._parser.ahead(self._followers))[0]:
             raise Malformed
         else:
-            yield from out.atom((yield from self._bare()))
+            yield from out.atom((yield from self._bare(is_text=is_text)))
 
     def object(self, out: JsonWriter, *, keyed: bool = False) -> Routine[None]:
         """Read an object, or a set, which becomes a list. Raises Malformed for a set if it must be `keyed`.
@@ -100,16 +114,18 @@ class ValueReader:
         Nothing is written before it is known which of the two it is.
         """
         self._scan.skip()
-        self.open.append(("}", "pairs"))
+        self.open.append(("}", "arguments"))
         space = yield from self.spaces()
         first = yield from self._parser.peek()
         if first in ("}", ",") or not first:
+            self.open[-1] = ("}", "pairs")
             yield from out.begin("{")
             out.space(space)
             yield from self.items(out)
             return
         key = yield from self._key(self._ends_first)
         if key and (yield from self._parser.ahead(DIVIDERS))[0] is not None:
+            self.open[-1] = ("}", "pairs")
             yield from out.begin("{")
             out.space(space)
             yield from self._behind_key(key, out)
@@ -275,7 +291,7 @@ class ValueReader:
             space = yield from self.spaces()
             if (yield from self._parser.peek()) not in (",", *CLOSERS.values()):
                 out.space(space)
-                yield from self.value(out)
+                yield from self.value(out, is_text=len(self.open) == 1 and key.strip('"') in self._texts)
                 return
         yield from out.atom("null")
         out.space(space)
@@ -325,12 +341,12 @@ class ValueReader:
             return _OTHER_ESCAPES[first]
         return "\\\\" + (_CONTROL.get(first) or first)
 
-    def _bare(self) -> Routine[str]:
-        """Read a word or a text without quotes; return it as JSON."""
+    def _bare(self, *, is_text: bool) -> Routine[str]:
+        """Read a word or a text without quotes; return it as JSON, which is a string if it `is_text`."""
         word = yield from self._parser.span(_WORD, LONGEST_WORD)
         following = yield from self._parser.peek()
         if following in ("", ",", "}", "]", ")", " ", "\t", "\r", "\n") and (made := scalar(word)) is not None:
-            return made
+            return quoted(word) if is_text else made
         pieces, size, nested = [word], len(word), 0
         while following := (yield from self._parser.peek()):
             if not nested and (following == "\n" or (following in ",}])" and (yield from self.follows(0)))):
@@ -345,7 +361,7 @@ class ValueReader:
             if size > LONGEST_WORD:
                 raise Malformed
         text = "".join(pieces).strip()
-        return scalar(text) or quoted(text)
+        return quoted(text) if is_text else scalar(text) or quoted(text)
 
     def _taken(self) -> str:
         """Read and return one character."""
@@ -395,17 +411,16 @@ def scalar(word: str) -> str | None:
         return word
     if _OTHER_NUMBER.fullmatch(word) is None:
         return None
-    try:
-        return str(int(word, 0))
-    except ValueError:
-        pass
+    for base in (0, 10):  # the second one for zeros at the beginning
+        try:
+            return str(int(word, base))
+        except ValueError:
+            pass
     try:
         number = float(word)
     except ValueError:
         return None
-    stripped = word.lstrip("+-")
-    is_code = stripped[:1] == "0" and stripped[1:2].isdigit()  # such as 007, which is no number
-    return repr(number) if math.isfinite(number) and not is_code else None
+    return repr(number) if math.isfinite(number) else None
 
 
 def text_of(value: str) -> str:

@@ -85,7 +85,7 @@ SAMPLES = [
         [("weather", {"city": "a\nb \\d"})],
     ),
     Sample("hermes", "<tool_call>none</tool_call>", [], "<tool_call>none</tool_call>"),
-    Sample("hermes", '<tool_call><tool_call>\n{"name": "now"}\n</tool_call>', [("now", {})], "<tool_call>"),
+    Sample("hermes", '<tool_call><tool_call>\n{"name": "now"}\n</tool_call>', [("now", {})]),
     Sample("qwen3_coder", qwen(*RAW), [TYPED]),
     Sample("qwen3_coder", "So: " + qwen(name="now") + "\n" + qwen(("city", "Oslo")), [("now", {}), OSLO], "So: "),
     Sample("qwen3_coder", "<function=weather>\n<parameter=city>\nOslo\n</function>", [OSLO]),
