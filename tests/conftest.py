@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -22,6 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 from mlx_tandem.model import device  # noqa: F401  first of all: it loads a fast BLAS before MLX
+from tests import scripted_model
 from tests.serving import RunningServer, demo_config, serving
 
 # A shell that runs the tests in the background makes them and their children ignore Ctrl-C, which some of them send.
@@ -66,3 +68,16 @@ def server() -> Iterator[RunningServer]:
     """One server on the built-in model, shared by all tests that do not harm it."""
     with serving(demo_config()) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def scripted_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[scripted_model.Script], Path]:
+    """Makes the folder of a model that says a script, once for each script."""
+    folders: dict[str, Path] = {}
+
+    def made(script: scripted_model.Script) -> Path:
+        if (key := repr(script)) not in folders:
+            folders[key] = scripted_model.make(tmp_path_factory.mktemp("scripted") / "model", script)
+        return folders[key]
+
+    return made
