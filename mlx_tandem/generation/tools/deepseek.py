@@ -26,6 +26,8 @@ class DeepSeekParser(CallParser):
                 raise Malformed
             fence = yield from self.passed("```json", "```")
             if not fence and (yield from self.gap()) != "{":
+                if name != "function":
+                    raise Malformed
                 name = yield from self.name()
                 fence = yield from self.passed("```json", "```")
             yield from self.object(name, "", self.values())

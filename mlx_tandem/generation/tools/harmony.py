@@ -16,6 +16,10 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _LONGEST_HEADER = 256
 _HEADER_PART = re.compile(r"[^<]+")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]{1,128})")
+_HEADER = re.compile(
+    r"(?:<\|start\|>)?\s*[a-z_.]{0,64}\s*(?:to=\S+?)?\s*(?:<\|channel\|>\s*\w+)?\s*(?:to=[^\s<]+)?\s*"
+    r"(?:<\|constrain\|>)?\s*(?:json|code|text)?\s*"
+)
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -68,6 +72,8 @@ class HarmonyParser(CallParser):
             if not marker:
                 raise Malformed
             if marker == _MESSAGE:
+                if _HEADER.fullmatch(header) is None:
+                    raise Malformed
                 return header
             header += marker
         raise Malformed

@@ -9,7 +9,7 @@ from mlx_tandem.generation.events import Said
 from mlx_tandem.generation.scanner import Malformed, Routine
 from mlx_tandem.generation.tools.calls import LONGEST_KEPT, CallParser
 from mlx_tandem.generation.tools.json_writer import JsonWriter
-from mlx_tandem.generation.tools.values import QUOTES, ValueReader, as_json, text_of
+from mlx_tandem.generation.tools.values import QUOTES, ValueReader, as_json, quoted, text_of
 
 NAMES = ("name", "function", "tool_name")
 ARGUMENTS = ("arguments", "parameters", "args")
@@ -30,7 +30,10 @@ class _Parts:
     arguments: str | None = None
     """The arguments, as long as they wait for the name."""
     others: list[str] = field(default_factory=list)
+    """What stands beside these in the object, each a key with its value. It becomes text behind the call."""
     begun: bool = False
+    in_pair: bool = False
+    """Whether a key or a value was not read to its end."""
 
 
 def read_calls(parser: CallParser, *, offered_only: bool = False) -> Routine[None]:
@@ -88,9 +91,10 @@ def _read_object(parser: CallParser, reader: ValueReader, parts: _Parts, *, offe
         yield from _read_pairs(parser, reader, parts, offered_only=offered_only)
     except Malformed:
         known = parts.arguments is not None or parts.name in parser.tools.functions
-        if parts.begun or not known or not parser.is_at_end:
+        if parts.begun or parts.in_pair or not known or not parser.is_at_end:
             raise
     if parts.begun:
+        yield from parser.text(", ".join(parts.others))
         return
     if not parts.name or (parts.arguments is None and (parts.others or offered_only)):
         raise Malformed
@@ -99,6 +103,7 @@ def _read_object(parser: CallParser, reader: ValueReader, parts: _Parts, *, offe
     yield from parser.begin(parts.name, parts.id)
     yield from parser.arguments(parts.arguments or ("" if parser.is_cut else "{}"))
     parser.end()
+    yield from parser.text(", ".join(parts.others))
 
 
 def _read_pairs(parser: CallParser, reader: ValueReader, parts: _Parts, *, offered_only: bool) -> Routine[None]:
@@ -115,6 +120,7 @@ def _read_pairs(parser: CallParser, reader: ValueReader, parts: _Parts, *, offer
             continue
         if parts.begun and following not in QUOTES:
             return
+        parts.in_pair = True
         key = yield from reader.key()
         first = yield from parser.gap()
         if key in NAMES and first == "{":
@@ -131,9 +137,8 @@ def _read_pairs(parser: CallParser, reader: ValueReader, parts: _Parts, *, offer
         else:
             value = yield from _kept(reader)
             if key not in _OTHERS and key not in IDS:
-                parts.others.append(value)
-        if parts.begun:
-            parser.end()
+                parts.others.append(f"{quoted(key)}: {value}")
+        parts.in_pair = False
 
 
 def _read_arguments(

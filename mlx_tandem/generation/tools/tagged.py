@@ -11,16 +11,19 @@ from mlx_tandem.generation.tools.parameters import Parameters
 
 _LONGEST_TAG = 256
 _IN_TAG = re.compile(r"[^<>\n]+")
-_NAMED = re.compile(r"""\s*(?:=|\s\s*name\s*=)\s*(["']?)([^"'<>\n]+?)\1\s*((?:[\s/][^\n]*)?)""")
-_IS_TEXT = re.compile(r"""\sstring\s*=\s*["'](true|false)["']""")
+_NAMED = re.compile(r"""\s*(?:=|\s\s*name\s*=)\s*(["']?)([^"'<>\n]+?)\1\s*(/|string\s*=\s*["'](true|false)["'])?\s*""")
 
 
 class Tags(NamedTuple):
-    """The tags of a family: `prefix` stands before all names, `call` and `parameter` are the names of the two tags."""
+    """The tags of a family: `prefix` stands before all names, `call` and `parameter` are the names of the two tags.
+
+    In a `framed` family, a line break at the beginning of a value belongs to the tag, and then also the one at its end.
+    """
 
     call: str
     parameter: str = "parameter"
     prefix: str = ""
+    framed: bool = False
 
     @property
     def call_opener(self) -> str:
@@ -43,7 +46,7 @@ class Tags(NamedTuple):
         return f"</{self.prefix}{self.parameter}>"
 
 
-FUNCTION = Tags("function")
+FUNCTION = Tags("function", framed=True)
 INVOKE = Tags("invoke")
 DSML = Tags("invoke", prefix="｜DSML｜")
 ALL = (FUNCTION, INVOKE, DSML)
@@ -76,8 +79,8 @@ class TaggedCall:
     def read(self) -> Routine[None]:
         """Read the call behind the beginning of its tag. Raises Malformed where no call begins."""
         parser, tags = self._parser, self._tags
-        name, attributes = yield from self._named()
-        if attributes.strip() == "/" and (name in parser.tools.functions or not self._is_bare):
+        name, is_closed, _ = yield from self._named()
+        if is_closed and (name in parser.tools.functions or not self._is_bare):
             yield from parser.begin(name)
             yield from parser.arguments("{}")
             parser.end()
@@ -112,22 +115,23 @@ class TaggedCall:
                 return
             if closer == tags.closer and not (yield from parser.passed(tags.opener)):
                 return
-            key, attributes = yield from self._named()
-            said = _IS_TEXT.search(attributes)
-            is_framed = said is None and (yield from parser.peek()) == "\n"
+            key, _, said = yield from self._named()
+            is_framed = tags.framed and (yield from parser.peek()) == "\n"
             if is_framed:
                 parser.scan.skip()
-            closer = yield from parameters.value(
-                key, self._closers, self._ends, said=said.group(1) if said else "", is_framed=is_framed
-            )
+            closer = yield from parameters.value(key, self._closers, self._ends, said=said, is_framed=is_framed)
 
-    def _named(self) -> Routine[tuple[str, str]]:
-        """Read the rest of an opening tag; return the name in it and what stands behind the name."""
+    def _named(self) -> Routine[tuple[str, bool, str]]:
+        """Read the rest of an opening tag.
+
+        Return the name in it, whether it closes itself, and whether it says that the value is a text: "true", "false",
+        or nothing.
+        """
         match = _NAMED.fullmatch((yield from self._parser.span(_IN_TAG, _LONGEST_TAG)))
         if match is None:
             raise Malformed
         yield from self._parser.expect(">")
-        return match.group(2).strip(), match.group(3)
+        return match.group(2).strip(), match.group(3) == "/", match.group(4) or ""
 
     def _ends(self, closer: str) -> Routine[bool]:
         """Return whether a tag that was read ends the value before it."""
