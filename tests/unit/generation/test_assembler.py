@@ -40,11 +40,13 @@ class Owner:
 class Submission:
     """An assembler over a stream that nobody fills."""
 
-    def __init__(self, prompts: int = 1, n: int = 1, text: TextOptions | None = None, **options: object):
+    def __init__(
+        self, prompts: int = 1, n: int = 1, text: TextOptions | None = None, min_tokens: int = 0, **options: object
+    ):
         self.prompted = Prompted(
             [[1, 2, 3]] * prompts,
             [None] * prompts,
-            SamplingParams(max_tokens=1000),
+            SamplingParams(max_tokens=1000, min_tokens=min_tokens),
             n,
             text or TextOptions(),
             **options,  # type: ignore[arg-type]
@@ -151,11 +153,46 @@ def test_a_stop_string_ends_a_choice_in_the_engine_too_and_is_named() -> None:
 
 
 def test_a_stop_string_and_a_parser_work_together() -> None:
-    """The stop string is looked for in the whole text, and what the parser holds back then is flushed."""
+    """What the parser holds back when the text has ended is looked through, too."""
     submission = Submission(text=TextOptions(("!",)), parser=ToyParser)
     ids = byte_level().encode_plain("a <thi! more")
     answer = submission.answers([[d] for d in deltas(ids, iter([1] * 20))]).choices[0]
     assert (answer.text, answer.reason) == ("a <thi", "stop")
+
+
+STOPPED = [
+    ("<think>one END two</think>a b END c", "a b ", "one END two"),
+    ("<think>EN</think>D", "D", "EN"),
+    ("aE[add:END]ND b END c", "aEND b ", ""),
+    ("[add:1]END", "", ""),
+    ("EN", "EN", ""),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 40])
+@pytest.mark.parametrize(("text", "said", "thought"), STOPPED)
+def test_stop_strings_are_looked_for_in_the_content(text: str, said: str, thought: str, size: int) -> None:
+    """Not in thoughts and calls, nor across them, and at the same token however many come at once."""
+    ids = byte_level().encode_plain(text)
+    submission = Submission(text=TextOptions(("END",)), parser=ToyParser, version=3)
+    answer = submission.answers([[d] for d in deltas(ids, iter([size] * 60))]).choices[0]
+    assert (answer.text, answer.reasoning) == (said, thought)
+    stops = said != text.replace(f"<think>{thought}</think>", "")
+    assert answer.end.stop == ("END" if stops else None)
+    assert answer.reason == ("stop" if stops else "length")
+    end = len(byte_level().encode_plain(text[: text.rindex("END") + 3])) if stops else len(ids)
+    assert answer.tokens == ids[:end] and len(answer.versions) == end
+    assert answer.logprobs == [*map(score, answer.tokens)]
+    assert submission.owner.cancelled == ([(FIRST, None)] if stops and end < len(ids) else [])
+
+
+@pytest.mark.parametrize(("least", "said"), [(0, "a!"), (1, "a!"), (2, "a!b!"), (9, "a!b!c")])
+def test_a_stop_string_behind_a_parser_waits_for_the_least_tokens_and_may_be_shown(least: int, said: str) -> None:
+    ids = [byte_level().encode_plain(character)[0] for character in "a!b!c"]
+    options = TextOptions(("!",), include_stop=True)
+    submission = Submission(text=options, parser=ToyParser, min_tokens=least)
+    answer = submission.answers([deltas(ids, iter([9]))]).choices[0]
+    assert answer.text == said
 
 
 def test_every_prompt_is_read_once_before_its_choices_speak() -> None:

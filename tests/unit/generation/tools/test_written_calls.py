@@ -183,9 +183,16 @@ def test_a_call_behind_a_broken_one_is_found(family: str) -> None:
 
 
 SPELLINGS: list[tuple[str, str, list[Call]]] = [
-    ("hermes", "<tool_call>{'name': 'write', 'arguments': {'flag': True, path: 'it's', 'count': None,}}</tool_call>",
-     [("write", {"flag": True, "path": "it's", "count": None})]),
-    ("hermes", '<tool_call>{"name": "write", "arguments": "{\\"path\\": \\"a\\"}"}</tool_call>', [("write", {"path": "a"})]),
+    (
+        "hermes",
+        "<tool_call>{'name': 'write', 'arguments': {'flag': True, path: 'it's', 'count': None,}}</tool_call>",
+        [("write", {"flag": True, "path": "it's", "count": None})],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "write", "arguments": "{\\"path\\": \\"a\\"}"}</tool_call>',
+        [("write", {"path": "a"})],
+    ),
     ("hermes", '<tool_call>{"name": "stop", "arguments": null}</tool_call>', [STOP]),
     ("hermes", '<tool_call>{"name": "stop", "arguments": ""}</tool_call>', [STOP]),
     ("hermes", '<tool_call>{"type": "function", "function": {"name": "stop", "arguments": {}}}</tool_call>', [STOP]),
@@ -196,42 +203,76 @@ SPELLINGS: list[tuple[str, str, list[Call]]] = [
     ("hermes", '<tool_call>{"name": "stop", "arguments": {}}}</tool_call>', [STOP]),
     ("hermes", '{"name": "stop", "arguments": {}}', [STOP]),
     ("hermes", "<tool_call>\n<function=stop>\n</function>\n</tool_call>", [STOP]),
-    ("hermes", '<tool_call>{"name": "write", "arguments": {"place": {1, 2}, "note": NaN}}</tool_call>',
-     [("write", {"place": [1, 2], "note": None})]),
+    (
+        "hermes",
+        '<tool_call>{"name": "write", "arguments": {"place": {1, 2}, "note": NaN}}</tool_call>',
+        [("write", {"place": [1, 2], "note": None})],
+    ),
     ("hermes", '<tool_call>{"name" = "write", "arguments" = {"count" = +3}}</tool_call>', [("write", {"count": 3})]),
-    ("hermes", '<tool_call>{"name": "write", "arguments": {"content": "say "}" and "hi", ok", "path": "p"}}</tool_call>',
-     [("write", {"content": 'say "}" and "hi", ok', "path": "p"})]),
+    (
+        "hermes",
+        '<tool_call>{"name": "write", "arguments": {"content": "say "}" and "hi", ok", "path": "p"}}</tool_call>',
+        [("write", {"content": 'say "}" and "hi", ok', "path": "p"})],
+    ),
     ("qwen3_coder", '<function="stop">\n</function>', [STOP]),
     ("qwen3_coder", "<function=stop >\n</function>", [STOP]),
     ("qwen3_coder", '<tool_call>{"name": "stop", "arguments": {}}</tool_call>', [STOP]),
     ("qwen3_coder", '<tool_call><function=write>{"path": "a"}</function></tool_call>', [("write", {"path": "a"})]),
     ("qwen3_coder", "<tool_call><function=stop></function><function=stop></function></tool_call>", [STOP, STOP]),
-    ("qwen3_coder", "<tool_call><function=write><parameter=path>a<parameter=content>b</function></tool_call>",
-     [("write", {"path": "a", "content": "b"})]),
-    ("qwen3_coder", "<tool_call><function=write><parameter=tags>['a', 'b']</parameter></function></tool_call>",
-     [("write", {"tags": ["a", "b"]})]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=write><parameter=path>a<parameter=content>b</function></tool_call>",
+        [("write", {"path": "a", "content": "b"})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=write><parameter=tags>['a', 'b']</parameter></function></tool_call>",
+        [("write", {"tags": ["a", "b"]})],
+    ),
     ("deepseek_v32", '<｜DSML｜invoke name="stop"/>', [STOP]),
-    ("minimax_m2", '<invoke name="write"><parameter name="content">a\n</parameter></invoke>', [("write", {"content": "a\n"})]),
+    (
+        "minimax_m2",
+        '<invoke name="write"><parameter name="content">a\n</parameter></invoke>',
+        [("write", {"content": "a\n"})],
+    ),
     ("glm45", "<tool_call>stop", [STOP]),
-    ("glm45", "<tool_call>write<arg_key>note</arg_key><arg_value>007</arg_value></tool_call>", [("write", {"note": "007"})]),
+    (
+        "glm45",
+        "<tool_call>write<arg_key>note</arg_key><arg_value>007</arg_value></tool_call>",
+        [("write", {"note": "007"})],
+    ),
     ("kimi_k2", '<|tool_call_begin|>functions.write:0{"path": "say "hi""}', [("write", {"path": 'say "hi"'})]),
     ("mistral", '[TOOL_CALLS]write{"path": "a"}', [("write", {"path": "a"})]),
     ("mistral", "[TOOL_CALLS][TOOL_CALLS] [{'name': 'stop'}]", [STOP]),
     ("llama3_json", 'I call it: {"name": "stop", "parameters": {}} now.', [STOP]),
     ("llama3_json", "[stop(), stop()]", [STOP, STOP]),
-    ("pythonic", "[write('text', 'a.py', count=07, tags={'a', 'b'}), stop()]",
-     [("write", {"content": "text", "path": "a.py", "count": 7, "tags": ["a", "b"]}), STOP]),
-    ("pythonic", "[write(content=\"\"\"a \"b\"\nc\"\"\", path='it's')]", [("write", {"content": 'a "b"\nc', "path": "it's"})]),
+    (
+        "pythonic",
+        "[write('text', 'a.py', count=07, tags={'a', 'b'}), stop()]",
+        [("write", {"content": "text", "path": "a.py", "count": 7, "tags": ["a", "b"]}), STOP],
+    ),
+    (
+        "pythonic",
+        '[write(content="""a "b"\nc""", path=\'it\'s\')]',
+        [("write", {"content": 'a "b"\nc', "path": "it's"})],
+    ),
     ("pythonic", '[write({"path": "a"})]', [("write", {"path": "a"})]),
     ("lfm2", '<|tool_call_start|>{"name": "stop", "arguments": {}}<|tool_call_end|>', [STOP]),
-    ("gemma4", '<|tool_call>:write{content:12,path:a b, c,count:3}<tool_call|>',
-     [("write", {"content": "12", "path": "a b, c", "count": 3})]),
-    ("gemma4", "<|tool_call>call:write{content:'it's',path:\"p\"}<tool_call|>", [("write", {"content": "it's", "path": "p"})]),
+    (
+        "gemma4",
+        "<|tool_call>:write{content:12,path:a b, c,count:3}<tool_call|>",
+        [("write", {"content": "12", "path": "a b, c", "count": 3})],
+    ),
+    (
+        "gemma4",
+        "<|tool_call>call:write{content:'it's',path:\"p\"}<tool_call|>",
+        [("write", {"content": "it's", "path": "p"})],
+    ),
     ("granite", '<|tool_call|>{"name": "stop", "arguments": {}}', [STOP]),
     ("deepseek_v3", "<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}", [STOP]),
     ("openai", " to=stop<|channel|>commentary<|message|><|call|>", [STOP]),
     ("openai", "<|channel|>commentary to=functions.write<|message|>{'path': 'a',}<|call|>", [("write", {"path": "a"})]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "text", "calls"), SPELLINGS, ids=[text[:40] for _, text, _ in SPELLINGS])

@@ -89,7 +89,8 @@ def deepseek31(call: Call) -> str:
 
 def harmony(call: Call) -> str:
     arguments = json.dumps(call[1], ensure_ascii=False)
-    return f"<|start|>assistant<|channel|>commentary to=functions.{call[0]} <|constrain|>json<|message|>{arguments}<|call|>"
+    header = f"<|start|>assistant<|channel|>commentary to=functions.{call[0]} <|constrain|>json<|message|>"
+    return f"{header}{arguments}<|call|>"
 
 
 SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
