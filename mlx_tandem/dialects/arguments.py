@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+INVALID = "INVALID_JSON"
+"""The member of an object that has the text of arguments that are no JSON object."""
+
 
 def arguments_object(text: str) -> Any:
     """Return the arguments of a call as an object that JSON can be made of.
@@ -16,5 +19,13 @@ def arguments_object(text: str) -> Any:
     try:
         msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        return {"INVALID_JSON": text}
+        return {INVALID: text}
     return msgspec.Raw((text or "{}").encode())
+
+
+def arguments_sent_back(value: Any) -> Any:
+    """Return the arguments of a call in a message that a client sends back.
+
+    They are the text itself where `arguments_object` made an object of it.
+    """
+    return value[INVALID] if isinstance(value, dict) and set(value) == {INVALID} else value

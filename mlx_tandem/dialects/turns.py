@@ -62,7 +62,7 @@ class Turns:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 
     def call(self, id: str, name: str, arguments: Any) -> None:
-        """Add a tool call. The arguments are an object or its JSON."""
+        """Add a tool call. The arguments are those that the client sent."""
         calls = self._turn("assistant").setdefault("tool_calls", [])
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 

@@ -31,9 +31,9 @@ from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.prompts import LONG_TEXT, Prompts
 from mlx_tandem.generation.request_admission import RequestAdmission
 from mlx_tandem.generation.reranking import Reranker, reranker_of
-from mlx_tandem.generation.templates.client import Message
 from mlx_tandem.generation.text_admission import TextAdmission
 from mlx_tandem.generation.tokenizing.listing import Listing, listing
+from mlx_tandem.generation.tool_history import Message
 from mlx_tandem.generation.vision.client import Images
 from mlx_tandem.generation.vision.placing import with_runs, with_texts
 from mlx_tandem.types import EngineInfo, Image

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,6 +9,7 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.tool_history import arguments_object, in_call_order, name_results
 from mlx_tandem.generation.video_parts import FramesPart, VideoSource, VideoUrlPart, video_source
 from mlx_tandem.strict_json import check_nested, convert
 
@@ -86,13 +86,14 @@ def image_field(message: int, part: int) -> str:
 
 
 def image_sources(messages: Sequence[Any], fields: Mapping[str, str]) -> list[Source]:
-    """Return the images and videos of a conversation that `chat_messages` has checked, in their order.
+    """Return the images and videos of a conversation that `chat_messages` has checked, in the order in which it returns
+    the messages.
 
     `fields` has the names of the images' fields where these differ from the names in OpenAI's form.
     """
     sources: list[Source] = []
-    for i, message in enumerate(messages):
-        content = message.get("content")
+    for i in in_call_order(messages):
+        content = messages[i].get("content")
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if part["type"] == "image_url":
                 field = image_field(i, j)
@@ -105,6 +106,8 @@ def image_sources(messages: Sequence[Any], fields: Mapping[str, str]) -> list[So
 def chat_messages(messages: Sequence[Any], *, images: bool = False) -> list[dict[str, Any]]:
     """Return the conversation in the form that templates expect. Raises InvalidRequest naming the message and key.
 
+    The results of a message's calls of tools come behind it, in the order of the calls.
+
     With `images`, messages of the user may hold images and videos. The result has their places; `image_sources` returns
     their addresses.
     """
@@ -116,8 +119,9 @@ def chat_messages(messages: Sequence[Any], *, images: bool = False) -> list[dict
     # The list and the messages in it are two levels of nesting.
     check_nested(given, "messages", depth=2 + limits.MAX_MESSAGE_DEPTH, values=limits.MAX_MESSAGE_VALUES)
     made = [_message(message, f"messages[{i}]", images) for i, message in enumerate(given)]
-    _name_results(made)
-    return made
+    ordered = [made[i] for i in in_call_order(made)]
+    name_results(ordered)
+    return ordered
 
 
 def _message(given: Any, where: str, images: bool) -> dict[str, Any]:
@@ -125,8 +129,8 @@ def _message(given: Any, where: str, images: bool) -> dict[str, Any]:
     message = convert(given, ChatMessage, where)
     content = message.content
     if content is None:
-        # A message of the assistant may consist of tool calls, reasoning or a refusal alone.
-        if message.role != "assistant":
+        # The assistant's message may consist of tool calls, reasoning or a refusal alone; a tool may return nothing.
+        if message.role not in ("assistant", "tool", "function"):
             raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
         content = ""
     entry = {key: value for key, value in given.items() if value is not None and key not in NO_EFFECT}
@@ -171,29 +175,9 @@ def _content(parts: Sequence[ContentPart], role: str, where: str, images: bool) 
     return texts if has_images else "".join(part["text"] for part in texts)
 
 
-def _name_results(messages: list[dict[str, Any]]) -> None:
-    """Give each tool's result the name of the function that was called, which some templates print."""
-    names: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            function = call.get("function")
-            if isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(call.get("id"), str):
-                names[call["id"]] = function["name"]
-        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
-            message["name"] = names[message["tool_call_id"]]
-
-
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object, which is the form that templates print.
-
-    OpenAI's replies have the arguments as JSON text. Text that is not a JSON object is kept as it is.
-    """
+    """Return a tool call whose arguments are an object. OpenAI's replies have them as JSON text."""
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-        check_nested(arguments, "", depth=limits.MAX_MESSAGE_DEPTH, values=limits.MAX_MESSAGE_VALUES)
-    except (ValueError, RecursionError, InvalidRequest):
-        return call
-    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+    return call | {"function": function | {"arguments": arguments_object(function.get("arguments"))}}

@@ -8,11 +8,12 @@ from typing import Any
 
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.parts import Part
-from mlx_tandem.generation.templates.client import ChatTemplate, Message
+from mlx_tandem.generation.templates.client import ChatTemplate
 from mlx_tandem.generation.templates.shields import Shields, texts
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.generation.tokenizing.client import LongTexts
 from mlx_tandem.generation.tokenizing.listing import Listing, listing
+from mlx_tandem.generation.tool_history import Message
 from mlx_tandem.limits import check_token_ids
 from mlx_tandem.strict_json import dumps
 

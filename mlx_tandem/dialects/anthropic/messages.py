@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.anthropic.bodies import Tool, ToolChoice
+from mlx_tandem.dialects.arguments import arguments_sent_back
 from mlx_tandem.dialects.turns import Message, Turns
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.messages import ImageSource
@@ -18,7 +19,7 @@ from mlx_tandem.strict_json import check_nested, convert
 class _Message(Struct):
     """A message of the conversation."""
 
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Any]
 
 
@@ -49,7 +50,7 @@ class _Call(Struct):
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any = None
 
 
 class _Result(Struct):
@@ -103,6 +104,8 @@ def chat_form(system: str | Sequence[Any] | None, messages: Sequence[Any]) -> Tu
         turns.text("system", text)
     for i, entry in enumerate(messages):
         message = convert(entry, _Message, f"messages[{i}]")
+        if message.role == "developer":  # as clients of other APIs call it
+            message.role = "system"
         _add_message(turns, message, f"messages[{i}].content")
     return turns
 
@@ -179,7 +182,7 @@ def _add_message(turns: Turns, message: _Message, where: str) -> None:
             case _Thinking():
                 turns.thought(block.thinking)
             case _Call():
-                turns.call(block.id, block.name, block.input)
+                turns.call(block.id, block.name, arguments_sent_back(block.input))
             case _Image():
                 field = f"{where}[{i}].source"
                 turns.content(message.role, [ImageSource(_url(block.source, field), field)])

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mlx_tandem import limits
+from mlx_tandem.dialects.arguments import arguments_sent_back
 from mlx_tandem.dialects.turns import Turns
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.messages import ImageSource
@@ -18,7 +19,7 @@ class _Function(Struct):
     """The function of a call."""
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: Any = None
 
 
 class _Call(Struct):
@@ -31,7 +32,7 @@ class _Call(Struct):
 class _Message(Struct):
     """A message of the conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
@@ -77,8 +78,6 @@ def _add(turns: Turns, message: _Message, where: str) -> None:
 
 def _call(call: _Call) -> dict[str, Any]:
     """Return a tool call."""
-    made: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": call.function.arguments},
-    }
+    arguments = arguments_sent_back(call.function.arguments)
+    made: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return made if call.id is None else {"id": call.id} | made

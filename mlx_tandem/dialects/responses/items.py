@@ -37,7 +37,7 @@ class _Call(Struct):
 
     call_id: str
     name: str
-    arguments: str
+    arguments: Any = None
 
 
 class _Output(Struct):
