@@ -9,24 +9,25 @@ from typing import Any, NamedTuple
 from mlx_tandem.generation.parts import Part
 
 _ARGUMENTS = {"tandem_key": "tandem_value"}
-_FUNCTION = {
+FUNCTION = {
     "name": "tandem_function",
     "description": "A function.",
     "parameters": {"type": "object", "properties": {"tandem_key": {"type": "string", "description": "A key."}}},
 }
-TOOLS = [{"type": "function", "function": _FUNCTION}]
-"""The tools of the conversation that is rendered."""
+"""The function of the conversations that are rendered to find forms."""
+TOOLS = [{"type": "function", "function": FUNCTION}]
+"""The tools of these conversations."""
+
+
+def call_of(id: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of the function. Mistral's templates want ids of nine letters and digits."""
+    return {"id": id, "type": "function", "function": {"name": FUNCTION["name"], "arguments": arguments}}
+
+
 CONVERSATION: Sequence[dict[str, Any]] = (
     {"role": "user", "content": "Hello!"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            # Mistral's templates want ids of nine letters and digits.
-            {"id": "call00001", "type": "function", "function": {"name": _FUNCTION["name"], "arguments": _ARGUMENTS}}
-        ],
-    },
-    {"role": "tool", "name": _FUNCTION["name"], "tool_call_id": "call00001", "content": "done"},
+    {"role": "assistant", "content": "", "tool_calls": [call_of("call00001", _ARGUMENTS)]},
+    {"role": "tool", "name": FUNCTION["name"], "tool_call_id": "call00001", "content": "done"},
 )
 """The conversation that is rendered to find the form: a question, a call and its result."""
 

@@ -13,14 +13,13 @@ from mlx_tandem.generation.parts import Part
 from mlx_tandem.generation.templates.call_forms import CONVERSATION, FORMS, TOOLS, CallForm, prints_call
 from mlx_tandem.generation.templates.contents import GREETING, ContentForm, form_of, in_form
 from mlx_tandem.generation.templates.messages import Failed, Rendered, Setup, decode_answer
+from mlx_tandem.generation.templates.turn_forms import TurnForm, prints_all, questions
 from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.generation.tool_history import Message, with_missing_results
 from mlx_tandem.isolation.frames import encode
 from mlx_tandem.isolation.pool import Bounds, WorkerPool
 from mlx_tandem.isolation.process import Lost, LostKind, Program
 from mlx_tandem.limits import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_MEMORY, MAX_TEMPLATE_OUTPUT, MAX_WAITING_TEXT
-
-Message = Mapping[str, Any]
-"""One message of a conversation."""
 
 FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 """The files that may have a folder's template. The second one is written for models that read images."""
@@ -66,6 +65,7 @@ class ChatTemplate:
             setup,
         )
         self._pool = WorkerPool("chat templates", program, WORKERS, BOUNDS)
+        self._turns = TurnForm()
         self._calls = CallForm()
         self._contents: ContentForm = "any"
 
@@ -107,7 +107,7 @@ class ChatTemplate:
         return cls(source, tokenizer, seconds=seconds, where=str(path))
 
     async def check(self) -> None:
-        """Find the forms in which the template reads contents and calls, once, before it renders conversations.
+        """Find the forms in which the template reads contents, calls and turns, before it renders conversations.
 
         Raises ModelError when the text is not a valid template, or when rendering a greeting exceeds the limits.
 
@@ -119,7 +119,11 @@ class ChatTemplate:
         if isinstance(answer, Failed) and answer.kind == "syntax":
             raise ModelError(f"{self._where} is not a valid template: {answer.detail}", param="chat_template")
         self._contents = await self._content_form()
-        self._calls = await self._call_form()
+        calls = await self._call_form()
+        self._calls = calls or CallForm()
+        # A template that is made for conversations with tools may fail without them.
+        tools = not isinstance(answer, Rendered)
+        self._turns = await self._turn_form(TurnForm(calls="none" if calls is None else "many"), tools=tools)
 
     async def render(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[Part]:
         """Return the text of a prompt with the beginning of the answer, unless `options` say otherwise.
@@ -127,7 +131,7 @@ class ChatTemplate:
         Raises InvalidRequest naming `messages` when the template refuses them, fails at them, or exceeds its limits.
         """
         try:
-            item = encode(_values(self._formed(self._calls.messages(messages)), options or {}))
+            item = encode(_values(self._formed(self._turns.messages(with_missing_results(messages))), options or {}))
         except (TypeError, ValueError, OverflowError, RecursionError) as e:  # Half a surrogate pair is a ValueError.
             raise InvalidRequest("messages hold a value that is no plain data", param="messages") from e
         answer = await self._pool.ask(item)
@@ -145,7 +149,8 @@ class ChatTemplate:
         await self._pool.close()
 
     def _formed(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the conversation with its contents in the form that the template reads."""
+        """Return the conversation with its calls and contents in the forms that the template reads."""
+        messages = self._calls.messages(messages)
         return messages if self._contents == "any" else [in_form(message, self._contents) for message in messages]
 
     async def _content_form(self) -> ContentForm:
@@ -155,14 +160,35 @@ class ChatTemplate:
         as_text, as_list = (answer.parts if isinstance(answer, Rendered) else None for answer in answers)
         return form_of(as_text, as_list)
 
-    async def _call_form(self) -> CallForm:
-        """Return the first form in which the template prints a call; the usual one if it prints none."""
+    async def _call_form(self) -> CallForm | None:
+        """Return the first form in which the template prints a call; None if it prints none."""
         for form in FORMS:
-            messages = self._formed(form.messages(CONVERSATION))
-            answer = await self._pool.ask(encode(_values(messages, {"tools": TOOLS})))
-            if isinstance(answer, Rendered) and prints_call(answer.parts):
+            self._calls = form
+            parts = await self._parts(CONVERSATION, tools=True)
+            if parts is not None and prints_call(parts):
                 return form
-        return CallForm()
+        return None
+
+    async def _turn_form(self, form: TurnForm, *, tools: bool) -> TurnForm:
+        """Return `form` with the first values for each question with which the template shows all of a conversation.
+
+        A question for which there are no such values changes nothing. `tools`: the template is given tools always.
+        """
+        for question in questions(form.calls != "none"):
+            for values in question.values:
+                asked = form._replace(**values)
+                messages = asked.messages(question.conversation)
+                parts = await self._parts(messages, tools=tools or question.has_calls)
+                if parts is not None and prints_all(parts, question.conversation):
+                    form = asked
+                    break
+        return form
+
+    async def _parts(self, messages: Sequence[Message], *, tools: bool) -> list[Part] | None:
+        """Return the text of a conversation that is rendered to find a form; None if there is none."""
+        options = {"tools": TOOLS} if tools else {}
+        answer = await self._pool.ask(encode(_values(self._formed(messages), options)))
+        return answer.parts if isinstance(answer, Rendered) else None
 
     def _why(self, answer: Failed | Lost) -> str:
         """Return the end of an error message, which explains why there is no prompt."""

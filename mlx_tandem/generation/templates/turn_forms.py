@@ -1,0 +1,214 @@
+"""The order of turns that a chat template can take, which is found by rendering conversations.
+
+Clients send system messages anywhere, several messages of one role after another, and results of tools without their
+calls. Many templates refuse some of these or leave them out. Only what a template cannot take is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from mlx_tandem.generation.parts import Part
+from mlx_tandem.generation.templates.call_forms import FUNCTION, call_of
+from mlx_tandem.generation.tool_history import Message, calls_of, results_of
+
+BETWEEN = "\n\n"
+"""The text between messages that become one."""
+
+THOUGHTS = ("reasoning_content", "thinking")
+"""The fields of thoughts, which are joined like contents."""
+
+TAGS: Mapping[str, str] = {"system": "system", "tool": "tool_result"}
+"""The tags that mark a message of each role as such where it becomes text of the user."""
+
+_EMPTY: Message = {"role": "user", "content": ""}
+
+
+class TurnForm(NamedTuple):
+    """What a template can take. The default takes everything.
+
+    systems: where system messages may stand: anywhere, several at the beginning, one at the beginning, or nowhere.
+    alternates: turns of the user and of the assistant have to alternate, the user's first; calls may stand between.
+    filler: the text of the turns that are inserted so that roles alternate.
+    needs_user: there has to be a turn of the user.
+    calls: how many calls of tools a message may have, if the template prints calls at all.
+    early_results: results of tools may stand where no call is before them.
+    """
+
+    systems: Literal["anywhere", "beginning", "first", "nowhere"] = "anywhere"
+    alternates: bool = False
+    filler: str = ""
+    needs_user: bool = False
+    calls: Literal["many", "one", "none"] = "many"
+    early_results: bool = True
+
+    def messages(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the conversation in this form. Every text of it stays, and they keep their order."""
+        if self == TurnForm() or not messages:
+            return messages
+        turns = list(self._in_roles(_apart(messages) if self.calls == "one" else messages))
+        if self.alternates:
+            turns = self._alternating(turns)
+        elif self.needs_user and all(turn["role"] != "user" for turn in turns):
+            turns.insert(_beginning(turns), _EMPTY)
+        return turns
+
+    def _in_roles(self, messages: Iterable[Message]) -> Iterator[Message]:
+        """Yield the messages, of which those in a place where the template cannot take their role are the user's."""
+        is_opening = {"anywhere": False, "beginning": True, "first": True, "nowhere": True}[self.systems]
+        opening: Message | None = None  # the system messages at the beginning that are joined
+        has_called = False
+        for message in messages:
+            role = message["role"]
+            if role == "system" and is_opening and self.systems != "beginning":
+                opening = message if opening is None else _joined(opening, message)
+                continue
+            if opening is not None:
+                yield _of_user(opening) if self.systems == "nowhere" else opening
+                opening = None
+            is_opening = is_opening and role == "system"
+            if role == "assistant":
+                has_called = self.calls != "none" and bool(message.get("tool_calls"))
+            is_late = role == "system" and self.systems != "anywhere" and not is_opening
+            is_early = role == "tool" and not (self.early_results or has_called)
+            yield _of_user(message) if is_late or is_early else message
+        if opening is not None:
+            yield _of_user(opening) if self.systems == "nowhere" else opening
+
+    def _alternating(self, messages: Iterable[Message]) -> list[Message]:
+        """Return the messages with turns of one role joined, or with turns of the other role between them."""
+        turns: list[Message] = []
+        last = ""  # the role that counts; messages with calls, and their results, do not count
+        for message in messages:
+            role = message["role"]
+            counts = role == "user" or (role == "assistant" and not self._calls(message))
+            if counts and turns and turns[-1]["role"] == role and not self._calls(turns[-1]):
+                turns[-1] = _joined(turns[-1], message)
+                continue
+            if not last and role not in ("system", "user"):
+                turns.append(_EMPTY)
+                last = "user"
+            if counts and role == last:
+                turns.append({"role": "assistant", "content": self.filler} if role == "user" else _EMPTY)
+            turns.append(message)
+            last = role if counts else last
+        return turns if last else [*turns, _EMPTY]
+
+    def _calls(self, message: Message) -> bool:
+        """Return whether the template prints calls of this message."""
+        return self.calls != "none" and bool(message.get("tool_calls"))
+
+
+def _apart(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield the messages with each call in a message of its own, which its result follows."""
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        calls = calls_of(message)
+        if len(calls) < 2:
+            yield message
+            at += 1
+            continue
+        own, surplus = results_of(messages, at)
+        for call, result in zip(calls, own, strict=True):
+            yield {**message, "tool_calls": [call]}
+            message = {"role": message["role"], "content": ""}
+            if result is not None:
+                yield result
+        yield from surplus
+        at += 1 + len(own) - own.count(None) + len(surplus)
+
+
+def _beginning(messages: Sequence[Message]) -> int:
+    """Return the number of system messages at the beginning."""
+    return next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+
+
+def _of_user(message: Message) -> Message:
+    """Return a message as one of the user, in whose text tags say whose it is."""
+    tag = TAGS[message["role"]]
+    content = message["content"]
+    if isinstance(content, str):
+        return {"role": "user", "content": f"<{tag}>\n{content}\n</{tag}>"}
+    ends = ({"type": "text", "text": f"<{tag}>\n"}, {"type": "text", "text": f"\n</{tag}>"})
+    return {"role": "user", "content": [ends[0], *content, ends[1]]}
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Return two messages of one role as one."""
+    made = {**first, **second, "content": _contents(first["content"], second["content"])}
+    for name in THOUGHTS:
+        if thoughts := [thought for thought in (first.get(name), second.get(name)) if thought]:
+            made[name] = BETWEEN.join(thoughts)
+    return made
+
+
+def _contents(first: Any, second: Any) -> Any:
+    """Return the contents of two messages, which are texts or lists of parts, as one."""
+    if not first or not second:
+        return first or second
+    if isinstance(first, str) and isinstance(second, str):
+        return first + BETWEEN + second
+    parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in (first, second)]
+    return [*parts[0], {"type": "text", "text": BETWEEN}, *parts[1]]
+
+
+class Question(NamedTuple):
+    """A conversation that shows what a template can take, and the values of some fields, the usual ones first."""
+
+    conversation: Sequence[Message]
+    values: Sequence[Mapping[str, Any]]
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are calls of tools in the conversation."""
+        return any(map(calls_of, self.conversation))
+
+
+def questions(calls: bool) -> Iterator[Question]:
+    """Yield the questions by which the form is found, in their order. `calls`: the template prints calls of tools."""
+    if calls:
+        asked = _conversation("user calls assistant user")
+        yield Question(asked, ({"calls": "many"}, {"calls": "one"}))
+    roles = "assistant user user assistant assistant user" + " call result user" * calls
+    kinds = ({"alternates": False}, {"alternates": True}, {"alternates": True, "filler": "OK."})
+    yield Question(_conversation(roles), kinds)
+    asked = _conversation("system system user assistant system user system assistant user")
+    yield Question(asked, tuple({"systems": kind} for kind in ("anywhere", "beginning", "first", "nowhere")))
+    yield Question(_conversation("system"), ({"needs_user": False}, {"needs_user": True}))
+    asked = _conversation("user result user assistant user")
+    yield Question(asked, ({"early_results": True}, {"early_results": False}))
+
+
+def prints_all(parts: Sequence[Part], conversation: Sequence[Message]) -> bool:
+    """Return whether a rendering shows each text of a conversation once, and those behind the beginning in order."""
+    text = "".join(text for text, _ in parts)
+    said = [[*_texts(message)] for message in conversation]
+    behind = [text.find(word) for words in said[_beginning(conversation) :] for word in words]
+    return all(text.count(word) == 1 for words in said for word in words) and behind == sorted(behind)
+
+
+def _conversation(roles: str) -> list[Message]:
+    """Return a conversation of turns of these roles, each of which says something else."""
+    made: list[Message] = []
+    for i, kind in enumerate(roles.split()):
+        word = f"tandem_{i}"
+        if kind in ("call", "calls"):
+            words = [word] if kind == "call" else [f"{word}_first", f"{word}_second"]
+            calls = [call_of(f"call{i:03}{k:02}", {"tandem_key": said}) for k, said in enumerate(words)]
+            made.append({"role": "assistant", "content": "", "tool_calls": calls})
+        elif kind == "result":
+            id = f"call{i - 1:03}00"
+            made.append({"role": "tool", "name": FUNCTION["name"], "tool_call_id": id, "content": word})
+        else:
+            made.append({"role": kind, "content": word})
+    return made
+
+
+def _texts(message: Message) -> Iterator[str]:
+    """Yield what a message of such a conversation says."""
+    if message["content"]:
+        yield message["content"]
+    for call in calls_of(message):
+        yield call["function"]["arguments"]["tandem_key"]
