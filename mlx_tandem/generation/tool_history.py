@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -18,6 +19,12 @@ Message = Mapping[str, Any]
 
 NO_RESULT = "No result."
 """The text in place of a result that is missing before the result of a later call of the same message."""
+
+UNKNOWN = "unknown"
+"""The name of the function whose result has neither a name nor a call."""
+
+_SHORT = 9
+"""Characters of an id in the form of Mistral's templates."""
 
 _MARK = re.compile(
     r"""[{}\[\],] | "(?:
@@ -177,9 +184,10 @@ def _results_between(messages: Sequence[Any], start: int, end: int, ids: Collect
 
 
 def name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Give each result the name of the function that was called, which some templates print.
+    """Give each result the name of the function that was called, which some templates need.
 
-    The messages are in call order. A result that is not behind its call is recognised by its id.
+    The messages are in call order. A result that is not behind its call is recognised by its id, and one without a call
+    has the name UNKNOWN.
     """
     names: dict[str, str] = {}
     for at, message in enumerate(messages):
@@ -189,8 +197,8 @@ def name_results(messages: Sequence[dict[str, Any]]) -> None:
                     result.setdefault("name", name)
                 if (id := _id(call)) is not None:
                     names[id] = name
-        if message["role"] == "tool" and (known := names.get(message.get("tool_call_id", ""))) is not None:
-            message.setdefault("name", known)
+        if message["role"] == "tool":
+            message.setdefault("name", names.get(message.get("tool_call_id", ""), UNKNOWN))
 
 
 def with_missing_results(messages: Sequence[Message]) -> list[Message]:
@@ -205,6 +213,40 @@ def with_missing_results(messages: Sequence[Message]) -> list[Message]:
         own, surplus = results_of(messages, at)
         last = max((k for k, result in enumerate(own) if result is not None), default=-1)
         made += [messages[at], *(own[k] or _missing(calls[k]) for k in range(last + 1)), *surplus]
+        at += 1 + len(own) - own.count(None) + len(surplus)
+    return made
+
+
+def with_ids(messages: Sequence[Message], *, short: bool) -> list[Message]:
+    """Return a conversation in call order in which every call and its result have an id.
+
+    With `short` every id has nine letters and digits; others are replaced. A call keeps its id from turn to turn.
+    """
+    made: list[Message] = []
+    count = 0  # calls and lost results so far
+
+    def id_of(given: str | None) -> str:
+        nonlocal count
+        count += 1
+        if given is None:
+            return f"call{count:05}"
+        if not short or (len(given) == _SHORT and given.isascii() and given.isalnum()):
+            return given
+        return hashlib.blake2b(given.encode(), digest_size=_SHORT).hexdigest()[:_SHORT]
+
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        calls = calls_of(message)
+        own, surplus = results_of(messages, at)
+        ids = [id_of(_id(call)) for call in calls]
+        if message["role"] == "tool":
+            message = {**message, "tool_call_id": id_of(_text(message, "tool_call_id"))}
+        elif calls:
+            message = {**message, "tool_calls": [{**call, "id": id} for call, id in zip(calls, ids, strict=True)]}
+        made.append(message)
+        made += [{**result, "tool_call_id": id} for result, id in zip(own, ids, strict=True) if result is not None]
+        made += [{**result, "tool_call_id": id_of(_text(result, "tool_call_id"))} for result in surplus]
         at += 1 + len(own) - own.count(None) + len(surplus)
     return made
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from mlx_tandem.generation.parts import Part
 from mlx_tandem.generation.templates.call_forms import FUNCTION, call_of
-from mlx_tandem.generation.tool_history import Message, calls_of, results_of
+from mlx_tandem.generation.tool_history import Message, calls_of, results_of, with_ids
 
 BETWEEN = "\n\n"
 """The text between messages that become one."""
@@ -34,6 +34,7 @@ class TurnForm(NamedTuple):
     needs_user: there has to be a turn of the user.
     calls: how many calls of tools a message may have, if the template prints calls at all.
     early_results: results of tools may stand where no call is before them.
+    ids: whether calls and results may be without ids; whether these have to be short.
     """
 
     systems: Literal["anywhere", "beginning", "first", "nowhere"] = "anywhere"
@@ -42,11 +43,14 @@ class TurnForm(NamedTuple):
     needs_user: bool = False
     calls: Literal["many", "one", "none"] = "many"
     early_results: bool = True
+    ids: Literal["any", "given", "short"] = "any"
 
     def messages(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the conversation in this form. Every text of it stays, and they keep their order."""
         if self == TurnForm() or not messages:
             return messages
+        if self.ids != "any":
+            messages = with_ids(messages, short=self.ids == "short")
         turns = list(self._in_roles(_apart(messages) if self.calls == "one" else messages))
         if self.alternates:
             turns = self._alternating(turns)
@@ -68,8 +72,7 @@ class TurnForm(NamedTuple):
                 yield _of_user(opening) if self.systems == "nowhere" else opening
                 opening = None
             is_opening = is_opening and role == "system"
-            if role == "assistant":
-                has_called = self.calls != "none" and bool(message.get("tool_calls"))
+            has_called = self._calls(message) or (role == "tool" and has_called)
             is_late = role == "system" and self.systems != "anywhere" and not is_opening
             is_early = role == "tool" and not (self.early_results or has_called)
             yield _of_user(message) if is_late or is_early else message
@@ -169,6 +172,9 @@ class Question(NamedTuple):
 def questions(calls: bool) -> Iterator[Question]:
     """Yield the questions by which the form is found, in their order. `calls`: the template prints calls of tools."""
     if calls:
+        asked = _conversation("user call result assistant user call result assistant user")
+        asked = [_without_id(m) if i < 3 else _with_long_id(m) for i, m in enumerate(asked)]
+        yield Question(asked, tuple({"ids": ids} for ids in ("any", "given", "short")))
         asked = _conversation("user calls assistant user")
         yield Question(asked, ({"calls": "many"}, {"calls": "one"}))
     roles = "assistant user user assistant assistant user" + " call result user" * calls
@@ -204,6 +210,21 @@ def _conversation(roles: str) -> list[Message]:
         else:
             made.append({"role": kind, "content": word})
     return made
+
+
+def _without_id(message: Message) -> Message:
+    """Return a message whose call or result has no id."""
+    made = {key: value for key, value in message.items() if key != "tool_call_id"}
+    calls = [{key: value for key, value in call.items() if key != "id"} for call in calls_of(message)]
+    return made | ({"tool_calls": calls} if calls else {})
+
+
+def _with_long_id(message: Message) -> Message:
+    """Return a message whose call or result has an id in the form of other servers."""
+    id = {"id": "call_0123456789-abcdef"}
+    made = {**message, "tool_call_id": id["id"]} if message["role"] == "tool" else {**message}
+    calls = [call | id for call in calls_of(message)]
+    return made | ({"tool_calls": calls} if calls else {})
 
 
 def _texts(message: Message) -> Iterator[str]:

@@ -50,11 +50,15 @@ SYSTEM_LATE = (
     _SPLIT
     + _COUNT
     + "{% for m in rest %}{% if m.role == 'user' %}[INST]{% if loop.last and system is defined %}{{ system }}\n\n"
-    "{% endif %}{{ m.content }}[/INST]{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]"
-    "{% elif m.tool_calls %}" + _CALLS + "<|im_end|>{% elif m.role == 'assistant' %}{{ m.content }}<|im_end|>{% else %}"
+    "{% endif %}{{ m.content }}[/INST]{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[RESULT {{ m.tool_call_id }}]{{ m.content }}[/RESULT]{% elif m.tool_calls %}{% for c in m.tool_calls %}"
+    "{% if c.id is not defined or c.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}[{{ c.id }}]"
+    "{% endfor %}" + _CALLS + "<|im_end|>{% elif m.role == 'assistant' %}{{ m.content }}<|im_end|>{% else %}"
     "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
 )
-"""Mistral's older templates: the system message moves to the last turn of the user."""
+"""Mistral's older templates: the system message moves to the last turn of the user. Ids have nine letters."""
 
 _PARITY = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}"
@@ -98,8 +102,7 @@ SILENT = (
 GATHERING = (
     "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
     "{% set ns.system = ns.system + ('\n\n' if ns.system else '') + m.content %}{% endif %}{% endfor %}{{ ns.system }}"
-    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}"
-    + _CALLS
-    + "{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '(' + c.id + ')' }}{% endfor %}" + _CALLS + "{% endif %}{% endfor %}"
 )
-"""DeepSeek 3.1: all system messages are printed at the beginning."""
+"""DeepSeek 3.1 and Solar: all system messages are printed at the beginning. Calls have ids."""

@@ -24,12 +24,12 @@ FORMS = {
     "TOLERANT": TurnForm(),
     "SYSTEM_FIRST": TurnForm("first", needs_user=True),
     "ALTERNATING": TurnForm("first", alternates=True, filler="OK."),
-    "SYSTEM_LATE": TurnForm("first", alternates=True),
+    "SYSTEM_LATE": TurnForm("first", alternates=True, ids="short"),
     "NO_SYSTEM": TurnForm("nowhere", alternates=True, calls="none", early_results=False),
     "SYSTEM_IN_USER": TurnForm("first", alternates=True, calls="none", early_results=False),
     "ONE_CALL": TurnForm(calls="one"),
     "SILENT": TurnForm("first", calls="one", early_results=False),
-    "GATHERING": TurnForm("beginning"),
+    "GATHERING": TurnForm("beginning", ids="given"),
 }
 
 
@@ -195,6 +195,26 @@ def test_thoughts_stay_when_answers_are_joined_and_calls_stay_apart() -> None:
     _, made, called = TurnForm(alternates=True).messages(chat_messages(sent))
     assert (made["content"], made["reasoning_content"], made["thinking"]) == ("a\n\nb", "aa\n\nbb", "aa\n\nbb")
     assert called["tool_calls"][0]["id"] == "x", "many templates leave out the text beside calls"
+
+
+def test_calls_and_results_have_the_ids_that_a_template_wants() -> None:
+    plain = [{"function": {"name": name, "arguments": "{}"}} for name in ("f", "g")]
+    conversation = [
+        *(said("user", "Go."), said("assistant", "", tool_calls=plain)),
+        *(said("tool", "two", name="g"), said("tool", "one", name="f")),
+        *(
+            call("toolu_0123456789"),
+            result("toolu_0123456789", "three"),
+            call("Ab3456789"),
+            result("Ab3456789", "four"),
+        ),
+    ]
+    text = rendered("SYSTEM_LATE", conversation)
+    ids = re.findall(r"\[([a-zA-Z0-9]{9})\]", text)
+    assert (ids[0], ids[1], ids[3]) == ("call00001", "call00002", "Ab3456789")
+    assert re.findall(r"\[RESULT (.{9})\](\w+)", text) == list(zip(ids, ("one", "two", "three", "four"), strict=True))
+    text = rendered("GATHERING", conversation)
+    assert re.findall(r"\((\w+)\)", text) == ["call00001", "call00002", "toolu_0123456789", "Ab3456789"]
 
 
 @pytest.mark.parametrize("family", ["ONE_CALL", "SILENT"])
