@@ -128,7 +128,9 @@ def _ended(content: Any, end: str) -> Any:
     """Return the content of a message, which is a text or a list of parts, with `end` behind its text."""
     if isinstance(content, str):
         return content + end
-    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + end}] if content else content
+    if not content or "text" not in content[-1]:  # nothing, or an image
+        return [*content, {"type": "text", "text": end}]
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + end}]
 
 
 def texts(value: Any) -> Iterator[str]:

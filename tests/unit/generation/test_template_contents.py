@@ -48,6 +48,9 @@ def rendered(source: str, messages: list[dict[str, Any]], **options: Any) -> str
 def test_every_template_prints_texts_and_images(source: str, image: str) -> None:
     assert rendered(source, [IMAGE, TEXT]) == f"[user]{image}a[assistant]b"
     assert rendered(source, [IMAGE, TEXT], continue_final_message=True) == f"[user]{image}a[assistant]b"
+    turned = {"role": "user", "content": IMAGE["content"][::-1]}
+    printed = f"{image}a" if source == LISTS else f"a{image}"
+    assert rendered(source, [turned], continue_final_message=True) == f"[user]{printed}"
 
 
 def test_a_template_in_the_file_of_a_processor(tmp_path: Path) -> None:

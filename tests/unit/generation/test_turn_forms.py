@@ -143,6 +143,18 @@ def test_another_turn_changes_nothing_before_it(family: str, kinds: list[str], d
     assert whole[:end] == text[:end]
 
 
+@pytest.mark.parametrize("family", [family for family in FORMS if family != "SYSTEM_LATE"])
+@given(
+    kinds=SEQUENCES, answer=st.sampled_from(["assistant", "call"]), new=st.sampled_from(["user", "system", "developer"])
+)
+@settings(max_examples=20, deadline=None)
+def test_what_follows_an_answer_comes_behind_all_of_it(family: str, kinds: list[str], answer: str, new: str) -> None:
+    """Conversations that are learned from go on behind the tokens of the answer."""
+    *before, (said_last, *results) = groups(["user", *kinds, answer])
+    through = [message for group in before for message in group] + [said_last]
+    assert rendered(family, [*through, *results, said(new, "next")]).startswith(rendered(family, through))
+
+
 # -- what it looks like
 
 
@@ -215,6 +227,20 @@ def test_calls_and_results_have_the_ids_that_a_template_wants() -> None:
     assert re.findall(r"\[RESULT (.{9})\](\w+)", text) == list(zip(ids, ("one", "two", "three", "four"), strict=True))
     text = rendered("GATHERING", conversation)
     assert re.findall(r"\((\w+)\)", text) == ["call00001", "call00002", "toolu_0123456789", "Ab3456789"]
+
+
+@pytest.mark.parametrize("family", list(FORMS))
+def test_a_conversation_without_a_question_is_rendered(family: str) -> None:
+    for roles in ("system", "assistant", "system assistant", "system developer", "developer assistant assistant"):
+        text = rendered(family, [said(role, f"word{i}") for i, role in enumerate(roles.split())])
+        assert family == "SYSTEM_LATE" or text.count("word") == len(roles.split())
+
+
+def test_what_is_said_beside_parallel_calls_is_said_once() -> None:
+    sent = chat_messages([said("user", "Go."), call("a", "b", reasoning_content="Hm.") | {"content": "Well."}])
+    _, first, second = TurnForm(calls="one").messages(sent)
+    assert (first["content"], first["reasoning_content"]) == ("Well.", "Hm.")
+    assert second["content"] == "" and "reasoning_content" not in second
 
 
 @pytest.mark.parametrize("family", ["ONE_CALL", "SILENT"])
