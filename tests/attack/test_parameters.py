@@ -258,7 +258,7 @@ def test_what_is_not_supported_is_named(server, field, value):
         ([{"role": "user", "content": "x", "é" * 500: 10**30}], "messages[0]." + "\\xe9" * 40),
         ([{"role": "user", "content": "x", "tool_call_id": 3}], "messages[0].tool_call_id"),
         ([{"role": "assistant", "content": "x", "tool_calls": [3]}], "messages[0].tool_calls[0]"),
-        ([{"role": "tool", "tool_call_id": "a"}], "messages[0].content"),
+        ([{"role": "tool", "tool_call_id": "a", "content": 3}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "http://127.0.0.1"}]}], "messages[0]"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
