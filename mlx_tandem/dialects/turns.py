@@ -18,9 +18,19 @@ class Turns:
     """
 
     def __init__(self, joined: Collection[str]):
-        self.messages: list[Message] = []
         self.fields: dict[str, str] = {}
+        self._messages: list[Message] = []
         self._joined = frozenset(joined)
+        self._growing: dict[tuple[int, str], tuple[Message, str, list[str]]] = {}
+        """The texts of the last turn in pieces, each with the object and the key under which it belongs."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The turns so far."""
+        for place, key, pieces in self._growing.values():
+            place[key] = "".join(pieces)
+        self._growing.clear()
+        return self._messages
 
     def text(self, role: str, text: str) -> None:
         """Add a piece of text."""
@@ -38,28 +48,36 @@ class Turns:
     def _add_text(self, turn: Message, text: str) -> None:
         """Add text to the last turn."""
         content = turn["content"]
-        if isinstance(content, list):
-            if content[-1]["type"] == "text":
-                content[-1]["text"] += "\n" + text
-            else:
-                content.append({"type": "text", "text": text})
-            return
-        # An answer may come back in several pieces.
-        between = "\n" if content and turn["role"] != "assistant" else ""
-        turn["content"] += between + text
+        if isinstance(content, str):
+            # An answer may come back in several pieces.
+            self._grow(turn, "content", text, "" if turn["role"] == "assistant" else "\n")
+        elif content[-1]["type"] == "text":
+            self._grow(content[-1], "text", text, "\n")
+        else:
+            content.append({"type": "text", "text": text})
+
+    def _grow(self, place: Message, key: str, text: str, between: str) -> None:
+        """Add to a text of the last turn, which is put together when the turns are read, in one pass."""
+        begun = [place[key]] if place.get(key) else []
+        _, _, pieces = self._growing.setdefault((id(place), key), (place, key, begun))
+        if pieces:
+            pieces.append(between)
+        if pieces or text:
+            pieces.append(text)
 
     def _add_image(self, turn: Message, image: ImageSource) -> None:
         """Add an image to the last turn, whose content becomes a list."""
+        count = len(self.messages) - 1
         if isinstance(turn["content"], str):
             turn["content"] = [{"type": "text", "text": turn["content"]}] if turn["content"] else []
-        self.fields[image_field(len(self.messages) - 1, len(turn["content"]))] = image.field
+        self.fields[image_field(count, len(turn["content"]))] = image.field
         turn["content"].append(image_url(image.url))
 
     def thought(self, text: str) -> None:
         """Add a piece of the assistant's reasoning. An empty one only says that there is a turn."""
         turn = self._turn("assistant")
         if text:
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+            self._grow(turn, "reasoning_content", text, "")
 
     def call(self, id: str, name: str, arguments: Any) -> None:
         """Add a tool call. The arguments are those that the client sent."""
@@ -72,6 +90,6 @@ class Turns:
 
     def _turn(self, role: str) -> Message:
         """Return the last turn if this piece joins it, or else a new one."""
-        if not self.messages or self.messages[-1]["role"] != role or role not in self._joined:
+        if not self._messages or self._messages[-1]["role"] != role or role not in self._joined:
             self.messages.append({"role": role, "content": ""})
-        return self.messages[-1]
+        return self._messages[-1]

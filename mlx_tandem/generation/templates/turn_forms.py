@@ -61,42 +61,45 @@ class TurnForm(NamedTuple):
     def _in_roles(self, messages: Iterable[Message]) -> Iterator[Message]:
         """Yield the messages, of which those in a place where the template cannot take their role are the user's."""
         is_opening = {"anywhere": False, "beginning": True, "first": True, "nowhere": True}[self.systems]
-        opening: Message | None = None  # the system messages at the beginning that are joined
+        opening: list[Message] = []  # the system messages at the beginning, which are joined
         has_called = False
         for message in messages:
             role = message["role"]
             if role == "system" and is_opening and self.systems != "beginning":
-                opening = message if opening is None else _joined(opening, message)
+                opening.append(message)
                 continue
-            if opening is not None:
-                yield _of_user(opening) if self.systems == "nowhere" else opening
-                opening = None
+            yield from self._opened(opening)
+            opening = []
             is_opening = is_opening and role == "system"
             has_called = self._calls(message) or (role == "tool" and has_called)
             is_late = role == "system" and self.systems != "anywhere" and not is_opening
             is_early = role == "tool" and not (self.early_results or has_called)
             yield _of_user(message) if is_late or is_early else message
-        if opening is not None:
-            yield _of_user(opening) if self.systems == "nowhere" else opening
+        yield from self._opened(opening)
+
+    def _opened(self, systems: Sequence[Message]) -> Iterator[Message]:
+        """Yield the system messages at the beginning as one, if there are any."""
+        if systems:
+            yield _of_user(_joined(systems)) if self.systems == "nowhere" else _joined(systems)
 
     def _alternating(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages with turns of one role joined, or with turns of the other role between them."""
-        turns: list[Message] = []
+        turns: list[list[Message]] = []  # each with the messages that are joined
         last = ""  # the role that counts; messages with calls, and their results, do not count
         for message in messages:
             role = message["role"]
             counts = role == "user" or (role == "assistant" and not self._calls(message))
-            if counts and turns and turns[-1]["role"] == role and not self._calls(turns[-1]):
-                turns[-1] = _joined(turns[-1], message)
+            if counts and turns and turns[-1][0]["role"] == role and not self._calls(turns[-1][0]):
+                turns[-1].append(message)
                 continue
             if not last and role not in ("system", "user"):
-                turns.append(_EMPTY)
+                turns.append([_EMPTY])
                 last = "user"
             if counts and role == last:
-                turns.append({"role": "assistant", "content": self.filler} if role == "user" else _EMPTY)
-            turns.append(message)
+                turns.append([{"role": "assistant", "content": self.filler} if role == "user" else _EMPTY])
+            turns.append([message])
             last = role if counts else last
-        return turns if last else [*turns, _EMPTY]
+        return [_joined(turn) for turn in (turns if last else [*turns, [_EMPTY]])]
 
     def _calls(self, message: Message) -> bool:
         """Return whether the template prints calls of this message."""
@@ -138,23 +141,27 @@ def _of_user(message: Message) -> Message:
     return {"role": "user", "content": [ends[0], *content, ends[1]]}
 
 
-def _joined(first: Message, second: Message) -> Message:
-    """Return two messages of one role as one."""
-    made = {**first, **second, "content": _contents(first["content"], second["content"])}
+def _joined(messages: Sequence[Message]) -> Message:
+    """Return messages of one role as one."""
+    if len(messages) == 1:
+        return messages[0]
+    made = {key: value for message in messages for key, value in message.items()}
+    made["content"] = _contents([message["content"] for message in messages if message["content"]])
     for name in THOUGHTS:
-        if thoughts := [thought for thought in (first.get(name), second.get(name)) if thought]:
+        if thoughts := [message[name] for message in messages if message.get(name)]:
             made[name] = BETWEEN.join(thoughts)
     return made
 
 
-def _contents(first: Any, second: Any) -> Any:
-    """Return the contents of two messages, which are texts or lists of parts, as one."""
-    if not first or not second:
-        return first or second
-    if isinstance(first, str) and isinstance(second, str):
-        return first + BETWEEN + second
-    parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in (first, second)]
-    return [*parts[0], {"type": "text", "text": BETWEEN}, *parts[1]]
+def _contents(contents: Sequence[Any]) -> Any:
+    """Return contents, which are texts or lists of parts, as one."""
+    if all(isinstance(content, str) for content in contents):
+        return BETWEEN.join(contents)
+    parts: list[Any] = []
+    for content in contents:
+        parts += [{"type": "text", "text": BETWEEN}] if parts else []
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
 
 
 class Question(NamedTuple):

@@ -233,6 +233,12 @@ def test_a_result_that_is_an_error_says_so(content: Any, said: str) -> None:
     assert chat_form(None, sent).messages == [{"role": "tool", "tool_call_id": "t1", "content": said}]
 
 
+def test_a_turn_of_many_blocks_is_put_together_in_one_pass() -> None:
+    blocks = [{"type": "thinking", "thinking": "h" * 1000}, {"type": "text", "text": "x" * 1000}] * 10_000
+    (made,) = chat_form(None, [{"role": "assistant", "content": blocks}]).messages
+    assert (len(made["content"]), len(made["reasoning_content"])) == (10_000_000, 10_000_000)
+
+
 def test_results_are_messages_of_their_own() -> None:
     results = [{"type": "tool_result", "tool_use_id": f"t{i}", "content": str(i)} for i in range(2)]
     assert [m["content"] for m in chat_form(None, [user(*results)]).messages] == ["0", "1"]

@@ -243,6 +243,11 @@ def test_what_is_said_beside_parallel_calls_is_said_once() -> None:
     assert second["content"] == "" and "reasoning_content" not in second
 
 
+def test_many_long_turns_are_joined_in_one_pass() -> None:
+    (made,) = TurnForm(alternates=True).messages([said("user", "x" * 4000) for _ in range(4096)])
+    assert len(made["content"]) == 4096 * 4002 - 2
+
+
 @pytest.mark.parametrize("family", ["ONE_CALL", "SILENT"])
 def test_parallel_calls_are_told_one_after_another(family: str) -> None:
     conversation = [said("user", "Go."), call("a", "b", "c"), result("c", "three"), result("a", "one")]
