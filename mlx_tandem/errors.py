@@ -3,6 +3,7 @@ raise.
 
 TandemError
 ├── InvalidRequest      400  a field is wrong; `param` names it
+│   ├── ContextOverflow 400  the prompt, or the prompt with its answer, has more tokens than fit
 │   ├── NotFound        404  a model, adapter or route does not exist
 │   ├── Conflict        409  the thing exists already or is in use
 │   └── TooLarge        413  the body or the prompt is over its limit
@@ -96,6 +97,26 @@ class InvalidRequest(TandemError):
     status = 400
     type = "invalid_request_error"
     code = "invalid_value"
+
+
+class ContextOverflow(InvalidRequest):
+    """The prompt, or the prompt with the answer that was asked for, has more tokens than fit.
+
+    The message begins with OpenAI's words, which clients look for. `prompt` has the number of the prompt's tokens, and
+    `most` how many tokens a prompt may have.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt: int, most: int, room: int, *, param: str):
+        """Say that a prompt of `prompt` tokens is over `most`. `room` is the length of the context."""
+        super().__init__(
+            f"This model's maximum context length is {room} tokens. However, your prompt resulted in {prompt} tokens, "
+            f"and {most} are allowed. Please reduce the length of the messages.",
+            param=param,
+        )
+        self.prompt = prompt
+        self.most = most
 
 
 class NotFound(InvalidRequest):

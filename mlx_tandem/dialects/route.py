@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from msgspec import Struct, structs
 
 from mlx_tandem.errors import TandemError
+
+PLAIN = frozenset({"", "application/x-www-form-urlencoded"})
+"""Content types that curl sends by default, without a body and with one."""
 
 Reads = Literal["json", "steering", "prompts", "texts"]
 """The way in which the body of a route is read.
@@ -21,10 +24,14 @@ when the request would be admitted. texts: within the limits for texts to tokeni
 
 @dataclass(frozen=True)
 class ErrorForm:
-    """The form of a dialect's errors: the function that writes the JSON body, and the body's JSON schema."""
+    """The form of a dialect's errors: the function that writes the JSON body, and the body's JSON schema.
+
+    All paths at and below `prefix` have this form, those without a route too.
+    """
 
     write: Callable[[TandemError], bytes]
     schema: Mapping[str, Any]
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Route:
     body: type[Struct] | None = None  # None: no body is read
     reads: Reads = "json"
     images: bool = False  # bodies may hold images, and be larger where the model reads them
-    plain: bool = False  # curl's default content types are accepted as well
+    media: Collection[str] = ()  # content types of JSON that are accepted besides application/json
     prepare: Callable[[Any], Any] = lambda value: value  # applied to the decoded JSON before its types are checked
     status: int = 200  # HTTP status of a success, for the OpenAPI document
     errors: ErrorForm | None = None  # the form of errors; None: OpenAI's error object

@@ -15,7 +15,7 @@ from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.client.process import Launch
 from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.messages import Progress
-from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.errors import ContextOverflow, InvalidRequest, NotFound
 from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.generation.answer_reading import AnswerReading
 from mlx_tandem.generation.answers import Answers, collect
@@ -185,11 +185,7 @@ class Front:
         """Raise InvalidRequest naming `param` for a prompt of too many tokens."""
         room, most = self.room(self.client.check_ready()), self.longest_prompt()
         if prompt > most:
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens; {most} are allowed, and {room} with the output",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise ContextOverflow(prompt, most, room, param=param)
 
     def longest_prompt(self) -> int:
         """Return how many tokens a prompt may have; at least one token of output follows it."""
@@ -212,11 +208,14 @@ class Front:
         if asked is None:
             return min(server.default_max_tokens, most)
         if asked > most:
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens and {param} is {asked}; {most} are allowed here",
-                param=param,
-                code="context_length_exceeded",
-            )
+            says = f"{param} is {asked}, and {most} are allowed here"
+            if prompt + asked > room:
+                says = (
+                    f"This model's maximum context length is {room} tokens. However, you requested {prompt + asked} "
+                    f"tokens ({prompt} in the messages, {asked} in the completion), and {param} may be {most} here. "
+                    "Please reduce the length of the messages or completion."
+                )
+            raise InvalidRequest(says, param=param, code="context_length_exceeded")
         return asked
 
     def seed(self, asked: int | None) -> int:

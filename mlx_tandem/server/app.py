@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Scope
 from mlx_tandem import __version__
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
-from mlx_tandem.dialects.route import Route
+from mlx_tandem.dialects.route import PLAIN, Route
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, read_json
@@ -60,7 +60,7 @@ def create_app(front: ServerFront, routes: Sequence[Route] = ROUTES) -> Starlett
     # Each middleware is put around those added before it. A request passes the guard first, which replies to what the
     # others raise, then the origins and the root path, and the gate last, which sees paths without the root path.
     key = read_key(server.api_key, server.api_key_file)
-    errors = {r.path: r.errors.write for r in routes if r.errors is not None and r.header is None}
+    errors = {r.errors.prefix or r.path: r.errors.write for r in routes if r.errors is not None and r.header is None}
     app.add_middleware(Gate, key=key, server=server, metrics=front.metrics, errors=errors)
     if server.root_path:
         app.add_middleware(RootPath, prefix=server.root_path)
@@ -107,8 +107,8 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
                 front.check_open()
             else:
                 front.client.check_ready()
-            plain = route.plain or route.reads == "steering"
-            values.append(await read_json(request, body, limit, plain=plain, prepare=route.prepare))
+            others = PLAIN if route.reads == "steering" else route.media
+            values.append(await read_json(request, body, limit, others=others, prepare=route.prepare))
         found = route.handler(front, *values)
         return _answer(front, await found if inspect.isawaitable(found) else found)
 

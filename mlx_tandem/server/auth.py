@@ -42,7 +42,8 @@ class Gate:
     ):
         """Guard `app` with `key`; an empty key means that none is asked for. Refusals are counted in `metrics`.
 
-        `errors` has the functions that write errors, by path; OpenAI's form is that of all other paths.
+        `errors` has the functions that write errors, by path. A path below one of these has the same form, whether or
+        not there is such a route; OpenAI's form is that of all other paths.
         """
         self._app = app
         self._errors = errors
@@ -59,8 +60,9 @@ class Gate:
         """Check a request and pass it on to the application, or refuse it."""
         if scope["type"] != "http":
             return
-        if scope["path"] in self._errors:
-            scope[ERRORS] = self._errors[scope["path"]]
+        for path, write in self._errors.items():
+            if scope["path"] == path or scope["path"].startswith(f"{path}/"):
+                scope[ERRORS] = write
         hosts: list[bytes] = []
         credentials: list[bytes] = []
         keys: list[bytes] = []

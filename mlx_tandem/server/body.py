@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,9 +13,6 @@ from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLa
 from mlx_tandem.strict_json import decode
 
 T = TypeVar("T")
-
-PLAIN = ("", "application/x-www-form-urlencoded")
-"""Content types that curl sends by default, without a body and with one."""
 
 SMALL_BODY = 65_536
 """Most bytes of a small body. After a refusal, a small body is received and dropped to keep the connection usable."""
@@ -36,19 +33,19 @@ async def read_json(
     kind: type[T],
     limit: BodyLimit,
     *,
-    plain: bool = False,
+    others: Collection[str] = (),
     prepare: Callable[[Any], Any] = lambda value: value,
 ) -> T:
     """Return the body as `kind`, after `prepare` has been applied to the decoded JSON.
 
-    The content type has to be application/json, which a web page cannot send to another origin without a preflight.
-    With `plain`, a missing body counts as {}, and curl's default content types are accepted as well. A web page can
-    send these without a preflight, but then its request has an Origin header, and such a request is refused.
+    The content type has to be application/json, which a web page cannot send to another origin without a preflight, or
+    one of `others`; with any of these, a missing body counts as {}. A web page can send PLAIN without a preflight, but
+    then its request has an Origin header, and such a request is refused.
 
     Raises UnsupportedMedia, ReceiveTimeout, TooLarge and InvalidRequest, and ClientDisconnect when the client leaves.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json" and not (plain and media in PLAIN and "origin" not in request.headers):
+    if media != "application/json" and not (media in others and "origin" not in request.headers):
         raise UnsupportedMedia("Content-Type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("compressed bodies are not supported")
@@ -57,7 +54,7 @@ async def read_json(
             body = await _read(request, limit.size)
     except TimeoutError:
         raise ReceiveTimeout(f"the body did not come within {limit.seconds:g} s") from None
-    if not body and not plain:
+    if not body and not others:
         message = "the body is empty: send JSON, with a Content-Length header or Transfer-Encoding: chunked"
         raise InvalidRequest(message, code="invalid_json")
     if len(body) <= SMALL_BODY:

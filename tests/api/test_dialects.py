@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,6 +73,171 @@ def test_errors_have_the_form_of_the_path(keyed: httpx.Client, path: str) -> Non
     ):
         assert reply.status_code == status, reply.text
         assert words in said(reply.json())
+
+
+def openai(body: Any) -> str:
+    """What is wrong, as OpenAI's form says it."""
+    return str(body["error"]["message"]) if "code" in body["error"] else ""
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/api/pull", ERROR["/api/chat"]),
+        ("/api/tags/", ERROR["/api/chat"]),
+        ("/api", ERROR["/api/chat"]),
+        ("/v1/messages/batches", ERROR["/v1/messages"]),
+        ("/apix", openai),
+        ("/v1/messagesx", openai),
+        ("/v1/nothing", openai),
+        ("/", openai),
+    ],
+)
+def test_unknown_routes_and_methods_have_the_form_of_their_prefix(
+    keyed: httpx.Client, path: str, said: Callable[[Any], str]
+) -> None:
+    key = {"x-api-key": "sesame-sesame-sesame"}
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        reply = keyed.request(method, path, headers=key)
+        assert (reply.status_code, said(reply.json())) == (404, f"there is no {method} {path!r}")
+    assert "API key" in said(keyed.get(path).json())
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("/api/tags", ERROR["/api/chat"]), ("/v1/messages/count_tokens", ERROR["/v1/messages"])]
+)
+def test_wrong_methods_have_the_form_of_their_prefix(
+    keyed: httpx.Client, path: str, said: Callable[[Any], str]
+) -> None:
+    reply = keyed.put(path, headers={"x-api-key": "sesame-sesame-sesame"})
+    assert (reply.status_code, "does not take PUT" in said(reply.json())) == (405, True)
+
+
+ALL: dict[str, dict[str, Any]] = BODIES | {
+    "/v1/chat/completions": {"model": "base", "messages": HELLO},
+    "/v1/completions": {"model": "base", "prompt": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", [*ALL, "/v1/messages/count_tokens", "/api/embed", "/api/embeddings", "/v1/models/{}"])
+def test_the_refusal_of_an_unknown_model_names_those_that_exist(keyed: httpx.Client, path: str) -> None:
+    key = {"x-api-key": "sesame-sesame-sesame"}
+    body = {name: value for name, value in BODIES["/v1/messages"].items() if name != "max_tokens"}
+    body = ALL.get(path) or {"/v1/messages/count_tokens": body}.get(path) or {"model": "base", "prompt": "hi"}
+    if path == "/api/embed":
+        body = {"model": "base", "input": "hi"}
+    if path.endswith("{}"):
+        reply = keyed.get(path.format("nobody"), headers=key)
+    else:
+        reply = keyed.post(path, headers=key, json=body | {"model": "nobody"})
+    said = reply.json()["error"]
+    words = said if isinstance(said, str) else said["message"]
+    assert reply.status_code == 404
+    assert "Models here: 'base'. A request without a model gets 'base'" in words
+
+
+def test_a_refusal_lists_few_of_many_models() -> None:
+    names = ("x" * 200, *(f"name-{i}" for i in range(20)))
+    with scripted_server(served_model_names=names) as (client, _, _):
+        words = client.post("/v1/completions", json={"model": "nobody", "prompt": "hi"}).json()["error"]["message"]
+    assert "'name-6' and 14 more. A request" in words
+    assert "x" * 141 not in words and "name-7" not in words
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/messages/count_tokens", "/api/embed", "/api/embeddings"])
+def test_a_request_may_leave_the_model_out(path: str) -> None:
+    """The base answers it."""
+    with scripted_server() as (client, peer, _):
+        if path == "/v1/messages/count_tokens":
+            assert client.post(path, json={"messages": HELLO}).json()["input_tokens"] > 0
+            return
+        if path.startswith("/api/embed"):
+            assert client.post(path, json={}).status_code == 200
+            return
+        body = {name: value for name, value in BODIES[path].items() if name != "model"} | {"stream": False}
+
+        def ends(i: int) -> Output:
+            return Output([Delta(i, 0, (token(1),), finish="stop")])
+
+        reply = answered(client, peer, path, body, ends)
+        assert (reply.status_code, reply.json()["model"]) == (200, "base")
+
+
+LONG = "word " * 300
+OVER: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"model": "base", "messages": [{"role": "user", "content": LONG}], "max_tokens": 5},
+    "/v1/responses": {"model": "base", "input": LONG},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/completions": {"prompt": [300] * 256},
+    "/api/chat": {"model": "base", "messages": [{"role": "user", "content": LONG}]},
+    "/api/generate": {"model": "base", "prompt": LONG},
+}
+"""Requests whose prompt does not fit. INFO's context has 256 tokens."""
+
+
+@pytest.fixture(scope="module")
+def small():
+    with scripted_server() as (client, _, _):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", OVER)
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_of_the_dialect(
+    small: httpx.Client, path: str, stream: bool
+) -> None:
+    reply = small.post(path, json=OVER[path] | {"stream": stream})
+    error = reply.json()["error"]
+    assert reply.status_code == 400
+    if path == "/v1/messages":
+        assert error["type"] == "invalid_request_error"
+        assert re.fullmatch(r"prompt is too long: (\d+) tokens > 255 maximum", error["message"])
+        return
+    words = error if isinstance(error, str) else error["message"]
+    assert re.search(
+        r"This model's maximum context length is 256 tokens\. However, your prompt resulted in \d+ ", words
+    )
+    if path.startswith("/v1"):
+        assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", {"model": "base", "input": "hi", "max_output_tokens": 300}, "max_output_tokens"),
+        ("/v1/chat/completions", {"messages": HELLO, "max_completion_tokens": 300}, "max_completion_tokens"),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 300}, "max_tokens"),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_refused_in_the_same_words(
+    small: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = small.post(path, json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    found = re.match(
+        r"This model's maximum context length is 256 tokens\. However, you requested (\d+) tokens "
+        r"\((\d+) in the messages, 300 in the completion\)",
+        error["message"],
+    )
+    assert found is not None and int(found[1]) == int(found[2]) + 300
+
+
+def test_the_server_s_own_limits_are_told_as_such() -> None:
+    with scripted_server(max_prompt_tokens=100, max_generation_tokens=20) as (client, _, _):
+        body: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "a " * 150}]}
+        long = client.post("/v1/messages", json=body | {"max_tokens": 5})
+        assert long.json()["error"]["message"].endswith("> 100 maximum")
+        error = client.post("/v1/completions", json={"prompt": [300], "max_tokens": 30}).json()["error"]
+        assert error["message"] == "max_tokens is 30, and 20 are allowed here"
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"])
+def test_ollama_s_routes_take_json_as_octets(small: httpx.Client, path: str) -> None:
+    """LiteLLM's asynchronous client sends it so. Nothing else takes it."""
+    octets = {"content-type": "application/octet-stream"}
+    assert small.post(path, content=b'{"model": "base"}', headers=octets).status_code == 200
+    for other in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/training/stop"):
+        assert small.post(other, content=b"{}", headers=octets).status_code == 415
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -60,7 +60,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_its_length(server, prompt):
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     text = prompt if isinstance(prompt, str) else max(prompt, key=len)
-    assert (error["code"], f"the prompt has {len(TOKENIZER.encode(text))} tokens" in error["message"]) == (
+    assert (error["code"], f"your prompt resulted in {len(TOKENIZER.encode(text))} tokens" in error["message"]) == (
         "context_length_exceeded",
         True,
     )
@@ -71,7 +71,7 @@ def test_a_conversation_that_is_too_long_is_refused_with_its_length(server):
     error = server.chat(LONG).json()["error"]
     asked = tokenize(server, messages=[{"role": "user", "content": LONG}])["count"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    assert f"the prompt has {asked} tokens" in error["message"]
+    assert f"your prompt resulted in {asked} tokens" in error["message"]
 
 
 def test_token_strs_are_the_vocabulary_s(server):

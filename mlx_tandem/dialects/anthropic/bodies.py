@@ -74,7 +74,7 @@ class ContextManagement(Struct, forbid_unknown_fields=True):
 class TokensBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of a request for the number of a conversation's tokens."""
 
-    model: str
+    model: str | None = None
     messages: list[Any]
     system: str | list[Any] | None = None
     tools: list[Any] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlx_tandem.dialects.route import ErrorForm
-from mlx_tandem.errors import TandemError
+from mlx_tandem.errors import ContextOverflow, TandemError
 from mlx_tandem.strict_json import dumps
 
 _TYPES = {
@@ -22,10 +22,19 @@ _TYPES = {
 """
 
 
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""The details of the refusal of `thread`. The tool runners of Anthropic's packages then send the whole conversation."""
+
+
 def error_object(error: TandemError) -> dict[str, Any]:
     """Return Anthropic's object for an error."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.named}}
+    told: dict[str, Any] = {"type": kind, "message": error.named}
+    if isinstance(error, ContextOverflow):
+        told["message"] = f"prompt is too long: {error.prompt} tokens > {error.most} maximum"
+    elif error.param == "thread" and error.code == "unsupported_parameter":
+        told["details"] = _NO_THREADS
+    return {"type": "error", "error": told}
 
 
 def error_body(error: TandemError) -> bytes:
@@ -34,7 +43,12 @@ def error_body(error: TandemError) -> bytes:
 
 
 _TEXTS = {name: {"type": "string"} for name in ("type", "message")}
-_OBJECT = {"type": "object", "properties": _TEXTS, "required": list(_TEXTS), "additionalProperties": False}
+_OBJECT = {
+    "type": "object",
+    "properties": _TEXTS | {"details": {"type": "object"}},
+    "required": list(_TEXTS),
+    "additionalProperties": False,
+}
 
 ERRORS = ErrorForm(
     error_body,
@@ -44,5 +58,6 @@ ERRORS = ErrorForm(
         "required": ["type", "error"],
         "additionalProperties": False,
     },
+    "/v1/messages",
 )
 """The form of Anthropic's errors."""

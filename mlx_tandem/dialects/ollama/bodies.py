@@ -58,7 +58,7 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
 class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that chats and completions share."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None  # true by default
     options: Options | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
@@ -95,7 +95,7 @@ class GenerateBody(Common, forbid_unknown_fields=True, kw_only=True):
 class EmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of a request for the vectors of texts. Without a text it asks to load the model."""
 
-    model: str
+    model: str | None = None
     input: str | list[str] | None = None
     truncate: bool | None = None  # true by default: the beginning of a text that is too long is read
     dimensions: Annotated[int, bounds("dimensions")] | None = None
@@ -106,7 +106,7 @@ class EmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
 class EmbeddingsBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of a request for the vector of one text, in the older form."""
 
-    model: str
+    model: str | None = None
     prompt: str | None = None
     options: Options | None = None  # no effect
     keep_alive: float | str | None = None  # no effect

@@ -20,5 +20,6 @@ ERRORS = ErrorForm(
         "required": ["error"],
         "additionalProperties": False,
     },
+    "/api",
 )
 """The form of Ollama's errors."""

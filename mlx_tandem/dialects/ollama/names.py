@@ -15,11 +15,11 @@ def plain(name: str) -> str:
     return name.removesuffix(TAG)
 
 
-async def select(front: Front, name: str) -> Selection:
-    """Return the model that a name stands for, with or without TAG. Raises NotFound."""
+async def select(front: Front, name: str | None) -> Selection:
+    """Return the model that a name stands for, with or without TAG. None is a request without one. Raises NotFound."""
     try:
         return await front.models.select(name)
     except NotFound:
-        if plain(name) == name:
+        if name is None or plain(name) == name:
             raise
         return await front.models.select(plain(name))

@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +42,9 @@ from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 Status = Literal["loaded", "loading", "available_not_loaded", "error_loading"]
 """The state of a model, in MLX ParaLLM's words. A model that is `available_not_loaded` is read on first use."""
+
+NAMED = 8
+"""Most names that the refusal of an unknown model lists."""
 
 _BASE_STATUS: dict[State, Status] = {
     "starting": "loading",
@@ -181,10 +184,20 @@ class Models:
         return self.registry.entry(model_id)
 
     def unknown(self, model_id: str, error: NotFound) -> NotFound:
-        """Return `error`, which says that nothing has the name `model_id`, extended by similarly spelled names."""
-        aliases = (name for name, _ in self.aliases.items())
-        names = chain((self.id, *self.served_names, *BASE_NAMES), aliases, self.registry.names())
-        return NotFound(error.message + did_you_mean(model_id, names), param=error.param, code=error.code)
+        """Return `error`, which says that nothing has the name `model_id`, extended by names that exist.
+
+        These are the ones that are spelled similarly, and the first NAMED ones of all.
+        """
+        aliases = [name for name, _ in self.aliases.items()]
+        named = (self.id, *self.served_names)
+        near = did_you_mean(model_id, chain(named, BASE_NAMES, aliases, self.registry.names()))
+        total = len({*named, BASE}) + len(aliases) + len(self.registry)
+        names = dict.fromkeys(chain(named, (BASE,), aliases, islice(self.registry.names(), NAMED)))
+        listed = ", ".join(repr(name[:140]) for name in islice(names, NAMED))
+        more = f" and {total - NAMED} more" if total > NAMED else ""
+        default = self._config.server.default_adapter or BASE
+        says = f"{near or '.'} Models here: {listed}{more}. A request without a model gets {default!r}"
+        return NotFound(error.message + says, param=error.param, code=error.code)
 
     async def _first_read(self, name: str, source: AdapterSource) -> None:
         """Read an adapter or a version on the shelf for the first request that names it."""

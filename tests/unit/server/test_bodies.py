@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 import pytest
 from starlette.requests import Request
 
+from mlx_tandem.dialects.route import PLAIN
 from mlx_tandem.errors import TandemError
 from mlx_tandem.server.body import SMALL_BODY, BodyLimit, read_json, refusal_headers
 
@@ -57,7 +59,11 @@ FORM = (b"content-type", b"application/x-www-form-urlencoded")
 
 
 def read(
-    body: bytes, *headers: tuple[bytes, bytes], limit: int = 100, cut: tuple[int, ...] = (), plain: bool = False
+    body: bytes,
+    *headers: tuple[bytes, bytes],
+    limit: int = 100,
+    cut: tuple[int, ...] = (),
+    others: Collection[str] = (),
 ) -> tuple[Any, int]:
     """What is made of a body, or the status of the refusal; and how many of its pieces were taken."""
     ends = [*cut, len(body)]
@@ -71,7 +77,7 @@ def read(
 
     made = Request({"type": "http", "method": "POST", "headers": list(headers)}, receive)
     try:
-        found = asyncio.run(read_json(made, dict[str, Any], BodyLimit(limit, 30.0), plain=plain))
+        found = asyncio.run(read_json(made, dict[str, Any], BodyLimit(limit, 30.0), others=others))
     except TandemError as e:
         return e.status, taken
     return found, taken
@@ -119,12 +125,19 @@ def test_the_media_type(headers: tuple[tuple[bytes, bytes], ...], usual: int, pl
     """curl's own types pass on routes that take them, but not from a web page, whose requests have an origin."""
     body = b'{"a": 1}'
     assert read(body, *headers)[0] == ({"a": 1} if usual == 200 else usual)
-    assert read(body, *headers, plain=True)[0] == ({"a": 1} if plain == 200 else plain)
+    assert read(body, *headers, others=PLAIN)[0] == ({"a": 1} if plain == 200 else plain)
+
+
+def test_other_media_types_are_those_of_the_route() -> None:
+    octets = (b"content-type", b"application/octet-stream")
+    for others, found in (((), 415), (PLAIN, 415), (PLAIN | {"application/octet-stream"}, {"a": 1})):
+        assert read(b'{"a": 1}', octets, others=others)[0] == found
+    assert read(b'{"a": 1}', octets, (b"origin", b"http://x"), others=("application/octet-stream",))[0] == 415
 
 
 def test_a_body_that_is_missing() -> None:
     assert read(b"", JSON)[0] == 400
-    assert read(b"", JSON, plain=True)[0] == read(b"", plain=True)[0] == {}
+    assert read(b"", JSON, others=PLAIN)[0] == read(b"", others=PLAIN)[0] == {}
 
 
 @pytest.mark.parametrize(

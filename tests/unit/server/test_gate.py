@@ -129,3 +129,5 @@ def test_a_key_stands_for_the_host_unless_hosts_are_named() -> None:
 def test_refusals_have_the_form_of_the_path() -> None:
     assert ask(HOST, key=KEY, path="/v1/messages") == (401, "authentication_error")
     assert ask((b"host", b"evil.example"), path="/v1/messages") == (403, "permission_error")
+    assert ask(HOST, key=KEY, path="/v1/messages/batches") == (401, "authentication_error"), "no route, and below one"
+    assert ask(HOST, key=KEY, path="/v1/messagesx") == (401, "invalid_api_key"), "not below"
