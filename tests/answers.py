@@ -21,6 +21,7 @@ from mlx_tandem.generation.events import (
 )
 from mlx_tandem.types import TokenLogprob
 
+NAMES = ("add", "get_weather")
 PIECES = st.lists(st.text(max_size=6), max_size=4)
 ARGUMENTS = st.dictionaries(
     st.text(max_size=4), st.one_of(st.integers(-9, 9), st.text(max_size=5), st.none()), max_size=3
@@ -65,7 +66,7 @@ def said(draw: st.DrawFn, stops: tuple[str | None, ...] = (None, "STOP"), tokens
     calls = 0
     for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=6)):
         if kind == "call":
-            events.append(ToolCallStart(0, calls, f"call_{calls}", draw(st.sampled_from(["add", "get_weather"]))))
+            events.append(ToolCallStart(0, calls, f"call_{calls}", draw(st.sampled_from(NAMES))))
             arguments = json.dumps(draw(ARGUMENTS), ensure_ascii=draw(st.booleans()))
             pieces = cut(arguments, draw(st.lists(st.integers(0, 30), max_size=3)))
             events += [ToolCallArguments(0, calls, piece) for piece in pieces]

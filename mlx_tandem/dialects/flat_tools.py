@@ -1,19 +1,33 @@
-"""Naming the fields of tools for dialects whose tools have no member `function`."""
+"""Offering tools for dialects whose tools have no member `function`, and some of whose tools are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Sequence
+from typing import Any
 
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.tools.offer import Tools, tools_of
 
 
-@contextmanager
-def flat_tools() -> Iterator[None]:
-    """Leave the member `function` out of errors about the fields of tools that are raised inside the block."""
+def flat_tools_of(
+    tools: Sequence[Any], choice: Any, parallel: bool | None, places: Sequence[str], skipped: Sequence[str]
+) -> Tools | None:
+    """Return the tools of a request; None if it offers none to the model.
+
+    The first three arguments have the form of OpenAI's chats. `places` has the request's field of each tool, and
+    `skipped` the tools that were left out. Raises InvalidRequest that names fields as the request has them.
+    """
     try:
-        yield
+        return tools_of(tools, choice, parallel)
     except InvalidRequest as e:
+        param = e.param or ""
+        if (found := re.match(r"tools\[(\d+)\]", param)) is not None and len(tools) == len(places):
+            where = places[int(found[1])]
+            e.message = e.message.replace(found[0], where, 1)
+            e.param = where + param[found.end() :]
+        if param.startswith("tool_choice") and skipped:
+            e.message += f"; tools that only run elsewhere were left out: {', '.join(skipped[:8])}"
         e.message = e.message.replace(".function.", ".")
         e.param = None if e.param is None else e.param.replace(".function.", ".")
         raise

@@ -105,3 +105,4 @@ class Plan:
     renderer: Renderer
     stream: bool = False
     collect: Collect | None = None  # the request's task for learning; None: it has none
+    skipped: tuple[str, ...] = ()  # fields of what was left out of the request, which a header of the reply names

@@ -5,24 +5,40 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from mlx_tandem import limits
 from mlx_tandem.generation.messages import ImageSource, image_field, image_url
 
 Message = dict[str, Any]
+
+FOLLOWS = "[An image, which the next message shows.]"
+UNSEEN = "[An image, which this model cannot see.]"
+LEFT_OUT = f"[An image, which is left out: a request has at most {limits.MAX_IMAGES}.]"
+"""What the result of a tool says in the place of an image: chat templates print results as text."""
 
 
 class Turns:
     """The turns so far, in `messages`. `fields` has the request's name of each image's field, by OpenAI's name.
 
+    `skipped` has the fields of the pieces that were left out, and what they were.
+
     A piece of a turn of a role in `joined` joins the turn before it: thoughts, text and calls of the assistant belong
     to one turn. Text of the other roles goes on a line of its own.
+
+    Images in the results of tools become a turn of the user behind these results if the model sees images, and words
+    if it does not. `end` has to be called behind the last piece.
     """
 
-    def __init__(self, joined: Collection[str]):
+    def __init__(self, joined: Collection[str], *, sees: bool = False, images: int = 0):
+        """Begin a conversation. `sees` says whether the model sees images, of which the request has `images`."""
         self.fields: dict[str, str] = {}
+        self.skipped: list[str] = []
         self._messages: list[Message] = []
         self._joined = frozenset(joined)
         self._growing: dict[tuple[int, str], tuple[Message, str, list[str]]] = {}
         """The texts of the last turn in pieces, each with the object and the key under which it belongs."""
+        self._sees = sees
+        self._surplus = images - limits.MAX_IMAGES
+        self._waiting: list[ImageSource] = []  # images of results, until these results end
 
     @property
     def messages(self) -> list[Message]:
@@ -31,6 +47,11 @@ class Turns:
             place[key] = "".join(pieces)
         self._growing.clear()
         return self._messages
+
+    def end(self) -> Turns:
+        """Return these turns, which are complete."""
+        self._show()
+        return self
 
     def text(self, role: str, text: str) -> None:
         """Add a piece of text."""
@@ -84,12 +105,35 @@ class Turns:
         calls = self._turn("assistant").setdefault("tool_calls", [])
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
-    def result(self, call: str, text: str) -> None:
-        """Add the result of the call with this id."""
-        self.messages.append({"role": "tool", "tool_call_id": call, "content": text})
+    def result(self, call: str | None, pieces: Iterable[str | ImageSource]) -> Message:
+        """Add and return the result of the call with this id, if it has one. Each of its pieces becomes a line."""
+        text = "\n".join(piece if isinstance(piece, str) else self._in_result(piece) for piece in pieces)
+        made = {"role": "tool", "content": text} | ({} if call is None else {"tool_call_id": call})
+        self.messages.append(made)
+        return made
+
+    def _in_result(self, image: ImageSource) -> str:
+        """Return what a tool's result says in the place of an image, which is shown behind the results.
+
+        Of more images than a request may have, the oldest ones are left out: a session that goes on has ever more.
+        """
+        if not self._sees:
+            return UNSEEN
+        if self._surplus > 0:
+            self._surplus -= 1
+            return LEFT_OUT
+        self._waiting.append(image)
+        return FOLLOWS
+
+    def _show(self) -> None:
+        """Add the images of the results so far."""
+        if self._waiting:
+            images, self._waiting = self._waiting, []
+            self.content("user", images)
 
     def _turn(self, role: str) -> Message:
         """Return the last turn if this piece joins it, or else a new one."""
+        self._show()
         if not self._messages or self._messages[-1]["role"] != role or role not in self._joined:
             self.messages.append({"role": role, "content": ""})
         return self._messages[-1]

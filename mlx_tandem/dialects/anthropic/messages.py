@@ -1,14 +1,14 @@
-"""Converting Anthropic's messages and tools into the form that chat templates and `generation` expect."""
+"""Converting Anthropic's messages into the form that chat templates and `generation` expect."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from mlx_tandem import limits
-from mlx_tandem.dialects.anthropic.bodies import Tool, ToolChoice
 from mlx_tandem.dialects.arguments import arguments_sent_back
 from mlx_tandem.dialects.turns import Message, Turns
 from mlx_tandem.errors import InvalidRequest
@@ -76,38 +76,92 @@ class _Image(Struct):
     source: _Source
 
 
-_Block = _Text | _Thinking | _Redacted | _Call | _Result | _Image
+class _ToolReference(Struct):
+    """The name of a tool that a search has found."""
+
+    tool_name: str
+
+
+class _SearchResult(Struct):
+    """A text that a search has found."""
+
+    title: str
+    source: str
+    content: list[Any]
+
+
+class _DocumentSource(Struct):
+    """The content of a document. Only that of the type `text` can be read here."""
+
+    type: str
+    data: str | None = None
+
+
+class _Document(Struct):
+    """A document."""
+
+    source: _DocumentSource
+    title: str | None = None
+
+
+class _Skipped(Struct):
+    """A block of a tool that Anthropic runs. It is left out."""
+
+
+_Block = (
+    _Text | _Thinking | _Redacted | _Call | _Result | _Image | _ToolReference | _SearchResult | _Document | _Skipped
+)
 
 _BLOCKS: dict[str, dict[str, type[_Block]]] = {
     "system": {"text": _Text},
     "user": {"text": _Text, "tool_result": _Result, "image": _Image},
     "assistant": {"text": _Text, "thinking": _Thinking, "redacted_thinking": _Redacted, "tool_use": _Call},
+    "result": {
+        "text": _Text,
+        "image": _Image,
+        "tool_reference": _ToolReference,
+        "search_result": _SearchResult,
+        "document": _Document,
+    },
 }
-"""The types of blocks that a message of each role may have."""
+"""The types of blocks that a message of each role and the result of a tool may have."""
+
+_SKIPPED = re.compile(r"(?:server|mcp)_tool_use|[a-z_]{1,50}_tool_result|mcp_tool_listing")
+"""Types of blocks of tools that Anthropic runs, which a conversation that began elsewhere may have."""
+
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+"""A line that Claude Code begins its instructions with. It differs between requests, so the cache would find nothing
+behind it, and it tells the model nothing.
+"""
+
+_UNREAD = "[A document, which this server cannot read.]"
 
 _MEDIA = frozenset({"document", "container_upload", "browser_state"})
 """Types of blocks whose content is no text."""
 
 
-def chat_form(system: str | Sequence[Any] | None, messages: Sequence[Any]) -> Turns:
+def chat_form(system: str | Sequence[Any] | None, messages: Sequence[Any], *, sees: bool = False) -> Turns:
     """Return the conversation in the form of OpenAI's messages. Raises InvalidRequest naming the message or block.
 
-    Consecutive turns of one role become one turn, and every tool result becomes a message of its own.
+    Consecutive turns of one role become one turn, and every tool result becomes a message of its own. `sees` says
+    whether the model sees images.
     """
     if len(messages) > limits.MAX_MESSAGES:
         raise InvalidRequest(f"messages has at most {limits.MAX_MESSAGES} entries", param="messages")
     for field, value in (("system", system), ("messages", messages)):
         given = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         check_nested(given, field, depth=2 + limits.MAX_MESSAGE_DEPTH, values=limits.MAX_MESSAGE_VALUES)
-    turns = Turns(("system", "user", "assistant"))
+    read = [convert(entry, _Message, f"messages[{i}]") for i, entry in enumerate(messages)]
+    turns = Turns(("system", "user", "assistant"), sees=sees, images=sum(_images(message.content) for message in read))
     for text in [system] if isinstance(system, str) else _texts(system or (), "system"):
-        turns.text("system", text)
-    for i, entry in enumerate(messages):
-        message = convert(entry, _Message, f"messages[{i}]")
+        billing = _BILLING.match(text)
+        if billing is None or billing.end() < len(text):
+            turns.text("system", text[billing.end() if billing else 0 :])
+    for i, message in enumerate(read):
         if message.role == "developer":  # as clients of other APIs call it
             message.role = "system"
         _add_message(turns, message, f"messages[{i}].content")
-    return turns
+    return turns.end()
 
 
 def is_prefill(messages: Sequence[Message]) -> bool:
@@ -122,49 +176,13 @@ def is_prefill(messages: Sequence[Message]) -> bool:
     return True
 
 
-def function_tools(tools: Sequence[Any] | None) -> list[Message]:
-    """Return the tools in the form of OpenAI's. Raises InvalidRequest naming the tool."""
-    made: list[Message] = []
-    for i, given in enumerate(tools or ()):
-        where = f"tools[{i}]"
-        _refuse_keys(given, where)
-        tool = convert(given, Tool, where)
-        function: Message = {"name": tool.name, "parameters": tool.input_schema}
-        if tool.description is not None:
-            function["description"] = tool.description
-        if tool.strict is not None:
-            function["strict"] = tool.strict
-        made.append({"type": "function", "function": function})
-    return made
-
-
-def function_choice(choice: ToolChoice | None) -> tuple[Any, bool]:
-    """Return OpenAI's `tool_choice` and `parallel_tool_calls` for Anthropic's choice. Raises InvalidRequest."""
-    if choice is None:
-        return None, True
-    parallel = not choice.disable_parallel_tool_use
-    if choice.type != "tool":
-        return {"auto": "auto", "any": "required", "none": "none"}[choice.type], parallel
-    if choice.name is None:
-        raise InvalidRequest("tool_choice.name is required", param="tool_choice.name")
-    return {"type": "function", "function": {"name": choice.name}}, parallel
-
-
-def _refuse_keys(tool: Any, where: str) -> None:
-    """Raise InvalidRequest for a tool of Anthropic's own, or one with a key that changes how it is offered."""
-    if not isinstance(tool, dict):
-        return
-    if (kind := tool.get("type") or "custom") != "custom":
-        raise InvalidRequest(
-            f"{where}.type is {str(kind)[:64]!a}: tools of Anthropic's own are not available here",
-            param=f"{where}.type",
-            code="unsupported_parameter",
-        )
-    for key, neutral in (("defer_loading", False), ("input_examples", []), ("allowed_callers", ["direct"])):
-        if tool.get(key, neutral) not in (None, neutral):
-            raise InvalidRequest(
-                f"{where}.{key} is not supported", param=f"{where}.{key}", code="unsupported_parameter"
-            )
+def _images(content: str | list[Any] | None) -> int:
+    """Return the number of images in the content of a message or a result, which has not been checked."""
+    if not isinstance(content, list):
+        return 0
+    blocks = [block for block in content if isinstance(block, dict)]
+    inside = (_images(block.get("content")) for block in blocks if block.get("type") == "tool_result")
+    return len([block for block in blocks if block.get("type") == "image"]) + sum(inside)
 
 
 def _add_message(turns: Turns, message: _Message, where: str) -> None:
@@ -190,6 +208,10 @@ def _add_message(turns: Turns, message: _Message, where: str) -> None:
                 turns.result(block.tool_use_id, _result(block, f"{where}[{i}].content"))
             case _Redacted():
                 turns.thought("")
+            case _Skipped():
+                turns.skipped.append(f"{where}[{i}] {given['type']}")
+                if message.role == "assistant":
+                    turns.thought("")
 
 
 def _url(source: _Source, where: str) -> str:
@@ -205,11 +227,37 @@ def _url(source: _Source, where: str) -> str:
     return f"data:{source.media_type};base64,{source.data}"
 
 
-def _result(block: _Result, where: str) -> str:
-    """Return the text of a tool's result. Chat templates have no place for `is_error`, so the text says it."""
+def _result(block: _Result, where: str) -> Iterator[str | ImageSource]:
+    """Yield the pieces of a tool's result. Chat templates have no place for `is_error`, so the text says it."""
     content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join(_texts(content, where))
-    return f"Error: {text}" if block.is_error else text
+    pieces = (
+        [content] if isinstance(content, str) else [_piece(given, f"{where}[{i}]") for i, given in enumerate(content)]
+    )
+    first = pieces[0] if pieces else ""
+    if not block.is_error:
+        yield from pieces
+    elif isinstance(first, str):
+        yield from (f"Error: {first}", *pieces[1:])
+    else:
+        yield from ("Error:", *pieces)
+
+
+def _piece(given: Any, where: str) -> str | ImageSource:
+    """Return a block of a tool's result as a text or an image. Raises InvalidRequest naming the block."""
+    match _block(given, "result", where):
+        case _Text(text):
+            return text
+        case _Image(source):
+            return ImageSource(_url(source, f"{where}.source"), f"{where}.source")
+        case _ToolReference(name):
+            return f"The tool {name} can be called now."
+        case _SearchResult(title, source, content):
+            return "\n".join([title, source, *_texts(content, f"{where}.content")])
+        case _Document(source, title):
+            text = source.data if source.type == "text" and source.data is not None else _UNREAD
+            return text if title is None else f"{title}\n{text}"
+        case other:
+            raise AssertionError(other)
 
 
 def _texts(blocks: Sequence[Any], where: str) -> list[str]:
@@ -222,6 +270,8 @@ def _block(given: Any, role: str, where: str) -> _Block:
     """Return a block of a message of this role. Raises InvalidRequest naming the block."""
     kind = given.get("type") if isinstance(given, dict) else None
     known = _BLOCKS[role]
+    if isinstance(kind, str) and kind not in known and role != "result" and _SKIPPED.fullmatch(kind):
+        return _Skipped()
     if isinstance(kind, str) and kind not in known:
         why = "this model reads text only" if kind in _MEDIA else f"it can be {' or '.join(known)} there"
         raise InvalidRequest(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_tandem.dialects.anthropic.bodies import MessagesBody, TokensBody
-from mlx_tandem.dialects.anthropic.messages import chat_form, function_choice, function_tools, is_prefill
+from mlx_tandem.dialects.anthropic.messages import chat_form, is_prefill
 from mlx_tandem.dialects.anthropic.renderer import AtLimit, MessageRenderer
-from mlx_tandem.dialects.flat_tools import flat_tools
+from mlx_tandem.dialects.anthropic.tools import offer
 from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.errors import renamed
 from mlx_tandem.generation.chats import ChatRequest, Thinking
@@ -16,7 +16,6 @@ from mlx_tandem.generation.grammar.constraint import Constraint
 from mlx_tandem.generation.grammar.fields import json_constraint
 from mlx_tandem.generation.prompted_chats import prompted_chat
 from mlx_tandem.generation.sampling import Sampling, sampling_params, text_options
-from mlx_tandem.generation.tools.offer import tools_of
 from mlx_tandem.strict_json import dumps
 
 _FIELDS = {
@@ -34,7 +33,8 @@ async def plan_message(front: Front, body: MessagesBody) -> Plan:
     """
     model = await front.models.select(body.model, None if body.metadata is None else body.metadata.user_id)
     with renamed(**_FIELDS):
-        chat = await _chat_request(front, body).chat(front)
+        request, skipped = _chat_request(front, body)
+        chat = await request.chat(front)
     room = front.room(front.client.check_ready()) - len(chat.prompt)
     at_limit: AtLimit = "max_tokens" if body.max_tokens <= room else "model_context_window_exceeded"
     silent = body.max_tokens == 0
@@ -55,7 +55,7 @@ async def plan_message(front: Front, body: MessagesBody) -> Plan:
         at_limit,
         shows_thoughts=body.thinking is None or body.thinking.display != "omitted",
     )
-    return Plan(prompted, model, renderer, bool(body.stream))
+    return Plan(prompted, model, renderer, bool(body.stream), skipped=skipped)
 
 
 async def count_tokens(front: Front, body: TokensBody) -> Sequence[bytes]:
@@ -63,17 +63,20 @@ async def count_tokens(front: Front, body: TokensBody) -> Sequence[bytes]:
     front.client.check_ready()
     await front.models.select(body.model)
     with renamed(**_FIELDS):
-        found = await _chat_request(front, body).listing(front)
+        request, _ = _chat_request(front, body)
+        found = await request.listing(front)
     return (dumps({"input_tokens": found.count}),)
 
 
-def _chat_request(front: Front, body: TokensBody) -> ChatRequest:
-    """Return the conversation with everything that decides how it is rendered and how its answers are read."""
-    turns = chat_form(body.system, body.messages)
-    with flat_tools():
-        tools = tools_of(function_tools(body.tools), *function_choice(body.tool_choice))
+def _chat_request(front: Front, body: TokensBody) -> tuple[ChatRequest, tuple[str, ...]]:
+    """Return the conversation with everything that decides how it is rendered and how its answers are read.
+
+    The second value has the fields of the tools and blocks that are left out.
+    """
+    turns = chat_form(body.system, body.messages, sees=front.reads_images)
+    tools, skipped = offer(body.tools, body.tool_choice)
     continues = is_prefill(turns.messages)
-    return ChatRequest(
+    request = ChatRequest(
         turns.messages,
         tools,
         _thinking(front, body),
@@ -81,6 +84,7 @@ def _chat_request(front: Front, body: TokensBody) -> ChatRequest:
         continues=continues,
         fields=turns.fields,
     )
+    return request, (*skipped, *turns.skipped)
 
 
 def _constraint(body: TokensBody) -> Constraint | None:

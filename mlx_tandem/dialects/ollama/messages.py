@@ -41,16 +41,20 @@ class _Message(Struct):
     tool_call_id: str | None = None
 
 
-def chat_form(messages: Sequence[Any]) -> Turns:
-    """Return the conversation in the form of OpenAI's messages. Raises InvalidRequest naming the message."""
+def chat_form(messages: Sequence[Any], *, sees: bool = False) -> Turns:
+    """Return the conversation in the form of OpenAI's messages. Raises InvalidRequest naming the message.
+
+    `sees` says whether the model sees images.
+    """
     if len(messages) > limits.MAX_MESSAGES:
         raise InvalidRequest(f"messages has at most {limits.MAX_MESSAGES} entries", param="messages")
     depth = 2 + limits.MAX_MESSAGE_DEPTH
     check_nested(list(messages), "messages", depth=depth, values=limits.MAX_MESSAGE_VALUES)
-    turns = Turns(())
-    for i, given in enumerate(messages):
-        _add(turns, convert(given, _Message, f"messages[{i}]"), f"messages[{i}].images")
-    return turns
+    read = [convert(given, _Message, f"messages[{i}]") for i, given in enumerate(messages)]
+    turns = Turns((), sees=sees, images=sum(len(message.images or ()) for message in read))
+    for i, message in enumerate(read):
+        _add(turns, message, f"messages[{i}].images")
+    return turns.end()
 
 
 def images(given: Sequence[str], where: str) -> list[ImageSource]:
@@ -60,20 +64,24 @@ def images(given: Sequence[str], where: str) -> list[ImageSource]:
 
 def _add(turns: Turns, message: _Message, where: str) -> None:
     """Add one message. `where` is the field of its images."""
-    if message.images and message.role != "user":
+    if message.images and message.role not in ("user", "tool"):
         raise InvalidRequest(
-            f"{where}: messages of the user only may hold images", param=where, code="unsupported_parameter"
+            f"{where}: messages of the user and of tools only may hold images",
+            param=where,
+            code="unsupported_parameter",
         )
-    turns.content(message.role, [message.content or "", *images(message.images or (), where)])
-    made = turns.messages[-1]
+    pieces: list[str | ImageSource] = [message.content or "", *images(message.images or (), where)]
+    if message.role == "tool":
+        made = turns.result(message.tool_call_id, filter(None, pieces))
+    else:
+        turns.content(message.role, pieces)
+        made = turns.messages[-1]
     if message.thinking:
         made["reasoning_content"] = message.thinking
     if message.tool_calls:
         made["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_name is not None:
         made["name"] = message.tool_name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
 
 
 def _call(call: _Call) -> dict[str, Any]:

@@ -32,7 +32,7 @@ async def plan_chat(front: Front, body: ChatBody) -> Plan | Loaded:
     refuse_unsupported(body)
     if not body.messages:
         return await _loaded(front, body, ChatRenderer)
-    turns = chat_form(body.messages)
+    turns = chat_form(body.messages, sees=front.reads_images)
     asked = ChatRequest(turns.messages, tools_of(body.tools, None, None), _thinking(body), fields=turns.fields)
     return await _plan(front, body, asked, ChatRenderer)
 

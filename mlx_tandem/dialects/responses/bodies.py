@@ -92,6 +92,8 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     client_metadata: Any = None  # no effect; Codex sends it, and it is no part of the published API
     image: Any = None  # no effect without images
     top_logprobs: Annotated[int, bounds("top_logprobs")] | None = None
+    repetition_penalty: Any = None  # vLLM's field, as in chats
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's field, as in chats
     background: Literal[False] | None = None
     conversation: None = None
     context_management: None = None

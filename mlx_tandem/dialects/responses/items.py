@@ -8,6 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mlx_tandem import limits
+from mlx_tandem.dialects.responses.tools import INPUT
 from mlx_tandem.dialects.turns import Turns
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.messages import ImageSource
@@ -47,6 +48,24 @@ class _Output(Struct):
     output: str | list[_Part]
 
 
+class _CustomCall(Struct):
+    """A call of a custom tool in an earlier reply."""
+
+    call_id: str
+    name: str
+    input: str
+
+
+class _Tools(Struct):
+    """Tools that are offered from here on."""
+
+    tools: list[Any]
+
+
+class _Skipped(Struct):
+    """An item of a tool of OpenAI's own. It is left out."""
+
+
 class _Reasoning(Struct):
     """The thoughts of an earlier reply. `encrypted_content` comes from other servers and is left out."""
 
@@ -63,15 +82,28 @@ class _Reference(Struct):
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of parts that are text."""
 
-_Item = _Message | _Call | _Output | _Reasoning | _Reference
+_Item = _Message | _Call | _CustomCall | _Output | _Reasoning | _Reference | _Tools | _Skipped
 
 _ITEMS: dict[str, type[_Item]] = {
     "message": _Message,
     "function_call": _Call,
     "function_call_output": _Output,
+    "custom_tool_call": _CustomCall,
+    "custom_tool_call_output": _Output,
     "reasoning": _Reasoning,
     "item_reference": _Reference,
+    "additional_tools": _Tools,
+    **dict.fromkeys(
+        """
+        apply_patch_call apply_patch_call_output code_interpreter_call computer_call computer_call_output
+        file_search_call image_generation_call local_shell_call local_shell_call_output mcp_approval_request
+        mcp_approval_response mcp_call mcp_list_tools shell_call shell_call_output tool_search_call tool_search_output
+        web_search_call
+        """.split(),
+        _Skipped,
+    ),
 }
+"""The types of items. Those of OpenAI's own tools are left out: a conversation that began elsewhere may have them."""
 
 
 def input_items(given: str | Sequence[Any] | None, find: Callable[[str], Item | None]) -> list[Item]:
@@ -99,17 +131,25 @@ def input_items(given: str | Sequence[Any] | None, find: Callable[[str], Item | 
     return items
 
 
-def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 0) -> Turns:
+def added_tools(items: Sequence[Item], *, before: int = 0) -> list[tuple[str, list[Any]]]:
+    """Return the lists of tools among items that `chat_form` has read, each with its field."""
+    lists = [(i, item) for i, item in enumerate(items) if item.get("type") == "additional_tools"]
+    return [(f"input[{i - before}].tools", item["tools"]) for i, item in lists]
+
+
+def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 0, sees: bool = False) -> Turns:
     """Return the conversation in the form of OpenAI's chats. Raises InvalidRequest naming the item.
 
-    The first `before` items are those of earlier responses, which errors do not count.
+    The first `before` items are those of earlier responses, which errors do not count. `sees` says whether the model
+    sees images.
     """
-    turns = Turns(("system", "assistant"))
+    read = [_item(given, f"input[{i - before}]") for i, given in enumerate(items)]
+    turns = Turns(("system", "assistant"), sees=sees, images=sum(map(_images, read)))
     if instructions:
         turns.text("system", instructions)
-    for i, given in enumerate(items):
+    for i, item in enumerate(read):
         where = f"input[{i - before}]"
-        match _item(given, where):
+        match item:
             case _Message(role, content):
                 role = "system" if role == "developer" else role
                 if role == "user" and not isinstance(content, str) and any(map(_is_image, content)):
@@ -119,10 +159,14 @@ def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 
             case _Call(call_id, name, arguments):
                 turns.call(call_id, name, arguments)
             case _Output(call_id, output):
-                turns.result(call_id, _text(output, f"{where}.output"))
+                turns.result(call_id, _result(output, f"{where}.output"))
+            case _CustomCall(call_id, name, text):
+                turns.call(call_id, name, {INPUT: text})
             case _Reasoning(summary, content):
                 turns.thought(_text(content or summary or [], f"{where}.content"))
-    return turns
+            case _Skipped():
+                turns.skipped.append(f"{where} {items[i]['type']}")
+    return turns.end()
 
 
 def _is_image(part: _Part) -> bool:
@@ -130,8 +174,35 @@ def _is_image(part: _Part) -> bool:
     return part.type == "input_image"
 
 
+def _images(item: _Item) -> int:
+    """Return the number of images in an item."""
+    match item:
+        case _Message(_, content) | _Output(_, content) if not isinstance(content, str):
+            return sum(map(_is_image, content))
+        case _:
+            return 0
+
+
+def _result(output: str | Sequence[_Part], where: str) -> Iterator[str | ImageSource]:
+    """Yield the pieces of a call's result, in which texts that follow each other are one."""
+    text = ""
+    for piece in [output] if isinstance(output, str) else _pieces(output, where):
+        if isinstance(piece, str):
+            text += piece
+            continue
+        if text:
+            yield text
+        yield piece
+        text = ""
+    if text or not output:
+        yield text
+
+
 def _pieces(content: Sequence[_Part], where: str) -> Iterator[str | ImageSource]:
-    """Yield the texts and images of a message. Raises InvalidRequest for another part, and for a file's id."""
+    """Yield the texts and images of a message or a result.
+
+    Raises InvalidRequest for another part, and for a file's id.
+    """
     for i, part in enumerate(content):
         if not _is_image(part):
             yield _part_text(part, f"{where}[{i}]")

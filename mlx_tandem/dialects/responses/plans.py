@@ -12,9 +12,9 @@ from mlx_tandem.dialects.openai.collect import check_metadata
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.dialects.responses.bodies import Format, ResponseBody, Text, logprobs_of
-from mlx_tandem.dialects.responses.items import chat_form, input_items
+from mlx_tandem.dialects.responses.items import added_tools, chat_form, input_items
 from mlx_tandem.dialects.responses.renderer import Item, ResponseRenderer, new_id
-from mlx_tandem.dialects.responses.tools import function_tools, namespaces
+from mlx_tandem.dialects.responses.tools import offer
 from mlx_tandem.errors import InvalidRequest, renamed
 from mlx_tandem.generation.chats import ChatRequest, Thinking
 from mlx_tandem.generation.grammar.constraint import Constraint
@@ -34,12 +34,21 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
     items = [*before, *input_items(body.input, front.responses.item)]
     if not items:
         raise InvalidRequest("input is required", param="input", code="missing_required_parameter")
-    turns = chat_form(body.instructions, items, before=len(before))
-    tools = function_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    turns = chat_form(body.instructions, items, before=len(before), sees=front.reads_images)
+    lists = [("tools", body.tools or []), *added_tools(items, before=len(before))]
+    offered = offer(lists, body.tool_choice, body.parallel_tool_calls)
     effort = None if body.reasoning is None else body.reasoning.effort
     with renamed(messages="input", reasoning_effort="reasoning.effort"):
-        chat = await ChatRequest(turns.messages, tools, Thinking(None, effort), fields=turns.fields).chat(front)
-        sampling = Sampling(max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p)
+        variables = body.chat_template_kwargs or {}
+        thinking = Thinking(None, effort)
+        asked = ChatRequest(turns.messages, offered.tools, thinking, variables, fields=turns.fields)
+        chat = await asked.chat(front)
+        sampling = Sampling(
+            max_tokens=body.max_output_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            repetition_penalty=body.repetition_penalty,
+        )
         longest = None if body.max_output_tokens is None else ("max_output_tokens", body.max_output_tokens)
         logprobs = logprobs_of(body)
         check_logprobs(front, "top_logprobs", logprobs)
@@ -54,10 +63,12 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
         new_id(),
         settings,
         None if body.store is False else keep,
-        namespaces=namespaces(body.tools),
+        namespaces=offered.namespaces,
+        customs=offered.customs,
         logprobs=None if logprobs is None else ChatLogprobs(front.tokenizer),
     )
-    return Plan(prompted, model, renderer, bool(body.stream))
+    skipped = (*offered.skipped, *turns.skipped)
+    return Plan(prompted, model, renderer, bool(body.stream), skipped=skipped)
 
 
 def stored(front: ServerFront, response_id: str) -> bytes:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from mlx_tandem.dialects.arguments import arguments_object
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Renderer
+from mlx_tandem.dialects.responses.tools import INPUT
 from mlx_tandem.dialects.sse import event as sse
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.answers import Answers, Spoken
@@ -61,17 +65,19 @@ class ResponseRenderer(Renderer):
         keep: Keep | None,
         *,
         namespaces: Mapping[str, str] | None = None,
+        customs: Collection[str] = (),
         logprobs: ChatLogprobs | None = None,
     ):
         """Begin the response with this id. `settings` are the members that repeat the request, and `keep` keeps it.
 
-        `namespaces` has the namespace of each function that is in one. `logprobs` writes those of messages, if they are
-        wanted.
+        `namespaces` has the namespace of each tool that is in one, and `customs` the names of custom tools. `logprobs`
+        writes those of messages, if they are wanted.
         """
         self.id = id
         self._settings = settings
         self._keep = keep
         self._namespaces = namespaces or {}
+        self._customs = frozenset(customs)
         self._logprobs = logprobs
         self.wants_details = logprobs is not None
         self._created = int(time.time())
@@ -127,6 +133,8 @@ class ResponseRenderer(Renderer):
         """Return the event for a piece of a tool call's arguments."""
         assert self._open is not None
         self._open.pieces.append(event.arguments)
+        if self._open.kind == "custom_tool_call":  # Its input is known when the arguments are complete.
+            return b""
         return self._event("response.function_call_arguments.delta", **self._place(), delta=event.arguments)
 
     def finish(self, event: Finish) -> bytes:
@@ -179,7 +187,11 @@ class ResponseRenderer(Renderer):
             return b""
         kind, item, text = self._open.kind, self._open.item, "".join(self._open.pieces)
         place = self._place()
-        if kind == "function_call":
+        if kind == "custom_tool_call":
+            item = item | {"input": _custom_input(text), "status": status}
+            events = self._event("response.custom_tool_call_input.delta", **place, delta=item["input"])
+            events += self._event("response.custom_tool_call_input.done", **place, input=item["input"])
+        elif kind == "function_call":
             item = item | {"arguments": text or "{}", "status": status}
             events = self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])
         else:
@@ -226,8 +238,9 @@ class ResponseRenderer(Renderer):
                 self._output.append(item)
             else:
                 call = self._call(index, part.id, part.name)
-                arguments = "".join(part.pieces) or "{}"
-                self._output.append(call | {"arguments": arguments, "status": "completed"})
+                text = "".join(part.pieces)
+                said = {"input": _custom_input(text)} if "input" in call else {"arguments": text or "{}"}
+                self._output.append(call | said | {"status": "completed"})
         status = _status(answer.end)
         if self._output:
             self._output[-1]["status"] = status
@@ -238,10 +251,13 @@ class ResponseRenderer(Renderer):
 
     def _call(self, index: int, call_id: str, name: str) -> Item:
         """Return the item for a call that has begun."""
-        item: Item = {"id": self._item_id("fc", index), "type": "function_call", "call_id": call_id, "name": name}
+        prefix, kind, said = ("fc", "function_call", "arguments")
+        if name in self._customs:
+            prefix, kind, said = ("ctc", "custom_tool_call", "input")
+        item: Item = {"id": self._item_id(prefix, index), "type": kind, "call_id": call_id, "name": name}
         if name in self._namespaces:
             item["namespace"] = self._namespaces[name]
-        return item | {"arguments": "", "status": "in_progress"}
+        return item | {said: "", "status": "in_progress"}
 
     def _item_id(self, prefix: str, index: int) -> str:
         """Return the id of the item with this index in the output."""
@@ -289,6 +305,17 @@ def _thought(id: str, text: str | None, status: str) -> Item:
     """Return the item for a thought. It has no content if `text` is None."""
     content = [] if text is None else [_part("reasoning", text)]
     return {"id": id, "type": "reasoning", "summary": [], "status": status, "content": content}
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the input of a custom tool from the arguments of the function that it is to the model.
+
+    Arguments without an input are the input themselves: models that know the tool may call it as they learned to.
+    """
+    given = arguments_object(arguments)
+    found = msgspec.json.decode(given) if isinstance(given, msgspec.Raw) else {}
+    text = found.get(INPUT)
+    return text if isinstance(text, str) else arguments
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

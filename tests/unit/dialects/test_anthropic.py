@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
+from mlx_tandem import limits
 from mlx_tandem.dialects.anthropic.bodies import MessagesBody, ToolChoice
 from mlx_tandem.dialects.anthropic.errors import error_body
-from mlx_tandem.dialects.anthropic.messages import chat_form, function_choice, function_tools, is_prefill
+from mlx_tandem.dialects.anthropic.messages import chat_form, is_prefill
 from mlx_tandem.dialects.anthropic.renderer import AtLimit, MessageRenderer
+from mlx_tandem.dialects.anthropic.tools import offer
+from mlx_tandem.dialects.turns import FOLLOWS, LEFT_OUT, UNSEEN
 from mlx_tandem.errors import (
     EngineDied,
     Forbidden,
@@ -35,6 +39,7 @@ from mlx_tandem.generation.events import (
     ToolCallStart,
     Usage,
 )
+from mlx_tandem.generation.tools.offer import Function
 from mlx_tandem.strict_json import decode
 from tests.answers import Said, said
 
@@ -253,13 +258,18 @@ def test_results_are_messages_of_their_own() -> None:
         ([{"role": "assistant", "content": [{"type": "image"}]}], "messages[0].content[0].type"),
         ([user(text("a"), {"type": "document", "source": {}})], "messages[0].content[1].type"),
         ([user(CALL)], "messages[0].content[0].type"),
-        ([{"role": "assistant", "content": [{"type": "server_tool_use"}]}], "messages[0].content[0].type"),
+        ([{"role": "assistant", "content": [{"type": "a_tool_use"}]}], "messages[0].content[0].type"),
+        ([user({"type": "tool_reference", "tool_name": "f"})], "messages[0].content[0].type"),
         ([user({"text": "a"})], "messages[0].content[0].type"),
         ([user({"type": "text"})], "messages[0].content[0].text"),
         ([user({"type": 3})], "messages[0].content[0].type"),
         ([user({"type": "tool_result"})], "messages[0].content[0].tool_use_id"),
         (
             [user({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]})],
+            "messages[0].content[0].content[0].source",
+        ),
+        (
+            [user({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "web_search_tool_result"}]})],
             "messages[0].content[0].content[0].type",
         ),
         ([{"role": "tool", "content": "a"}], "messages[0].role"),
@@ -274,40 +284,176 @@ def test_wrong_messages_are_refused_by_name(sent: list[Any], param: str) -> None
     assert param in found.value.message
 
 
+def offered(*tools: Any, choice: ToolChoice | None = None) -> Any:
+    """What the model is offered."""
+    return offer(tools, choice).tools
+
+
 def test_tools_and_choices() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     given = {"name": "add", "description": "Adds.", "input_schema": schema, "type": "custom", "cache_control": None}
     plain = {"name": "now", "input_schema": {"type": "object"}, "allowed_callers": ["direct"], "strict": True}
-    assert function_tools([given, plain]) == [
-        {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": schema}},
-        {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}, "strict": True}},
-    ]
-    assert function_choice(None) == (None, True)
-    assert function_choice(ToolChoice("auto")) == ("auto", True)
-    assert function_choice(ToolChoice("any", disable_parallel_tool_use=True)) == ("required", False)
-    assert function_choice(ToolChoice("none")) == ("none", True)
-    named = {"type": "function", "function": {"name": "add"}}
-    assert function_choice(ToolChoice("tool", "add")) == (named, True)
-    assert function_choice(ToolChoice("tool", "add", disable_parallel_tool_use=True)) == (named, False)
+    both = offered(given, plain)
+    assert both.functions == {
+        "add": Function("add", "Adds.", schema),
+        "now": Function("now", None, {"type": "object"}, True),
+    }
+    assert (both.choice, both.parallel) == ("auto", True)
+    for choice, found in (
+        (ToolChoice("auto"), (["add", "now"], "auto", True)),
+        (ToolChoice("any", disable_parallel_tool_use=True), (["add", "now"], "required", False)),
+        (ToolChoice("tool", "add"), (["add"], "required", True)),
+        (ToolChoice("tool", "now", disable_parallel_tool_use=True), (["now"], "required", False)),
+    ):
+        made = offered(given, plain, choice=choice)
+        assert ([*made.functions], made.choice, made.parallel) == found
+    assert offered(given, plain, choice=ToolChoice("none")) is None
     with pytest.raises(InvalidRequest, match=r"tool_choice\.name"):
-        function_choice(ToolChoice("tool"))
+        offered(given, choice=ToolChoice("tool"))
 
 
 @pytest.mark.parametrize(
     ("tool", "param"),
     [
-        ({"type": "web_search_20250305", "name": "web_search"}, "tools[0].type"),
-        ({"name": "f"}, "tools[0].input_schema"),
-        ({"input_schema": {}}, "tools[0].name"),
-        ({"name": "f", "input_schema": {}, "defer_loading": True}, "tools[0].defer_loading"),
-        ({"name": "f", "input_schema": {}, "input_examples": [{}]}, "tools[0].input_examples"),
-        ("f", "tools[0]"),
+        ({"type": "websearch", "name": "web_search"}, "tools[1].type"),
+        ({"type": 5, "name": "web_search"}, "tools[1].type"),
+        ({"type": "web_search_2025", "name": "web_search"}, "tools[1].type"),
+        ({"name": "f"}, "tools[1].input_schema"),
+        ({"input_schema": {}}, "tools[1].name"),
+        ({"name": "a b", "input_schema": {}}, "tools[1].name"),
+        ({"name": "f", "input_schema": {}, "input_examples": [{}]}, "tools[1].input_examples"),
+        ("f", "tools[1]"),
     ],
 )
 def test_wrong_tools_are_refused_by_name(tool: Any, param: str) -> None:
+    """Those that are left out count."""
     with pytest.raises(InvalidRequest) as found:
-        function_tools([tool])
+        offer([{"type": "bash_20250124", "name": "bash"}, tool], None)
     assert found.value.param == param
+    assert param in found.value.message
+
+
+def test_tools_that_run_elsewhere_are_left_out_and_named() -> None:
+    own = {"name": "add", "input_schema": {"type": "object"}}
+    found = offer(
+        [
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            {"type": "mcp_toolset", "mcp_server_name": "x"},
+            {"type": "tool_search_tool_regex", "name": "x"},
+            own | {"allowed_callers": ["code_execution_20250825"], "name": "other"},
+            own | {"allowed_callers": ["direct", "code_execution_20250825"], "defer_loading": True},
+        ],
+        None,
+    )
+    assert found.tools is not None and [*found.tools.functions] == ["add"], "a deferred tool is offered at once"
+    assert found.skipped == (
+        "tools[0] web_search_20250305",
+        "tools[1] mcp_toolset",
+        "tools[2] tool_search_tool_regex",
+        "tools[3] for other callers than the model",
+    )
+    assert offer([{"type": "web_search_20250305", "name": "web_search"}], None).tools is None
+    with pytest.raises(InvalidRequest, match=r"left out: tools\[0\] web_search_20250305") as refused:
+        offer([{"type": "web_search_20250305", "name": "web_search"}], ToolChoice("tool", "web_search"))
+    assert refused.value.param == "tool_choice"
+
+
+# --- what coding agents send ---------------------------------------------------------------------------------------
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197.84c; cc_entrypoint=cli; cch=%s;"
+
+
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [
+        ([text(BILLING % "a1b2c"), text("Be brief.")], "Be brief."),
+        ([text(BILLING % "00000" + "\n"), text("Be brief.")], "Be brief."),
+        ([text(BILLING % "a1b2c" + "\nBe brief.\nBe right.")], "Be brief.\nBe right."),
+        (BILLING % "a1b2c" + "\n\nBe brief.", "Be brief."),
+        ([text("Be brief."), text(BILLING % "a1b2c")], "Be brief."),
+        ([text("What is " + BILLING % "a1b2c")], "What is " + BILLING % "a1b2c"),
+        ("", ""),
+    ],
+)
+def test_the_line_that_differs_between_requests_is_dropped(system: Any, said: str) -> None:
+    assert chat_form(system, [user(text("hi"))]).messages[0] == {"role": "system", "content": said}
+    assert chat_form(BILLING % "a1b2c", [user(text("hi"))]).messages == [{"role": "user", "content": "hi"}]
+
+
+def test_blocks_of_tools_that_ran_elsewhere_are_left_out_and_named() -> None:
+    found = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []}
+    sent = [
+        user(text("hi")),
+        {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s1", "name": "web_search"}, found]},
+        user(text("And?")),
+        {"role": "assistant", "content": [text("a"), {"type": "mcp_tool_use"}, {"type": "mcp_tool_result"}, text("b")]},
+        user(text("So?")),
+    ]
+    turns = chat_form(None, sent)
+    assert [m["content"] for m in turns.messages] == ["hi", "", "And?", "ab", "So?"]
+    assert turns.skipped == [
+        "messages[1].content[0] server_tool_use",
+        "messages[1].content[1] web_search_tool_result",
+        "messages[3].content[1] mcp_tool_use",
+        "messages[3].content[2] mcp_tool_result",
+    ]
+
+
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aQ=="}}
+
+
+def result(id: str, *content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": id, "content": [*content]} | more
+
+
+def test_pieces_of_results() -> None:
+    found = {"type": "search_result", "title": "T", "source": "s", "content": [text("x"), text("y")]}
+    words = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "abc"}, "title": "D"}
+    pages = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aQ=="}}
+    sent = [user(result("t1", {"type": "tool_reference", "tool_name": "WebFetch"}, found, words, pages, PICTURE))]
+    (message,) = chat_form(None, sent).messages
+    assert message["content"].split("\n") == [
+        "The tool WebFetch can be called now.",
+        *("T", "s", "x", "y"),
+        *("D", "abc"),
+        "[A document, which this server cannot read.]",
+        UNSEEN,
+    ]
+
+
+def test_images_of_results_follow_the_results_where_the_model_sees() -> None:
+    sent = [
+        user(
+            result("t1", text("a"), PICTURE), result("t2", PICTURE, is_error=True), result("t3", text("c")), text("d")
+        ),
+        {"role": "assistant", "content": [CALL]},
+        user(result("t1", PICTURE)),
+    ]
+    turns = chat_form(None, sent, sees=True)
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aQ=="}}
+    assert turns.messages == [
+        {"role": "tool", "tool_call_id": "t1", "content": f"a\n{FOLLOWS}"},
+        {"role": "tool", "tool_call_id": "t2", "content": f"Error:\n{FOLLOWS}"},
+        {"role": "tool", "tool_call_id": "t3", "content": "c"},
+        {"role": "user", "content": [url, url, {"type": "text", "text": "d"}]},
+        {"role": "assistant", "content": "", "tool_calls": [ANY]},
+        {"role": "tool", "tool_call_id": "t1", "content": FOLLOWS},
+        {"role": "user", "content": [url]},
+    ]
+    assert turns.fields == {
+        "messages[3].content[0].image_url": "messages[0].content[0].content[1].source",
+        "messages[3].content[1].image_url": "messages[0].content[1].content[0].source",
+        "messages[6].content[0].image_url": "messages[2].content[0].content[0].source",
+    }
+
+
+@pytest.mark.parametrize("own", [0, 3])
+def test_the_oldest_images_of_results_are_left_out_if_there_are_too_many(own: int) -> None:
+    """Those of the user are not: too many of them are refused."""
+    most = limits.MAX_IMAGES
+    sent = [user(*[PICTURE] * own), user(*(result(f"t{i}", PICTURE) for i in range(most + 2)))]
+    results = [m["content"] for m in chat_form(None, sent, sees=True).messages if m["role"] == "tool"]
+    assert results == [LEFT_OUT] * (2 + own) + [FOLLOWS] * (most - own)
 
 
 # --- fields --------------------------------------------------------------------------------------------------------
@@ -344,6 +490,7 @@ def test_accepted(field: str, value: Any) -> None:
         ("mcp_servers", [{"type": "url"}], "mcp_servers"),
         ("output_config", {"format": {"type": "json_schema"}}, "output_config.format.schema"),
         ("thinking", {"type": "between_tools"}, "thinking.type"),
+        ("thread", {"type": "create"}, "thread"),
         ("thinking", {"type": "enabled", "budget_tokens": 0}, "thinking.budget_tokens"),
         ("max_tokens", -1, "max_tokens"),
         ("max_tokens", 2.5, "max_tokens"),

@@ -17,6 +17,7 @@ from mlx_tandem.dialects.ollama.models import _in_words
 from mlx_tandem.dialects.ollama.plans import _sampling
 from mlx_tandem.dialects.ollama.renderer import ChatRenderer, GenerateRenderer, OllamaRenderer
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
+from mlx_tandem.dialects.turns import FOLLOWS, UNSEEN
 from mlx_tandem.errors import EngineDied, InvalidRequest
 from mlx_tandem.generation.answers import Spoken
 from mlx_tandem.generation.events import Finish, PromptRead, ReasoningDelta, TextDelta, Usage
@@ -113,6 +114,24 @@ def test_messages() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
         {"role": "assistant", "content": ""},
     ]
+
+
+def test_images_of_results_follow_the_results_where_the_model_sees() -> None:
+    sent = [
+        {"role": "tool", "tool_name": "look", "content": "a", "images": ["aQ=="]},
+        {"role": "tool", "tool_call_id": "c1", "images": ["aQ=="]},
+        {"role": "user", "content": "b"},
+    ]
+    url = {"type": "image_url", "image_url": {"url": "data:image/*;base64,aQ=="}}
+    turns = chat_form(sent, sees=True)
+    assert turns.messages == [
+        {"role": "tool", "content": f"a\n{FOLLOWS}", "name": "look"},
+        {"role": "tool", "content": FOLLOWS, "tool_call_id": "c1"},
+        {"role": "user", "content": [url, url]},
+        {"role": "user", "content": "b"},
+    ]
+    assert [*turns.fields.values()] == ["messages[0].images[0]", "messages[1].images[0]"]
+    assert [m["content"] for m in chat_form(sent).messages] == [f"a\n{UNSEEN}", UNSEEN, "b"]
 
 
 @pytest.mark.parametrize(

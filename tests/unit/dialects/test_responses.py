@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.response_store import ResponseStore
 from mlx_tandem.dialects.responses.bodies import ResponseBody
-from mlx_tandem.dialects.responses.items import chat_form, input_items
+from mlx_tandem.dialects.responses.items import added_tools, chat_form, input_items
 from mlx_tandem.dialects.responses.plans import _settings
 from mlx_tandem.dialects.responses.renderer import ResponseRenderer
-from mlx_tandem.dialects.responses.tools import function_tools
+from mlx_tandem.dialects.responses.tools import offer
+from mlx_tandem.dialects.turns import FOLLOWS, UNSEEN
 from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound
 from mlx_tandem.generation.events import (
     Event,
@@ -30,9 +31,10 @@ from mlx_tandem.generation.events import (
     Usage,
 )
 from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.generation.tools.offer import Tools
 from mlx_tandem.strict_json import decode
 from mlx_tandem.types import SamplingParams, TokenLogprob
-from tests.answers import Said, said
+from tests.answers import NAMES, Said, said
 
 # --- streams and whole responses -----------------------------------------------------------------------------------
 
@@ -62,6 +64,9 @@ def check_item(stream: list[dict[str, Any]], index: int) -> dict[str, Any]:
     if item["type"] == "function_call":
         assert item["arguments"] == ""
         name, key, more = "function_call_arguments", "arguments", {}
+    elif item["type"] == "custom_tool_call":
+        assert item["input"] == ""
+        name, key, more = "custom_tool_call_input", "input", {}
     else:
         name, key, more = PARTS[item["type"]], "text", {"content_index": 0}
         assert item["content"] == []
@@ -84,7 +89,7 @@ def check_item(stream: list[dict[str, Any]], index: int) -> dict[str, Any]:
         item |= {"content": [ended["part"]]}
     done = stream.pop(0)
     assert (done["type"], done["output_index"]) == ("response.output_item.done", index)
-    expected = item | ({"arguments": text} if key == "arguments" else {})
+    expected = item | ({key: text} if key != "text" else {})
     assert done["item"] == expected | {"status": done["item"]["status"]}
     return done["item"]
 
@@ -93,13 +98,14 @@ TOKENIZER = cast(Tokenizer, SimpleNamespace(token_bytes=lambda token: b"%d" % to
 
 
 @example_settings(max_examples=300)
-@given(said(stops=(None,), tokens=2), st.booleans())
-def test_a_stream_tells_what_a_whole_response_tells(answer: Said, with_logprobs: bool) -> None:
+@given(said(stops=(None,), tokens=2), st.booleans(), st.sets(st.sampled_from(NAMES)))
+def test_a_stream_tells_what_a_whole_response_tells(answer: Said, with_logprobs: bool, customs: set[str]) -> None:
     kept: list[Any] = []
 
     def renderer() -> ResponseRenderer:
         logprobs = ChatLogprobs(TOKENIZER) if with_logprobs else None
-        made = ResponseRenderer("resp_1", {"model": "base"}, lambda *response: kept.append(response), logprobs=logprobs)
+        keep = lambda *response: kept.append(response)  # noqa: E731
+        made = ResponseRenderer("resp_1", {"model": "base"}, keep, customs=customs, logprobs=logprobs)
         made._created = 5  # so that two of them are equal
         return made
 
@@ -239,7 +245,11 @@ def test_references_are_replaced_by_what_the_store_has() -> None:
         ({"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}, "input[0].content[0].image_url"),
         ({"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0].type"),
         ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0].type"),
-        ({"type": "web_search_call", "id": "x"}, "input[0].type"),
+        ({"type": "compaction", "id": "x", "encrypted_content": "x"}, "input[0].type"),
+        ({"type": "web_search_calls", "id": "x"}, "input[0].type"),
+        ({"type": "custom_tool_call", "call_id": "x", "name": "x"}, "input[0].input"),
+        ({"type": "additional_tools"}, "input[0].tools"),
+        ({"type": "function_call_output", "call_id": "x", "output": [{"type": "x"}]}, "input[0].output[0].type"),
         ({"type": "function_call_output", "output": "x"}, "input[0].call_id"),
         ({"role": "robot", "content": "x"}, "input[0].role"),
         ({"type": ["message"]}, "input[0].type"),
@@ -255,36 +265,132 @@ def test_wrong_items_are_refused_by_name(item: Any, param: str) -> None:
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}
 
 
+def offered(tools: list[Any], choice: Any = None, parallel: bool | None = None) -> Tools | None:
+    """What the model is offered."""
+    return offer([("tools", tools)], choice, parallel).tools
+
+
 def test_tools_and_choices() -> None:
-    tools = [ADD, {"type": "function", "name": "now", "description": "Time."}]
-    made = function_tools(tools, None, None)
+    tools = [ADD, {"type": "function", "name": "now", "description": "Time.", "defer_loading": True}]
+    made = offered(tools)
     assert made is not None and [*made.functions] == ["add", "now"]
     assert (made.choice, made.parallel, made.functions["now"].description) == ("auto", True, "Time.")
-    named = function_tools(tools, {"type": "function", "name": "now"}, False)
+    named = offered(tools, {"type": "function", "name": "now"}, False)
     assert named is not None and ([*named.functions], named.choice, named.parallel) == (["now"], "required", False)
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
-    some = function_tools(tools, allowed, None)
+    some = offered(tools, allowed)
     assert some is not None and ([*some.functions], some.choice) == (["add"], "auto")
-    assert function_tools(tools, "none", None) is None
+    assert offered(tools, "none") is None
+
+
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Patches.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"},
+}
+
+
+def test_a_custom_tool_is_a_function_with_one_text() -> None:
+    group = {"type": "namespace", "name": "own", "tools": [{"type": "custom", "name": "run"}, ADD]}
+    found = offer([("tools", [PATCH]), ("input[2].tools", [group])], {"type": "custom", "name": "patch"}, None)
+    assert found.tools is not None and found.tools.choice == "required"
+    (patch,) = found.tools.functions.values()
+    assert patch.description == "Patches.\n\nThe input matches this grammar (lark):\nstart: /a/"
+    assert patch.parameters is not None and patch.parameters["required"] == ["input"]
+    assert (found.namespaces, found.customs) == ({"run": "own", "add": "own"}, {"patch", "run"})
+
+
+WEB = {"type": "web_search", "external_web_access": True}
+
+
+def test_tools_that_run_elsewhere_are_left_out_and_named() -> None:
+    group = {"type": "namespace", "name": "own", "tools": [{"type": "web_search_preview_2025_03_11"}]}
+    found = offer([("tools", [WEB, ADD, {"type": "local_shell"}, group]), ("input[0].tools", [WEB])], None, None)
+    assert found.tools is not None and [*found.tools.functions] == ["add"]
+    assert found.skipped == (
+        "tools[0] web_search",
+        "tools[2] local_shell",
+        "tools[3].tools[0] web_search_preview_2025_03_11",
+        "input[0].tools[0] web_search",
+    )
+    with pytest.raises(InvalidRequest, match=r"left out: tools\[0\] web_search") as refused:
+        offered([WEB], "required")
+    assert refused.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(
     ("tool", "choice", "param"),
     [
-        ({"type": "web_search"}, None, "tools[0].type"),
-        ({"type": "custom", "name": "patch"}, None, "tools[0].type"),
-        ({"type": "function"}, None, "tools[0].name"),
-        (ADD | {"name": "a name"}, None, "tools[0].name"),
+        ({"type": "web_searches"}, None, "tools[1].type"),
+        ({"type": "function"}, None, "tools[1].name"),
+        ({"type": "custom"}, None, "tools[1].name"),
+        ({"type": "custom", "name": "a name"}, None, "tools[1].name"),
+        ({"type": ["function"]}, None, "tools[1].type"),
+        (ADD | {"name": "a name"}, None, "tools[1].name"),
+        ({"type": "namespace", "name": "n", "tools": [{"type": "namespace"}]}, None, "tools[1].tools[0].type"),
+        ({"type": "namespace", "name": "n", "tools": [ADD | {"name": "a name"}]}, None, "tools[1].tools[0].name"),
         (ADD, {"type": "function"}, "tool_choice.name"),
-        (ADD | {"defer_loading": True}, None, "tools[0].defer_loading"),
         (ADD, {"type": "mcp"}, "tool_choice.type"),
         (ADD, {"type": "allowed_tools", "tools": []}, "tool_choice.mode"),
     ],
 )
 def test_wrong_tools_are_refused_by_name(tool: Any, choice: Any, param: str) -> None:
+    """Those that are left out count."""
     with pytest.raises(InvalidRequest) as found:
-        function_tools([tool], choice, None)
+        offered([WEB, tool], choice)
     assert found.value.param == param
+    assert param in found.value.message
+
+
+def test_items_of_tools_that_ran_elsewhere_are_left_out_and_named() -> None:
+    sent = [
+        {"role": "user", "content": "a"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "local_shell_call", "call_id": "c1", "action": {}},
+        {"type": "local_shell_call_output", "id": "c1", "output": "x"},
+        {"type": "additional_tools", "role": "developer", "tools": [ADD]},
+        {"role": "assistant", "content": "b"},
+    ]
+    turns = chat_form(None, sent, before=1)
+    assert [m["content"] for m in turns.messages] == ["a", "b"]
+    assert turns.skipped == [
+        "input[0] web_search_call",
+        "input[1] local_shell_call",
+        "input[2] local_shell_call_output",
+    ]
+    assert added_tools(sent, before=1) == [("input[3].tools", [ADD])]
+
+
+def test_calls_of_custom_tools_come_back_as_the_model_said_them() -> None:
+    sent = [
+        {"type": "custom_tool_call", "id": "ctc_1", "call_id": "c1", "name": "patch", "input": "a\n"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+    ]
+    function = {"name": "patch", "arguments": {"input": "a\n"}}
+    assert chat_form(None, sent).messages == [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "done"},
+    ]
+
+
+def test_images_of_results_follow_the_results_where_the_model_sees() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,aQ==", "detail": "high"}
+    sent = [
+        {"type": "function_call_output", "call_id": "c1", "output": [part("a"), part("b"), image, part("c")]},
+        {"type": "function_call_output", "call_id": "c2", "output": [image]},
+        {"role": "user", "content": "d"},
+    ]
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aQ=="}}
+    turns = chat_form(None, sent, sees=True)
+    assert turns.messages == [
+        {"role": "tool", "tool_call_id": "c1", "content": f"ab\n{FOLLOWS}\nc"},
+        {"role": "tool", "tool_call_id": "c2", "content": FOLLOWS},
+        {"role": "user", "content": [url, url]},
+        {"role": "user", "content": "d"},
+    ]
+    assert [*turns.fields.values()] == ["input[0].output[2].image_url", "input[1].output[0].image_url"]
+    assert [m["content"] for m in chat_form(None, sent).messages] == [f"ab\n{UNSEEN}\nc", UNSEEN, "d"]
 
 
 # --- fields --------------------------------------------------------------------------------------------------------
