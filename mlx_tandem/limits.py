@@ -64,6 +64,8 @@ PARAMETERS: dict[str, Range] = {
     "thinking_token_budget": Range(0, 1_048_576, integer=True),
     "truncate_prompt_tokens": Range(-1, 1_048_576, integer=True),  # -1: to the length that fits; 0 is refused
     "dimensions": Range(1, 1_048_576, integer=True),
+    "starting_after": Range(0, 2**53, integer=True),  # number of an event
+    "limit": Range(1, 100, integer=True),  # entries of a page
     "priority": Range(-1_000_000, 1_000_000, integer=True),
     "weight": Range(0.0, 1e6),  # weight of an alias's arm
     "reward": Range(-1e6, 1e6),  # reward of a trajectory

@@ -18,16 +18,20 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """One response as JSON: its body, all items of the conversation up to its end, and its own items by their ids."""
+    """One response as JSON: its body, all items of the conversation up to its end, and its own items by their ids.
+
+    `deltas` says in which pieces it was streamed; it is empty if it was not.
+    """
 
     body: bytes
     conversation: bytes
     items: Mapping[str, bytes]
+    deltas: bytes = b""
 
     @property
     def size(self) -> int:
         """The number of bytes."""
-        return len(self.body) + len(self.conversation) + sum(map(len, self.items.values()))
+        return len(self.body) + len(self.conversation) + sum(map(len, self.items.values())) + len(self.deltas)
 
 
 class ResponseStore:
@@ -40,10 +44,12 @@ class ResponseStore:
         self._owners: dict[str, str] = {}  # the response of each item
         self._bytes = 0
 
-    def put(self, id: str, body: bytes, conversation: Sequence[Item], output: Sequence[Item]) -> None:
+    def put(
+        self, id: str, body: bytes, conversation: Sequence[Item], output: Sequence[Item], deltas: bytes = b""
+    ) -> None:
         """Keep a response, and forget the oldest ones that no longer fit. One that is too large is not kept."""
         items = {item["id"]: dumps(item) for item in output}
-        stored = Stored(body, dumps([*conversation, *output]), items)
+        stored = Stored(body, dumps([*conversation, *output]), items, deltas)
         if stored.size > self._most_bytes:
             return
         self._stored[id] = stored
@@ -52,9 +58,13 @@ class ResponseStore:
         while len(self._stored) > self._most or self._bytes > self._most_bytes:
             self._forget(next(iter(self._stored)))
 
+    def get(self, id: str) -> Stored:
+        """Return a response. Raises NotFound."""
+        return self._get(id, "response_id")
+
     def body(self, id: str) -> bytes:
         """Return the JSON of a response. Raises NotFound."""
-        return self._get(id, "response_id").body
+        return self.get(id).body
 
     def conversation(self, id: str) -> list[Item]:
         """Return all items up to the end of a response. Raises NotFound."""

@@ -38,16 +38,18 @@ class ErrorForm:
 class Route:
     """One method of one path.
 
-    The handler gets the server's front, the path's parameters in order, and the body if there is one. It may be a
-    coroutine function. It returns one of these: a Plan, which the server then generates; bytes, which are JSON already,
-    or for `texts` a sequence of them; a text, which is sent as plain text; an HTTP status with a value; or a value,
-    which is sent as JSON.
+    The handler gets the server's front, the path's parameters in order, the query if the route has one, and the body
+    if there is one. It may be a coroutine function. It returns one of these: a Plan, which the server then generates;
+    bytes, which are JSON already, or for `texts` a sequence of them; an iterator of bytes, which are server-sent events
+    and are made on another thread; a text, which is sent as plain text; an HTTP status with a value; or a value, which
+    is sent as JSON.
     """
 
     method: str
     path: str  # in Starlette's notation
     handler: Callable[..., Any]
     body: type[Struct] | None = None  # None: no body is read
+    query: type[Struct] | None = None  # None: the query means nothing
     reads: Reads = "json"
     images: bool = False  # bodies may hold images, and be larger where the model reads them
     media: Collection[str] = ()  # content types of JSON that are accepted besides application/json

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Match
 from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp, Scope
@@ -18,6 +20,7 @@ from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.dialects.route import PLAIN, Route
 from mlx_tandem.dialects.routes import ROUTES
+from mlx_tandem.explain import explain
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, read_json
 from mlx_tandem.server.error_reply import ERRORS
@@ -102,18 +105,33 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
             assert body is not None
             return TextReply(front, request, body, limit, route.handler)
         values: list[Any] = [request.path_params[name] for name in parameters]
+        if route.query is not None:
+            values.append(_query(request, route.query))
         if body is not None:
             # A request that cannot be admitted now is refused before its body is read.
             if route.reads == "prompts":
                 front.check_open()
             else:
                 front.client.check_ready()
-            others = PLAIN if route.reads == "steering" else route.media
-            values.append(await read_json(request, body, limit, others=others, prepare=route.prepare))
+            steers = route.reads == "steering"
+            others = PLAIN if steers else route.media
+            values.append(await read_json(request, body, limit, others=others, optional=steers, prepare=route.prepare))
         found = route.handler(front, *values)
         return _answer(front, await found if inspect.isawaitable(found) else found)
 
     return endpoint
+
+
+def _query(request: Request, kind: type[Struct]) -> Struct:
+    """Return the query of a request as `kind`. Raises InvalidRequest naming the parameter.
+
+    A parameter that has several values may end in [], and its last value counts.
+    """
+    given = {name.removesuffix("[]"): value for name, value in sorted(request.query_params.items())}
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as e:
+        raise explain(e, kind) from None
 
 
 def _answer(front: ServerFront, found: Any) -> ASGIApp:
@@ -124,6 +142,8 @@ def _answer(front: ServerFront, found: Any) -> ASGIApp:
             return Skipping(reply, found.skipped) if found.skipped else reply
         case bytes():
             return Response(found, media_type="application/json")
+        case Iterator():
+            return StreamingResponse(found, media_type="text/event-stream")
         case str():
             return Response(found, media_type="text/plain")
         case (int() as status, value):

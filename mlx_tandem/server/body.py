@@ -34,13 +34,14 @@ async def read_json(
     limit: BodyLimit,
     *,
     others: Collection[str] = (),
+    optional: bool = False,
     prepare: Callable[[Any], Any] = lambda value: value,
 ) -> T:
     """Return the body as `kind`, after `prepare` has been applied to the decoded JSON.
 
     The content type has to be application/json, which a web page cannot send to another origin without a preflight, or
-    one of `others`; with any of these, a missing body counts as {}. A web page can send PLAIN without a preflight, but
-    then its request has an Origin header, and such a request is refused.
+    one of `others`. A web page can send PLAIN without a preflight, but then its request has an Origin header, and such a
+    request is refused. With `optional`, a missing body counts as {}.
 
     Raises UnsupportedMedia, ReceiveTimeout, TooLarge and InvalidRequest, and ClientDisconnect when the client leaves.
     """
@@ -54,7 +55,7 @@ async def read_json(
             body = await _read(request, limit.size)
     except TimeoutError:
         raise ReceiveTimeout(f"the body did not come within {limit.seconds:g} s") from None
-    if not body and not others:
+    if not body and not optional:
         message = "the body is empty: send JSON, with a Content-Length header or Transfer-Encoding: chunked"
         raise InvalidRequest(message, code="invalid_json")
     if len(body) <= SMALL_BODY:

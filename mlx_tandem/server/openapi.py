@@ -67,7 +67,11 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
     operation: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
         "parameters": [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in route.parameters
+            *(
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in route.parameters
+            ),
+            *({"name": name, "in": "query", "schema": schema} for name, schema in _query(route).items()),
         ],
         "responses": {
             str(route.status): {"description": "The answer."},
@@ -79,6 +83,14 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
         content = {"application/json": {"schema": bodies[route.body]}}
         operation["requestBody"] = {"required": route.needs_body, "content": content}
     return operation
+
+
+def _query(route: Route) -> dict[str, Any]:
+    """Return the schema of each parameter of a route's query."""
+    if route.query is None:
+        return {}
+    schema: dict[str, Any] = msgspec.json.schema_components([route.query])[1][route.query.__name__]["properties"]
+    return schema
 
 
 def _error(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -236,6 +236,7 @@ def test_ollama_s_routes_take_json_as_octets(small: httpx.Client, path: str) -> 
     """LiteLLM's asynchronous client sends it so. Nothing else takes it."""
     octets = {"content-type": "application/octet-stream"}
     assert small.post(path, content=b'{"model": "base"}', headers=octets).status_code == 200
+    assert small.post(path, headers=octets).status_code == 400, "the body is missing"
     for other in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/training/stop"):
         assert small.post(other, content=b"{}", headers=octets).status_code == 415
 

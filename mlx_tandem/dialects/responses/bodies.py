@@ -101,6 +101,24 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: None = None
 
 
+class RetrieveQuery(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The query of a request for a response of the store."""
+
+    stream: bool | None = None
+    starting_after: Annotated[int, bounds("starting_after")] | None = None
+    include: Any = None  # no effect: what a response has is kept with it
+    include_obfuscation: bool | None = None  # no effect: events are never padded
+
+
+class ItemsQuery(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The query of a request for the input of a response of the store."""
+
+    limit: Annotated[int, bounds("limit")] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    include: Any = None  # no effect
+
+
 def logprobs_of(body: ResponseBody) -> int | None:
     """Return how many alternatives to report for each token of a message; None if no logprobs are wanted."""
     if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):

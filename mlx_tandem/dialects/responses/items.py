@@ -194,7 +194,7 @@ def _result(output: str | Sequence[_Part], where: str) -> Iterator[str | ImageSo
             yield text
         yield piece
         text = ""
-    if text or not output:
+    if text:
         yield text
 
 

@@ -1,4 +1,4 @@
-"""Making the plans of responses from their bodies, and handing out those in the store."""
+"""Making the plans of responses from their bodies."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
         params = sampling_params(front, sampling, len(chat.prompt), "input", logprobs=logprobs, max_tokens=longest)
     prompted = await prompted_chat(front, model, chat, params, text_options(sampling), _constraint(body))
 
-    def keep(id: str, whole: bytes, output: Sequence[Item]) -> None:
-        front.responses.put(id, whole, items, output)
+    def keep(id: str, whole: bytes, output: Sequence[Item], deltas: bytes) -> None:
+        front.responses.put(id, whole, items, output, deltas)
 
     settings = _settings(body, front.models.label(model.ref), params)
     renderer = ResponseRenderer(
@@ -69,17 +69,6 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
     )
     skipped = (*offered.skipped, *turns.skipped)
     return Plan(prompted, model, renderer, bool(body.stream), skipped=skipped)
-
-
-def stored(front: ServerFront, response_id: str) -> bytes:
-    """Return a response from the store. Raises NotFound."""
-    return front.responses.body(response_id)
-
-
-def delete(front: ServerFront, response_id: str) -> dict[str, Any]:
-    """Remove a response from the store. Raises NotFound."""
-    front.responses.delete(response_id)
-    return {"id": response_id, "object": "response", "deleted": True}
 
 
 def _constraint(body: ResponseBody) -> Constraint | None:

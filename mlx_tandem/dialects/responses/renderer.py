@@ -31,8 +31,14 @@ from mlx_tandem.types import TokenLogprob
 
 Item = dict[str, Any]
 
-Keep = Callable[[str, bytes, Sequence[Item]], None]
-"""A function that keeps a response, given its id, its body and the items of its output."""
+Keep = Callable[[str, bytes, Sequence[Item], bytes], None]
+"""A function that keeps a response, given its id, its body, the items of its output, and the pieces of its stream.
+
+The last is JSON: for each item a list of its Deltas. It is empty for a whole response.
+"""
+
+Delta = tuple[int, int]
+"""The numbers of characters and of logprobs that one event of a stream has."""
 
 _PREFIXES = {"message": "msg", "reasoning": "rs"}
 """The beginning of an item's id, by the type of the item."""
@@ -48,6 +54,13 @@ class _Open:
     item: Item
     pieces: list[str]
     logprobs: list[Item] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # of the logprobs of each piece, where they are wanted
+
+    @property
+    def deltas(self) -> list[Delta]:
+        """The pieces that the item was streamed in."""
+        counts = self.counts or [0] * len(self.pieces)
+        return [(len(piece), count) for piece, count in zip(self.pieces, counts, strict=True)]
 
     @property
     def kind(self) -> str:
@@ -83,6 +96,7 @@ class ResponseRenderer(Renderer):
         self._created = int(time.time())
         self._number = -1  # number of the last event
         self._output: list[Item] = []
+        self._deltas: list[list[Delta]] = []  # of each item of a stream
         self._open: _Open | None = None
         self._before_text = b""
         self._waiting: list[Item] = []  # logprobs of tokens before the text of a message
@@ -108,6 +122,8 @@ class ResponseRenderer(Renderer):
         assert self._open is not None
         self._open.pieces.append(event.text)
         self._open.logprobs += logprobs
+        if self._logprobs is not None:
+            self._open.counts.append(len(logprobs))
         self._number += 1
         return opening + self._before_text % (self._number, dumps(event.text), dumps(logprobs))
 
@@ -148,7 +164,7 @@ class ResponseRenderer(Renderer):
         status = _status(self._end)
         response = self._response(status, self._output, usage)
         if self._keep is not None:
-            self._keep(self.id, dumps(response), self._output)
+            self._keep(self.id, dumps(response), self._output, dumps(self._deltas))
         return self._event(f"response.{status}", response=response)
 
     def error(self, error: TandemError) -> bytes:
@@ -203,6 +219,7 @@ class ResponseRenderer(Renderer):
             events += self._event("response.content_part.done", **place, content_index=0, part=part)
         events += self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
+        self._deltas.append(self._open.deltas)
         self._open = None
         return events
 
@@ -246,7 +263,7 @@ class ResponseRenderer(Renderer):
             self._output[-1]["status"] = status
         body = dumps(self._response(status, self._output, usage))
         if self._keep is not None:
-            self._keep(self.id, body, self._output)
+            self._keep(self.id, body, self._output, b"")
         return body
 
     def _call(self, index: int, call_id: str, name: str) -> Item:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mlx_tandem.dialects.responses.bodies import ResponseBody
-from mlx_tandem.dialects.responses.plans import delete, plan_response, stored
+from mlx_tandem.dialects.responses.bodies import ItemsQuery, ResponseBody, RetrieveQuery
+from mlx_tandem.dialects.responses.plans import plan_response
+from mlx_tandem.dialects.responses.stored import delete, input_items, retrieve
 from mlx_tandem.dialects.route import Route
 
 ROUTES = tuple(
@@ -11,7 +12,8 @@ ROUTES = tuple(
     for prefix in ("/v1", "")
     for route in (
         Route("POST", f"{prefix}/responses", plan_response, ResponseBody, reads="prompts", images=True),
-        Route("GET", f"{prefix}/responses/{{response_id}}", stored),
+        Route("GET", f"{prefix}/responses/{{response_id}}", retrieve, query=RetrieveQuery),
+        Route("GET", f"{prefix}/responses/{{response_id}}/input_items", input_items, query=ItemsQuery),
         Route("DELETE", f"{prefix}/responses/{{response_id}}", delete),
     )
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,11 +13,12 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
-from mlx_tandem.dialects.response_store import ResponseStore
+from mlx_tandem.dialects.response_store import ResponseStore, Stored
 from mlx_tandem.dialects.responses.bodies import ResponseBody
 from mlx_tandem.dialects.responses.items import added_tools, chat_form, input_items
 from mlx_tandem.dialects.responses.plans import _settings
 from mlx_tandem.dialects.responses.renderer import ResponseRenderer
+from mlx_tandem.dialects.responses.replay import replayed
 from mlx_tandem.dialects.responses.tools import offer
 from mlx_tandem.dialects.turns import FOLLOWS, UNSEEN
 from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound
@@ -124,8 +126,35 @@ def test_a_stream_tells_what_a_whole_response_tells(answer: Said, with_logprobs:
         assert response.pop("completed_at") >= 5
     assert last["response"] == whole
     assert whole["output"] == output
-    assert [(id, out) for id, _, out in kept] == [("resp_1", output)] * 2
+    assert [(id, out) for id, _, out, _ in kept] == [("resp_1", output)] * 2
     assert len({item["id"] for item in output}) == len(output)
+
+
+def stored(answer: Said, renderer: Callable[[Any], ResponseRenderer], *, stream: bool) -> tuple[bytes, Stored]:
+    """The bytes of a reply, and what the store keeps of it."""
+    store = ResponseStore()
+    made = renderer(lambda id, body, output, deltas: store.put(id, body, [], output, deltas))
+    return answer.stream(made) if stream else answer.whole(made), store.get("resp_1")
+
+
+@example_settings(max_examples=300)
+@given(said(stops=(None,), tokens=2), st.booleans(), st.sets(st.sampled_from(NAMES)), st.integers(0, 30))
+def test_a_stored_response_is_streamed_as_it_was(answer: Said, shown: bool, customs: set[str], after: int) -> None:
+    def renderer(keep: Any) -> ResponseRenderer:
+        logprobs = ChatLogprobs(TOKENIZER) if shown else None
+        names = {"add": "own"}
+        settings = {"model": "base", "temperature": 0.5, "tools": [{}]}
+        return ResponseRenderer("resp_1", settings, keep, namespaces=names, customs=customs, logprobs=logprobs)
+
+    original, kept = stored(answer, renderer, stream=True)
+    assert b"".join(replayed(kept, None)) == original
+    rest = original.split(b"\n\n")[after + 1 : -1]
+    assert b"".join(replayed(kept, after)) == b"".join(event + b"\n\n" for event in rest)
+    whole, kept = stored(answer, renderer, stream=False)
+    replay = events(b"".join(replayed(kept, None)))
+    assert replay[-1]["response"] == json.loads(whole)
+    done = [event["item"] for event in replay if event["type"] == "response.output_item.done"]
+    assert done == json.loads(whole)["output"]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def read(
     limit: int = 100,
     cut: tuple[int, ...] = (),
     others: Collection[str] = (),
+    optional: bool = False,
 ) -> tuple[Any, int]:
     """What is made of a body, or the status of the refusal; and how many of its pieces were taken."""
     ends = [*cut, len(body)]
@@ -77,7 +78,7 @@ def read(
 
     made = Request({"type": "http", "method": "POST", "headers": list(headers)}, receive)
     try:
-        found = asyncio.run(read_json(made, dict[str, Any], BodyLimit(limit, 30.0), others=others))
+        found = asyncio.run(read_json(made, dict[str, Any], BodyLimit(limit, 30.0), others=others, optional=optional))
     except TandemError as e:
         return e.status, taken
     return found, taken
@@ -137,7 +138,8 @@ def test_other_media_types_are_those_of_the_route() -> None:
 
 def test_a_body_that_is_missing() -> None:
     assert read(b"", JSON)[0] == 400
-    assert read(b"", JSON, others=PLAIN)[0] == read(b"", others=PLAIN)[0] == {}
+    assert read(b"", JSON, others=PLAIN)[0] == read(b"", others=PLAIN)[0] == 400
+    assert read(b"", JSON, optional=True)[0] == read(b"", others=PLAIN, optional=True)[0] == {}
 
 
 @pytest.mark.parametrize(
