@@ -71,7 +71,8 @@ def apis() -> list[Api]:
 _CACHES = ("*prompt_cache_breakpoint", "prompt_cache_*", "safety_identifier", "service_tier")
 _CLAUDE = ("*cache_control", "*citations", "speed", "user_profile_id", "workspace_id", "billing_policy", "service_tier")
 _CLAUDE += ("diagnostics", "fallback_credit_token", "tools*.allowed_callers", "tools*.eager_input_streaming")
-_CLAUDE += ("*tool_use].caller", "*.toolset_name", "tools*.type")
+_CLAUDE += ("*tool_use].caller", "*.toolset_name", "tools*.type", "*.cache_control(ephemeral)", "*.citations[[]*")
+_CLAUDE += ("tools*.defer_loading", "*.transformations")
 NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     "Chats": (
         *_CACHES,
@@ -96,10 +97,12 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
             "input[[]message].id",
             "input[[]message].status",
             "input[[]reasoning].id",
-            "tools*.allowed_callers",
-            "tools*.output_schema",
+            "*tools*.allowed_callers",
+            "*tools*.output_schema",
+            "*tools*.defer_loading",
         ),
-        *("tools[[]namespace].description", "*.annotations", "*.logprobs"),
+        *("*tools[[]namespace].description", "*.annotations", "*.annotations[[]*", "*.logprobs", "*.logprobs[[]*"),
+        *("input[[]custom_tool_call].id", "input[[]custom_tool_call_output].id", "input[[]additional_tools].id"),
     ),
     "Embeddings": (),
     "Messages": _CLAUDE,
@@ -208,6 +211,8 @@ ESSENTIAL: Mapping[str, Body] = {
     "JSONSchema": {"schema": SCHEMA},
     "ResponseFormatTextJSONSchemaConfigParam": {"schema": SCHEMA},
     "ToolChoiceAllowedParam": {"tools": [{"type": "function", "name": "x"}]},
+    "ResponseInputImageContentParam": {"image_url": "data:image/png;base64,aQ=="},
+    "ResponseInputImageParam": {"image_url": "data:image/png;base64,aQ=="},
 }
 """Fields of objects that the schemas do not require, by the name of the object's type."""
 
@@ -242,11 +247,15 @@ def best(name: str, kind: Any) -> Any:
 
 @dataclass
 class Line:
-    """One line of the page: a field, and the values of it that are accepted and refused."""
+    """One line of the page: a field, and the values of it that are accepted, left out and refused."""
 
     accepted: list[Any] = field(default_factory=list)
+    left_out: list[Any] = field(default_factory=list)
     refused: list[Any] = field(default_factory=list)
 
+
+Outcome = Literal["accepted", "left_out", "refused"]
+"""What becomes of a value: the attribute of Line that has it."""
 
 Build = Callable[[Any], Body]
 """Returns a whole body, given the value of one field."""
@@ -297,40 +306,48 @@ class Walk:
         self.seen.add((inner, kind))
         least = sample(kind)
         whole = followed(told, (lambda value: build([value])) if is_list else build)
-        ok = self._send(whole(least), inner.rpartition(".")[2])
+        outcome = self._send(whole(least), inner.rpartition(".")[2])
         for line in {inner, name}:
-            self._note(self.lines.setdefault(line, Line()), told or "an object", ok)
-        if not ok or depth >= DEPTH or not has_effect(self.api, inner):
+            self._note(self.lines.setdefault(line, Line()), told or "an object", outcome)
+        if outcome != "accepted" or depth >= DEPTH or not has_effect(self.api, inner):
             return
         for key, form in sorted(hints(kind).items()):
             if key not in ("type", "role") or not told:
                 self._field(form, key, f"{inner}.{key}", lambda value, key=key: whole({**least, key: value}), depth + 1)
 
     @staticmethod
-    def _note(line: Line, value: Any, accepted: bool) -> None:
+    def _note(line: Line, value: Any, outcome: Outcome) -> None:
         """Keep the outcome of a value."""
-        kept = line.accepted if accepted else line.refused
+        kept: list[Any] = getattr(line, outcome)
         if value not in kept:
             kept.append(value)
 
-    def _send(self, body: Body, key: str) -> bool:
-        """Return whether the server accepts a body. Other answers have to name the field."""
+    def _send(self, body: Body, key: str) -> Outcome:
+        """Return what the server does with a body. Refusals have to name the field."""
         reply = self.client.post(self.api.path, json=body, headers=dict(self.api.headers))
         if reply.status_code == 200:
-            return True
+            if self.api.path.endswith("/count_tokens"):  # It leaves out what messages leave out.
+                body = {**body, "max_tokens": 1}
+                reply = self.client.post("/v1/messages", json=body, headers=dict(self.api.headers))
+            return "left_out" if "x-tandem-skipped" in reply.headers else "accepted"
         named = [part for part in re.split(r"[][()]", key) if part]
         if reply.status_code not in (400, 404) or not any(part in reply.text for part in named):
             self.unnamed.append(f"{self.api.path} {key} {body}: {reply.status_code} {reply.text[:300]}")
-        return False
+        return "refused"
 
 
 def followed(told: str, build: Build) -> Build:
-    """Return what builds bodies that go on behind an object of this type, as Anthropic's calls need a result."""
-    if told != "tool_use":
+    """Return what builds bodies that go on behind an object of this type.
+
+    Anthropic's calls need a result, and OpenAI's tools among the items a message.
+    """
+    if told not in ("tool_use", "additional_tools"):
         return build
 
     def made(value: Any) -> Body:
         body = build(value)
+        if told == "additional_tools":
+            return {**body, "input": [*body["input"], USER]}
         result = {"type": "tool_result", "tool_use_id": value.get("id", "x"), "content": "x"}
         return {**body, "messages": [*body["messages"], {"role": "user", "content": [result]}]}
 
@@ -343,8 +360,10 @@ HEAD = """\
 # Refusals
 
 Every field of the request schemas that OpenAI and Anthropic publish, and what becomes of it here. What would change the
-answer and cannot be done is a 400 that names the field; what changes nothing is accepted. null is accepted wherever the
-schemas allow it. A field of an object that is refused as a whole has no line of its own.
+answer and cannot be done is a 400 that names the field; what changes nothing is accepted. Tools that only OpenAI or
+Anthropic can run, and what they said in a conversation that began there, are left out, and the reply's header
+`X-Tandem-Skipped` names them. null is accepted wherever the schemas allow it. A field of an object that is refused or
+left out as a whole has no line of its own.
 
 `make clients` writes this page: it sends each field to a server with the built-in model. `[x]` is an entry of a list
 whose type or role is `x`, and `(x)` is an object of the type `x`.
@@ -359,8 +378,10 @@ def has_effect(api: Api, name: str) -> bool:
 def said(api: Api, name: str, line: Line) -> str:
     """Return what becomes of a field."""
     if not line.accepted:
-        return "a 400"
+        return "left out" if line.left_out else "a 400"
     what = "served" if has_effect(api, name) else "accepted without effect"
+    if line.left_out:
+        what += f"; left out: {', '.join(f'`{json.dumps(value)}`' for value in line.left_out)}"
     refused = [value for value in line.refused if isinstance(value, str | bool | list)]
     if refused:
         what += f"; a 400: {', '.join(f'`{json.dumps(value)}`' for value in refused)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_tandem import limits
 from mlx_tandem.generation.messages import ImageSource, image_field, image_url
@@ -14,6 +14,19 @@ FOLLOWS = "[An image, which the next message shows.]"
 UNSEEN = "[An image, which this model cannot see.]"
 LEFT_OUT = f"[An image, which is left out: a request has at most {limits.MAX_IMAGES}.]"
 """What the result of a tool says in the place of an image: chat templates print results as text."""
+
+UNREAD = "[A document, which this server cannot read.]"
+"""What it says in the place of a document that is no text."""
+
+
+class Unread(NamedTuple):
+    """A document in the result of a tool, by its field."""
+
+    field: str
+
+
+Piece = str | ImageSource | Unread
+"""A piece of the result of a tool."""
 
 
 class Turns:
@@ -52,6 +65,11 @@ class Turns:
         """Return these turns, which are complete."""
         self._show()
         return self
+
+    def skip(self, role: str, field: str) -> None:
+        """Leave a piece out of a turn of this role, which there is nevertheless."""
+        self._turn(role)
+        self.skipped.append(field)
 
     def text(self, role: str, text: str) -> None:
         """Add a piece of text."""
@@ -105,25 +123,27 @@ class Turns:
         calls = self._turn("assistant").setdefault("tool_calls", [])
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
-    def result(self, call: str | None, pieces: Iterable[str | ImageSource]) -> Message:
+    def result(self, call: str | None, pieces: Iterable[Piece]) -> Message:
         """Add and return the result of the call with this id, if it has one. Each of its pieces becomes a line."""
         text = "\n".join(piece if isinstance(piece, str) else self._in_result(piece) for piece in pieces)
         made = {"role": "tool", "content": text} | ({} if call is None else {"tool_call_id": call})
         self.messages.append(made)
         return made
 
-    def _in_result(self, image: ImageSource) -> str:
-        """Return what a tool's result says in the place of an image, which is shown behind the results.
+    def _in_result(self, piece: ImageSource | Unread) -> str:
+        """Return what a tool's result says in the place of an image or a document. Images follow the results.
 
         Of more images than a request may have, the oldest ones are left out: a session that goes on has ever more.
         """
-        if not self._sees:
-            return UNSEEN
-        if self._surplus > 0:
-            self._surplus -= 1
-            return LEFT_OUT
-        self._waiting.append(image)
-        return FOLLOWS
+        if isinstance(piece, Unread):
+            self.skipped.append(f"{piece.field} document")
+            return UNREAD
+        if self._sees and self._surplus <= 0:
+            self._waiting.append(piece)
+            return FOLLOWS
+        self._surplus -= 1
+        self.skipped.append(f"{piece.field} image")
+        return LEFT_OUT if self._sees else UNSEEN
 
     def _show(self) -> None:
         """Add the images of the results so far."""

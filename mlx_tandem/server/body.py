@@ -40,8 +40,8 @@ async def read_json(
     """Return the body as `kind`, after `prepare` has been applied to the decoded JSON.
 
     The content type has to be application/json, which a web page cannot send to another origin without a preflight, or
-    one of `others`. A web page can send PLAIN without a preflight, but then its request has an Origin header, and such a
-    request is refused. With `optional`, a missing body counts as {}.
+    one of `others`. A web page can send PLAIN without a preflight, but then its request has an Origin header, and such
+    a request is refused. With `optional`, a missing body counts as {}.
 
     Raises UnsupportedMedia, ReceiveTimeout, TooLarge and InvalidRequest, and ClientDisconnect when the client leaves.
     """

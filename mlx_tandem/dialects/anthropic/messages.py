@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.arguments import arguments_sent_back
-from mlx_tandem.dialects.turns import Message, Turns
+from mlx_tandem.dialects.turns import Message, Piece, Turns, Unread
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.messages import ImageSource
 from mlx_tandem.strict_json import check_nested, convert
@@ -102,6 +102,7 @@ class _Document(Struct):
 
     source: _DocumentSource
     title: str | None = None
+    context: str | None = None
 
 
 class _Skipped(Struct):
@@ -133,8 +134,6 @@ _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 """A line that Claude Code begins its instructions with. It differs between requests, so the cache would find nothing
 behind it, and it tells the model nothing.
 """
-
-_UNREAD = "[A document, which this server cannot read.]"
 
 _MEDIA = frozenset({"document", "container_upload", "browser_state"})
 """Types of blocks whose content is no text."""
@@ -209,9 +208,7 @@ def _add_message(turns: Turns, message: _Message, where: str) -> None:
             case _Redacted():
                 turns.thought("")
             case _Skipped():
-                turns.skipped.append(f"{where}[{i}] {given['type']}")
-                if message.role == "assistant":
-                    turns.thought("")
+                turns.skip(message.role, f"{where}[{i}] {given['type']}")
 
 
 def _url(source: _Source, where: str) -> str:
@@ -227,7 +224,7 @@ def _url(source: _Source, where: str) -> str:
     return f"data:{source.media_type};base64,{source.data}"
 
 
-def _result(block: _Result, where: str) -> Iterator[str | ImageSource]:
+def _result(block: _Result, where: str) -> Iterator[Piece]:
     """Yield the pieces of a tool's result. Chat templates have no place for `is_error`, so the text says it."""
     content = block.content or ""
     pieces = (
@@ -242,8 +239,8 @@ def _result(block: _Result, where: str) -> Iterator[str | ImageSource]:
         yield from ("Error:", *pieces)
 
 
-def _piece(given: Any, where: str) -> str | ImageSource:
-    """Return a block of a tool's result as a text or an image. Raises InvalidRequest naming the block."""
+def _piece(given: Any, where: str) -> Piece:
+    """Return a piece of a tool's result. Raises InvalidRequest naming the block."""
     match _block(given, "result", where):
         case _Text(text):
             return text
@@ -253,9 +250,10 @@ def _piece(given: Any, where: str) -> str | ImageSource:
             return f"The tool {name} can be called now."
         case _SearchResult(title, source, content):
             return "\n".join([title, source, *_texts(content, f"{where}.content")])
-        case _Document(source, title):
-            text = source.data if source.type == "text" and source.data is not None else _UNREAD
-            return text if title is None else f"{title}\n{text}"
+        case _Document(source, title, context):
+            if source.type != "text" or source.data is None:
+                return Unread(where)
+            return "\n".join(text for text in (title, context, source.data) if text is not None)
         case other:
             raise AssertionError(other)
 

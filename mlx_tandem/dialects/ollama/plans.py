@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from mlx_tandem.dialects.ollama.bodies import ChatBody, Common, GenerateBody, Options, refuse_unsupported
@@ -34,7 +35,7 @@ async def plan_chat(front: Front, body: ChatBody) -> Plan | Loaded:
         return await _loaded(front, body, ChatRenderer)
     turns = chat_form(body.messages, sees=front.reads_images)
     asked = ChatRequest(turns.messages, tools_of(body.tools, None, None), _thinking(body), fields=turns.fields)
-    return await _plan(front, body, asked, ChatRenderer)
+    return replace(await _plan(front, body, asked, ChatRenderer), skipped=tuple(turns.skipped))
 
 
 async def plan_completion(front: Front, body: GenerateBody) -> Plan | Loaded:

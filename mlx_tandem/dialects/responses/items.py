@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.responses.tools import INPUT
-from mlx_tandem.dialects.turns import Turns
+from mlx_tandem.dialects.turns import Piece, Turns, Unread
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.messages import ImageSource
 from mlx_tandem.strict_json import check_nested, convert
@@ -153,7 +153,7 @@ def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 
             case _Message(role, content):
                 role = "system" if role == "developer" else role
                 if role == "user" and not isinstance(content, str) and any(map(_is_image, content)):
-                    turns.content(role, _pieces(content, f"{where}.content"))
+                    turns.content(role, [_piece(part, f"{where}.content[{j}]") for j, part in enumerate(content)])
                 else:
                     turns.text(role, _text(content, f"{where}.content"))
             case _Call(call_id, name, arguments):
@@ -165,7 +165,7 @@ def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 
             case _Reasoning(summary, content):
                 turns.thought(_text(content or summary or [], f"{where}.content"))
             case _Skipped():
-                turns.skipped.append(f"{where} {items[i]['type']}")
+                turns.skip("assistant", f"{where} {items[i]['type']}")
     return turns.end()
 
 
@@ -183,10 +183,15 @@ def _images(item: _Item) -> int:
             return 0
 
 
-def _result(output: str | Sequence[_Part], where: str) -> Iterator[str | ImageSource]:
+def _result(output: str | Sequence[_Part], where: str) -> Iterator[Piece]:
     """Yield the pieces of a call's result, in which texts that follow each other are one."""
+    if isinstance(output, str):
+        yield output
+        return
     text = ""
-    for piece in [output] if isinstance(output, str) else _pieces(output, where):
+    for i, part in enumerate(output):
+        field = f"{where}[{i}]"
+        piece = Unread(field) if part.type == "input_file" else _piece(part, field)
         if isinstance(piece, str):
             text += piece
             continue
@@ -198,19 +203,14 @@ def _result(output: str | Sequence[_Part], where: str) -> Iterator[str | ImageSo
         yield text
 
 
-def _pieces(content: Sequence[_Part], where: str) -> Iterator[str | ImageSource]:
-    """Yield the texts and images of a message or a result.
-
-    Raises InvalidRequest for another part, and for a file's id.
-    """
-    for i, part in enumerate(content):
-        if not _is_image(part):
-            yield _part_text(part, f"{where}[{i}]")
-            continue
-        field = f"{where}[{i}].image_url"
-        if part.image_url is None:
-            raise InvalidRequest(f"{field} is required: this server keeps no files", param=field)
-        yield ImageSource(part.image_url, field)
+def _piece(part: _Part, where: str) -> str | ImageSource:
+    """Return a text or an image. Raises InvalidRequest for another part, and for an image by a file's id."""
+    if not _is_image(part):
+        return _part_text(part, where)
+    field = f"{where}.image_url"
+    if part.image_url is None:
+        raise InvalidRequest(f"{field} is required: this server keeps no files", param=field)
+    return ImageSource(part.image_url, field)
 
 
 def _item(given: Any, where: str) -> _Item:

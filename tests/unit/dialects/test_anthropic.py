@@ -17,7 +17,7 @@ from mlx_tandem.dialects.anthropic.errors import error_body
 from mlx_tandem.dialects.anthropic.messages import chat_form, is_prefill
 from mlx_tandem.dialects.anthropic.renderer import AtLimit, MessageRenderer
 from mlx_tandem.dialects.anthropic.tools import offer
-from mlx_tandem.dialects.turns import FOLLOWS, LEFT_OUT, UNSEEN
+from mlx_tandem.dialects.turns import FOLLOWS, LEFT_OUT, UNREAD, UNSEEN
 from mlx_tandem.errors import (
     EngineDied,
     Forbidden,
@@ -408,15 +408,25 @@ def result(id: str, *content: Any, **more: Any) -> dict[str, Any]:
 
 def test_pieces_of_results() -> None:
     found = {"type": "search_result", "title": "T", "source": "s", "content": [text("x"), text("y")]}
-    words = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "abc"}, "title": "D"}
+    words = {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": "abc"},
+        "title": "D",
+        "context": "c",
+    }
     pages = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aQ=="}}
     sent = [user(result("t1", {"type": "tool_reference", "tool_name": "WebFetch"}, found, words, pages, PICTURE))]
-    (message,) = chat_form(None, sent).messages
+    turns = chat_form(None, sent)
+    (message,) = turns.messages
+    assert turns.skipped == [
+        "messages[0].content[0].content[3] document",
+        "messages[0].content[0].content[4].source image",
+    ]
     assert message["content"].split("\n") == [
         "The tool WebFetch can be called now.",
         *("T", "s", "x", "y"),
-        *("D", "abc"),
-        "[A document, which this server cannot read.]",
+        *("D", "c", "abc"),
+        UNREAD,
         UNSEEN,
     ]
 
@@ -452,7 +462,9 @@ def test_the_oldest_images_of_results_are_left_out_if_there_are_too_many(own: in
     """Those of the user are not: too many of them are refused."""
     most = limits.MAX_IMAGES
     sent = [user(*[PICTURE] * own), user(*(result(f"t{i}", PICTURE) for i in range(most + 2)))]
-    results = [m["content"] for m in chat_form(None, sent, sees=True).messages if m["role"] == "tool"]
+    turns = chat_form(None, sent, sees=True)
+    results = [m["content"] for m in turns.messages if m["role"] == "tool"]
+    assert turns.skipped == [f"messages[1].content[{i}].content[0].source image" for i in range(2 + own)]
     assert results == [LEFT_OUT] * (2 + own) + [FOLLOWS] * (most - own)
 
 

@@ -131,7 +131,9 @@ def test_images_of_results_follow_the_results_where_the_model_sees() -> None:
         {"role": "user", "content": "b"},
     ]
     assert [*turns.fields.values()] == ["messages[0].images[0]", "messages[1].images[0]"]
-    assert [m["content"] for m in chat_form(sent).messages] == [f"a\n{UNSEEN}", UNSEEN, "b"]
+    blind = chat_form(sent)
+    assert [m["content"] for m in blind.messages] == [f"a\n{UNSEEN}", UNSEEN, "b"]
+    assert blind.skipped == ["messages[0].images[0] image", "messages[1].images[0] image"]
 
 
 @pytest.mark.parametrize(

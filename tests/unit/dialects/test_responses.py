@@ -20,7 +20,7 @@ from mlx_tandem.dialects.responses.plans import _settings
 from mlx_tandem.dialects.responses.renderer import ResponseRenderer
 from mlx_tandem.dialects.responses.replay import replayed
 from mlx_tandem.dialects.responses.tools import offer
-from mlx_tandem.dialects.turns import FOLLOWS, UNSEEN
+from mlx_tandem.dialects.turns import FOLLOWS, UNREAD, UNSEEN
 from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound
 from mlx_tandem.generation.events import (
     Event,
@@ -419,7 +419,15 @@ def test_images_of_results_follow_the_results_where_the_model_sees() -> None:
         {"role": "user", "content": "d"},
     ]
     assert [*turns.fields.values()] == ["input[0].output[2].image_url", "input[1].output[0].image_url"]
-    assert [m["content"] for m in chat_form(None, sent).messages] == [f"ab\n{UNSEEN}\nc", UNSEEN, "d"]
+    assert turns.skipped == []
+    file = {"type": "input_file", "filename": "a.pdf", "file_data": "aQ=="}
+    blind = chat_form(None, [*sent, {"type": "custom_tool_call_output", "call_id": "c3", "output": [file]}])
+    assert [m["content"] for m in blind.messages] == [f"ab\n{UNSEEN}\nc", UNSEEN, "d", UNREAD]
+    assert blind.skipped == [
+        "input[0].output[2].image_url image",
+        "input[1].output[0].image_url image",
+        "input[3].output[0] document",
+    ]
 
 
 # --- fields --------------------------------------------------------------------------------------------------------
