@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
-QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
+from tests.clients.weather import CITIES, RESULT, is_answer, question
+
+# litellm's types for signing in make pydantic warn.
+pytestmark = pytest.mark.filterwarnings("ignore:Items? .* using the `ReadOnly` qualifier:UserWarning")
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "Get the weather for a city.", "parameters": CITY}
+TOOLS = [{"type": "function", "function": WEATHER}]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+QUESTION = [user("What is 17 + 25?")]
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +131,36 @@ def test_other_dialects(litellm, server, provider):
     assert reply.choices[0].message.content == "17 + 25 = 42."
     chunks = litellm.completion(messages=QUESTION, max_tokens=24, stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "17 + 25 = 42."
-    # litellm stops at the finish reason and leaves the response open. If Python collected that response while httpcore
-    # holds the lock of its connections, closing it would wait for the same lock forever. So it is read to its end.
-    for _ in chunks.completion_stream:
-        pass
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    function = {"name": "get_weather", "description": "Get the weather for a city.", "parameters": parameters}
-    weather = [{"role": "user", "content": "What is the weather in Oslo?"}]
-    tools = [{"type": "function", "function": function}]
-    (call,) = litellm.completion(messages=weather, max_tokens=60, tools=tools, **options).choices[0].message.tool_calls
+    options |= {"tools": TOOLS, "max_tokens": 60}
+    (call,) = litellm.completion(messages=[user(question("Oslo"))], **options).choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Oslo"}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_async_rounds_with_a_tool_by_ollama(litellm, server, runner, stream):
+    """This route sends its JSON as `application/octet-stream`."""
+    options = {"model": "ollama_chat/base", "api_base": server.url, "temperature": 0, "max_tokens": 60}
+
+    async def message(messages):
+        reply = await litellm.acompletion(messages=messages, tools=TOOLS, stream=stream, **options)
+        if stream:
+            reply = litellm.stream_chunk_builder([chunk async for chunk in reply], messages=messages)
+        return reply.choices[0].message
+
+    async def round_for(city):
+        asked = [user(question(city))]
+        called = await message(asked)
+        (call,) = called.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+        answer = await message([*asked, called, result])
+        return json.loads(call.function.arguments), answer.content
+
+    async def all_at_once():
+        try:
+            return await asyncio.gather(*map(round_for, CITIES))
+        finally:
+            await litellm.close_litellm_async_clients()
+
+    for city, (arguments, answer) in zip(CITIES, runner.run(all_at_once()), strict=True):
+        assert arguments == {"city": city}
+        assert is_answer(answer, city)
