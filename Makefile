@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml scripts/install.sh $(wildcard locks/*.txt)
 	@scripts/install.sh $(VENV)
 	@touch $@
 
-$(CLIENTS): $(STAMP)
+$(CLIENTS): $(STAMP) tests/clients/npm/package-lock.json
 	@scripts/install.sh $(VENV) clients vision
 	@touch $@
 
@@ -44,7 +44,7 @@ test: $(CLIENTS)
 clients: $(CLIENTS)
 	$(BIN)/python -m scripts.refusals
 	$(BIN)/python -m pytest tests/clients --junitxml=$(REPORT) $(ARGS); status=$$?; \
-	    $(BIN)/python scripts/compatibility.py $(REPORT) && exit $$status
+	    $(BIN)/python -m scripts.compatibility $(REPORT) && exit $$status
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not slow and not restarts" $$($(BIN)/python scripts/quick_tests.py) $(ARGS)

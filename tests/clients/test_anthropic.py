@@ -9,6 +9,7 @@ import pytest
 
 from mlx_tandem.dialects.anthropic.bodies import MessagesBody, TokensBody
 from tests.clients import lazily
+from tests.clients.weather import is_answer
 
 anthropic = lazily.imported("anthropic")
 
@@ -121,6 +122,27 @@ def test_many_rounds_at_once(server):
         city = ["Oslo", "Paris", "Rome", "Tokyo"][i // 4]
         assert asked == {"city": city}
         assert text.lower().rstrip(".!") == f"the weather for {city.lower()} is sunny, 21 degrees"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner(client, stream):
+    """It asks for a thread first, which this server does not keep."""
+    cities = []
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Get the weather for a city."""
+        cities.append(city)
+        return "sunny, 21 degrees"
+
+    asked = {"model": "shout", "messages": [WEATHER], "tools": [get_weather], **GREEDY}
+    runner = client.beta.messages.tool_runner(stream=stream, **asked)
+    text = "".join(piece for reply in runner for piece in reply.text_stream) if stream else None
+    last = runner.until_done()
+    assert cities == ["Oslo"]
+    assert is_answer(last.content[0].text, "Oslo")
+    assert last.stop_reason == "end_turn"
+    assert text in (None, last.content[0].text)
 
 
 def test_tools_that_are_not_offered(client):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.clients import loopback
+from tests.clients import loopback, node
+from tests.clients.elsewhere import elsewhere
 from tests.serving import ROOT
 
 
@@ -39,3 +41,16 @@ def test_a_module_that_hides_its_attempt_still_fails(tmp_path):
     )
     assert found.returncode == 1
     assert "example.invalid" in found.stderr
+
+
+def test_what_a_program_for_node_reaches_for_is_seen():
+    program = shutil.which("node", path=node.path())
+    if program is None:
+        pytest.skip("the extra `clients` is not installed")
+    fetch = "await fetch(process.argv[1]).catch(() => 0)"
+    with elsewhere() as found:
+        for url in ("https://example.invalid/", "http://example.invalid/"):
+            command = [program, "--input-type=module", "-e", fetch, url]
+            subprocess.run(command, env=found.environment, check=True, timeout=60)
+    assert len(found.tried) == 2
+    assert all("example.invalid" in attempt for attempt in found.tried)
