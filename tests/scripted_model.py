@@ -12,7 +12,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,16 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class Script:
-    """What a model says, and how.
-
-    `says` has what is said to a conversation by a key that a user's or a system's message contains: the last such
-    message counts, and of several keys in it the longest. Of several texts the first is said to that message, the
-    second behind the first result of a tool, and so on; the last one also behind later results. `otherwise` is said
-    where no message has a key.
-    """
+    """What a model says, and how."""
 
     says: Mapping[str, str | Sequence[str]]
+    """What is said, by a key that a user's or a system's message contains: the last such message counts, and of several
+    keys in it the longest. Of several texts the first is said to that message, the second behind the first result of a
+    tool, and so on; the last one also behind later results."""
     otherwise: str = "Nobody told me what to say to that."
+    """What is said where no message has a key."""
+    heard: Mapping[str, str] = field(default_factory=dict)
+    """What is said instead behind a result of a tool that contains a key of these."""
     signs: str = ""
     """What the template prints if there are tools. The server chooses its parsers by the markers in it."""
     opening: str = ""
@@ -64,7 +64,8 @@ class Script:
 
 def make(folder: Path, script: Script) -> Path:
     """Write the model folder. The same script, the same folder."""
-    texts = list(dict.fromkeys([script.otherwise, *(text for turns in script.says.values() for text in listed(turns))]))
+    said = [text for turns in script.says.values() for text in listed(turns)]
+    texts = list(dict.fromkeys([script.otherwise, *said, *script.heard.values()]))
     cut = _Cutter(script).cut
     chains = [[go(i, script), *cut(text)] for i, text in enumerate(texts)]
     for chain in chains:
@@ -117,14 +118,19 @@ def go(text: int, script: Script) -> str:
 
 _TEMPLATE = """\
 {%- set said = SAID %}
-{%- set now = namespace(turns=[OTHERWISE], results=0, last="") %}
+{%- set heard = HEARD %}
+{%- set now = namespace(turns=[OTHERWISE], results=0, heard=none, last="") %}
 {%- if tools %}{% raw %}SIGNS{% endraw %}{{ TOOLS }}{% endif %}
 {%- for message in messages %}
     {%- if message.content is string %}{% set text = message.content %}
     {%- else %}{% set text = message.content | default([], true) | map(attribute="text") | join("") %}{% endif %}
-    {%- if message.role == "tool" %}{% set now.results = now.results + 1 %}
+    {%- if message.role == "tool" %}
+        {%- set now.results = now.results + 1 %}{% set now.heard = none %}
+        {%- for key, told in heard if key in text %}{% set now.heard = told %}{% endfor %}
     {%- elif message.role != "assistant" %}
-        {%- for key, turns in said if key in text %}{% set now.turns = turns %}{% set now.results = 0 %}{% endfor %}
+        {%- for key, turns in said if key in text %}
+            {%- set now.turns = turns %}{% set now.results = 0 %}{% set now.heard = none %}
+        {%- endfor %}
     {%- endif %}
     {%- if STRICT %}
         {%- if message.role in ("system", "developer") %}
@@ -139,7 +145,8 @@ _TEMPLATE = """\
     {%- endfor %}
 {%- endfor %}
 {%- if add_generation_prompt %}
-    {{- "<|turn|>assistant\\n" + (now.turns[now.results] if now.results < now.turns | length else now.turns[-1]) }}
+    {%- set told = now.turns[now.results] if now.results < now.turns | length else now.turns[-1] %}
+    {{- "<|turn|>assistant\\n" + (now.heard or told) }}
 {%- endif %}
 """
 
@@ -149,6 +156,7 @@ def template(script: Script, gos: Mapping[str, str]) -> str:
     said = [(key, [gos[text] for text in listed(turns)]) for key, turns in script.says.items()]
     values = {
         "SAID": _literal(sorted(said, key=lambda one: len(one[0]))),
+        "HEARD": _literal([(key, gos[text]) for key, text in script.heard.items()]),
         "OTHERWISE": _literal(gos[script.otherwise]),
         "SIGNS": script.signs,
         "TOOLS": "tools | tojson" if script.shown is None else '"\\n"',

@@ -1,7 +1,7 @@
 """Programs of others, unmodified, where they are installed: each has to run a command or make an edit.
 
-Their instructions are longer than what the built-in model can follow, so the engine says prepared answers here. All
-else is the real server.
+Their instructions are longer than what the built-in model can follow. The two that `make test` installs have a model
+with a strict chat template that says a script; for the others the engine says prepared answers behind the real server.
 """
 
 from __future__ import annotations
@@ -24,8 +24,14 @@ from mlx_tandem.engine.messages import Output, Submit
 from mlx_tandem.engine.wire import WireError
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.types import Delta
+from tests import scripted_model
 from tests.api import scripted
+from tests.clients import node
+from tests.clients.elsewhere import Elsewhere
 from tests.commands import free_port
+from tests.images import picture
+from tests.scripted_model import Script
+from tests.serving import serving
 from tests.waiting import until
 
 LONG = structs.replace(scripted.INFO, max_model_len=200_000, num_blocks=20_000)
@@ -34,9 +40,37 @@ COMMAND = "echo tandem-$((40+2))"
 EDIT = "sums.py\n```python\n<<<<<<< SEARCH\n    return a - b\n=======\n    return a + b\n>>>>>>> REPLACE\n```\n"
 
 
+def call(name: str, **arguments: str | list[str]) -> str:
+    """What a model says to call a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+AGENTS = Script(
+    says={
+        "Run the command": [call("Bash", command=COMMAND), "No result came."],
+        "Execute the command": [call("exec_command", cmd=COMMAND), "No result came."],
+        "Read the picture": [call("Read", file_path="dot.png"), "No image came."],
+        "View the picture": [call("view_image", path="dot.png"), "No image came."],
+        "a-late-place": "The system message came late.",
+        "danger-full-access": [call("exec_command", cmd=COMMAND), "No result came."],
+    },
+    heard={"tandem-42": ANSWER, "image": "An image came."},
+    signs=call("f"),
+    strict=True,
+    shown=200,
+)
+"""What the model says to both agents. They print messages of their own beside those of the user."""
+
+
 def needs(name: str) -> str:
     """The path of a program; the test is skipped where there is none."""
-    return shutil.which(name) or pytest.skip(f"{name} is not installed")
+    return shutil.which(name, path=node.path()) or pytest.skip(f"{name} is not installed")
+
+
+@pytest.fixture(scope="module")
+def agents(scripted_folder):
+    with serving(scripted_model.config(scripted_folder(AGENTS))) as running:
+        yield running
 
 
 @contextlib.contextmanager
@@ -68,13 +102,13 @@ def saying(answer: Callable[[str], str]) -> Iterator[tuple[str, list[str]]]:
 
 def calling(name: str, **arguments: str | list[str]) -> Callable[[str], str]:
     """What an agent hears: a call of its tool, and behind the result the answer. Other prompts are about titles."""
-    call = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-    return lambda prompt: ANSWER if "<tool_response>" in prompt else call if "<tools>" in prompt else "A title."
+    called = call(name, **arguments)
+    return lambda prompt: ANSWER if "<tool_response>" in prompt else called if "<tools>" in prompt else "A title."
 
 
 def run(command: list[str], home: Path, **environment: str) -> str:
     """What a program prints, without any setting of the person who runs the tests."""
-    given = {"HOME": str(home), "PATH": os.environ["PATH"]} | environment
+    given = {"HOME": str(home), "PATH": node.path()} | environment
     done = subprocess.run(
         command, cwd=home, env=given, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150
     )
@@ -95,32 +129,76 @@ def is_up(client: httpx.Client) -> bool:
         return False
 
 
-def test_codex(tmp_path):
-    program = needs("codex")
-    with saying(calling("exec_command", cmd=COMMAND)) as (url, prompts):
-        provider = f'name = "tandem"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
-        settings = 'model = "base"\nmodel_provider = "tandem"\nweb_search = "disabled"\n'
-        (tmp_path / ".codex").mkdir()
-        (tmp_path / ".codex" / "config.toml").write_text(f"{settings}\n[model_providers.tandem]\n{provider}")
-        flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-        assert ANSWER in run([program, "exec", *flags, "Run the command"], tmp_path)
-        assert ran(prompts)
+class Codex:
+    """Codex in a folder of its own."""
 
-
-def test_claude_code(tmp_path):
-    program = needs("claude")
-    with saying(calling("Bash", command=COMMAND)) as (url, prompts):
-        found = run(
-            [program, "-p", "Run the command", "--allowedTools", "Bash"],
-            tmp_path,
-            ANTHROPIC_BASE_URL=url,
-            ANTHROPIC_AUTH_TOKEN="none",
-            ANTHROPIC_MODEL="base",
-            ANTHROPIC_DEFAULT_HAIKU_MODEL="base",
-            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+    def __init__(self, home: Path, url: str, elsewhere: Elsewhere) -> None:
+        self._program = needs("codex")
+        self._home = home
+        self._environment = elsewhere.environment
+        provider = f'[model_providers.tandem]\nname = "tandem"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
+        quiet = "[analytics]\nenabled = false\n\n[features]\nplugins = false\n\n"
+        first = (
+            'model = "base"\nmodel_provider = "tandem"\nweb_search = "disabled"\ncheck_for_update_on_startup = false\n'
         )
-        assert ANSWER in found
-        assert ran(prompts)
+        (home / ".codex").mkdir()
+        (home / ".codex" / "config.toml").write_text(f"{first}\n{quiet}{provider}")
+
+    def say(self, text: str, *flags: str) -> str:
+        command = [self._program, "exec", *flags, "--skip-git-repo-check", text]
+        return run(command, self._home, **self._environment)
+
+
+@pytest.fixture
+def codex(tmp_path, agents, elsewhere):
+    return Codex(tmp_path, agents.url, elsewhere)
+
+
+FREELY = "--dangerously-bypass-approvals-and-sandbox"
+
+
+def test_codex_a_turn_with_a_tool(codex):
+    assert ANSWER in codex.say("Execute the command", FREELY)
+
+
+def test_codex_a_late_developer_message(codex):
+    """When permissions change during a conversation, a message of the developer says so."""
+    assert AGENTS.otherwise in codex.say("Hello", "--sandbox", "read-only")
+    assert ANSWER in codex.say("Go on", "resume", "--last", FREELY)
+
+
+def test_codex_an_image_as_a_result(tmp_path, codex):
+    (tmp_path / "dot.png").write_bytes(picture(16, 16))
+    assert AGENTS.heard["image"] in codex.say("View the picture", FREELY)
+
+
+def claude_code(text: str, home: Path, url: str, elsewhere: Elsewhere) -> str:
+    return run(
+        [needs("claude"), "-p", text, "--allowedTools", "Bash", "Read"],
+        home,
+        **elsewhere.environment,
+        ANTHROPIC_BASE_URL=url,
+        ANTHROPIC_AUTH_TOKEN="none",
+        ANTHROPIC_MODEL="base",
+        ANTHROPIC_DEFAULT_HAIKU_MODEL="base",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+    )
+
+
+def test_claude_code_a_turn_with_a_tool(tmp_path, agents, elsewhere):
+    assert ANSWER in claude_code("Run the command", tmp_path, agents.url, elsewhere)
+
+
+def test_claude_code_a_late_system_message(tmp_path, agents, elsewhere):
+    """A message of the system behind the user's first one says where it works."""
+    (tmp_path / "a-late-place").mkdir()
+    found = claude_code("Where are you?", tmp_path / "a-late-place", agents.url, elsewhere)
+    assert AGENTS.says["a-late-place"] in found
+
+
+def test_claude_code_an_image_as_a_result(tmp_path, agents, elsewhere):
+    (tmp_path / "dot.png").write_bytes(picture(16, 16))
+    assert AGENTS.heard["image"] in claude_code("Read the picture", tmp_path, agents.url, elsewhere)
 
 
 def test_continue(tmp_path):

@@ -74,8 +74,9 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-RESULT = {"role": "tool", "content": "21 degrees"}
-SCRIPT = Script(SAID, special=HARMONY, ends=["<|call|>"])
+RESULT = {"role": "tool", "content": "sunny"}
+WARM = {"role": "tool", "content": "sunny, 21 degrees"}
+SCRIPT = Script(SAID, heard={"degrees": "It is warm."}, special=HARMONY, ends=["<|call|>"])
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,10 @@ def test_which_text_is_said(talker):
     assert talker.text(weather, assistant, RESULT, assistant, RESULT, RESULT) == last
     assert talker.text(weather, assistant, RESULT, user("Be brief.")) == second
     assert talker.text(weather, assistant, RESULT, user("The weather again.")) == first
+    assert talker.text(weather, assistant, WARM) == "It is warm."
+    assert talker.text(weather, assistant, WARM, user("Be brief.")) == "It is warm."
+    assert talker.text(weather, assistant, WARM, assistant, RESULT) == last
+    assert talker.text(weather, assistant, WARM, user("The weather again.")) == first
     assert talker.text(user("smile"), {"role": "system", "content": "Say nothing."}) == ""
     assert talker.text({"role": "user", "content": [{"type": "text", "text": "another answer"}]}).endswith("x")
 
