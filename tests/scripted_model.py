@@ -18,16 +18,16 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_tandem.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
 
 END = "<|stop|>"
 TURN = "<|turn|>"
+IMAGE = "<image>"
 CODE = 64
 """Numbers in the code by which one token names another."""
-
-Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Script:
     """Refuse a system message that is not the first, and users or assistants that do not alternate."""
     shown: int | None = None
     """Print at most so many characters of each message and no tools, so that an agent's instructions cost no time."""
+    sees: bool = False
+    """Read images, of which the model sees nothing: one in a message is the text `<image>`, which may be in a key."""
     context: int = 32_768
     seed: int = 0
     longest: int = 6
@@ -71,7 +73,8 @@ def make(folder: Path, script: Script) -> Path:
     for chain in chains:
         if chain[-1] not in script.ends:
             chain.append(END)
-    added = [END, TURN, *(chain[0] for chain in chains), *script.tokens, *script.special]
+    images = [IMAGE] if script.sees else []
+    added = [END, TURN, *images, *(chain[0] for chain in chains), *script.tokens, *script.special]
     byte_level = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = {piece for chain in chains for piece in chain if piece not in added}
     vocab = {piece: i for i, piece in enumerate([*byte_level, *sorted(pieces - set(byte_level))])}
@@ -87,16 +90,22 @@ def make(folder: Path, script: Script) -> Path:
         "chat_template": template(script, {text: chain[0] for text, chain in zip(texts, chains, strict=True)}),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = _save_weights(folder, len(ids) + -len(ids) % 64, plans, ids[END])
-    ends = [ids[token] for token in (END, *script.ends)]
-    config |= {"max_position_embeddings": script.context, "eos_token_id": ends}
+    config, weights = _model(len(ids) + -len(ids) % 64, plans, ids[END])
+    config["max_position_embeddings"] = script.context
+    if script.sees:
+        config, weights = _with_eyes(config, weights, ids[IMAGE])
+        processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "crop_size": 16}
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    config["eos_token_id"] = [ids[token] for token in (END, *script.ends)]
     (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 
 
 def config(folder: Path, **server: Any) -> Config:
     """The settings of a server for a folder of `make`, to be passed to `tests.serving.serving`."""
-    context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    settings = json.loads((folder / "config.json").read_text())
+    context = settings.get("text_config", settings)["max_position_embeddings"]
     return Config(
         engine=EngineConfig(
             model=ModelConfig(path=str(folder)), cache=CacheConfig(num_blocks=context // 8), heartbeat_seconds=0.1
@@ -122,8 +131,11 @@ _TEMPLATE = """\
 {%- set now = namespace(turns=[OTHERWISE], results=0, heard=none, last="") %}
 {%- if tools %}{% raw %}SIGNS{% endraw %}{{ TOOLS }}{% endif %}
 {%- for message in messages %}
-    {%- if message.content is string %}{% set text = message.content %}
-    {%- else %}{% set text = message.content | default([], true) | map(attribute="text") | join("") %}{% endif %}
+    {%- set content = namespace(text=message.content if message.content is string else "") %}
+    {%- for part in message.content if message.content and message.content is not string %}
+        {%- set content.text = content.text + (part.text if part.type == "text" else "<image>") %}
+    {%- endfor %}
+    {%- set text = content.text %}
     {%- if message.role == "tool" %}
         {%- set now.results = now.results + 1 %}{% set now.heard = none %}
         {%- for key, told in heard if key in text %}{% set now.heard = told %}{% endfor %}
@@ -226,6 +238,7 @@ def _save_tokenizer(folder: Path, vocab: dict[str, int], added: list[AddedToken]
 # -- the weights
 
 Plans = dict[int, list[int]]
+Weights = dict[str, mx.array]
 
 
 def _plans(chains: Sequence[Sequence[int]], silent: set[int]) -> Plans:
@@ -239,8 +252,8 @@ def _plans(chains: Sequence[Sequence[int]], silent: set[int]) -> Plans:
     return plans
 
 
-def _save_weights(folder: Path, vocab: int, plans: Plans, end: int) -> dict[str, Any]:
-    """Write the weights and return the settings of a model in which tokens carry out their plans.
+def _model(vocab: int, plans: Plans, end: int) -> tuple[dict[str, Any], Weights]:
+    """The settings and weights of a model in which tokens carry out their plans.
 
     The embedding of a token has one slot for each step of its plan, with the code of the token to be said then. The
     output layer says the token whose code is in the first slot. Head d of the attention looks at the token d before
@@ -289,9 +302,7 @@ def _save_weights(folder: Path, vocab: int, plans: Plans, end: int) -> dict[str,
         f"{layer}mlp.up_proj.weight": np.zeros((CODE, hidden), np.float32),
         f"{layer}mlp.down_proj.weight": np.zeros((hidden, CODE), np.float32),
     }
-    arrays = {name: mx.array(array) for name, array in weights.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
-    return {
+    settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": hidden,
@@ -305,3 +316,17 @@ def _save_weights(folder: Path, vocab: int, plans: Plans, end: int) -> dict[str,
         "tie_word_embeddings": False,
         "vocab_size": vocab,
     }
+    return settings, {name: mx.array(array) for name, array in weights.items()}
+
+
+def _with_eyes(text: dict[str, Any], weights: Weights, image: int) -> tuple[dict[str, Any], Weights]:
+    """A model that reads images with this one as its language model. All that it makes of an image is zeros."""
+    from tests import tiny_vision  # imports mlx-vlm
+
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4, "projection_dim": 32}
+    settings = {"model_type": "llava", "image_token_index": image, "text_config": text, "vision_config": vision}
+    settings["vocab_size"] = text["vocab_size"]
+    shapes = tree_flatten(tiny_vision.build(settings).parameters())
+    eyes = {name: mx.zeros(array.shape) for name, array in shapes if not name.startswith("language_model.")}
+    return settings, eyes | {f"language_model.{name}": array for name, array in weights.items()}

@@ -203,7 +203,7 @@ def make(folder: Path, family: str, *, seed: int = 0, bits: int = 0) -> Path:
         config |= {"model_type": family, "image_token_id": IMAGE, "vision_start_token_id": BEGIN}
         config["video_token_id"] = VIDEO
         config["vision_config"] |= _QWEN_VISION | own.vision_more
-    model = _model(config)
+    model = build(config)
     rng = np.random.default_rng(seed)
     parameters: Any = tree_flatten(model.parameters())
     weights = {name: _draw(rng, name, p) for name, p in parameters}
@@ -226,7 +226,7 @@ def _is_wide(path: str, module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
-def _model(config: dict[str, Any]) -> Any:
+def build(config: dict[str, Any]) -> Any:
     module = library.family(config["model_type"])
     made = module.ModelConfig.from_dict(dict(config))
     made.text_config = module.TextConfig.from_dict(config.get("text_config", config))
@@ -328,7 +328,7 @@ class Oracle:
 
     def __init__(self, folder: Path):
         config = json.loads((folder / "config.json").read_text())
-        self.model = _model(config)
+        self.model = build(config)
         if how := config.get("quantization"):
             nn.quantize(self.model, how["group_size"], how["bits"], class_predicate=_is_wide)
         weights: Any = mx.load(str(folder / "model.safetensors"))

@@ -7,12 +7,14 @@ with a strict chat template that says a script; for the others the engine says p
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -31,12 +33,13 @@ from tests.clients.elsewhere import Elsewhere
 from tests.commands import free_port
 from tests.images import picture
 from tests.scripted_model import Script
-from tests.serving import serving
+from tests.serving import RunningServer, serving
 from tests.waiting import until
 
 LONG = structs.replace(scripted.INFO, max_model_len=200_000, num_blocks=20_000)
 ANSWER = "The command printed tandem-42."
 COMMAND = "echo tandem-$((40+2))"
+SEEN, UNSEEN = "I see the image.", "I cannot see the image."
 EDIT = "sums.py\n```python\n<<<<<<< SEARCH\n    return a - b\n=======\n    return a + b\n>>>>>>> REPLACE\n```\n"
 
 
@@ -53,8 +56,9 @@ AGENTS = Script(
         "View the picture": [call("view_image", path="dot.png"), "No image came."],
         "a-late-place": "The system message came late.",
         "danger-full-access": [call("exec_command", cmd=COMMAND), "No result came."],
+        scripted_model.IMAGE: SEEN,
     },
-    heard={"tandem-42": ANSWER, "image": "An image came."},
+    heard={"tandem-42": ANSWER, "image": UNSEEN},
     signs=call("f"),
     strict=True,
     shown=200,
@@ -70,6 +74,14 @@ def needs(name: str) -> str:
 @pytest.fixture(scope="module")
 def agents(scripted_folder):
     with serving(scripted_model.config(scripted_folder(AGENTS))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def seeing_agents(scripted_folder):
+    if importlib.util.find_spec("mlx_vlm") is None:
+        pytest.skip("the extra `vision` is not installed")
+    with serving(scripted_model.config(scripted_folder(replace(AGENTS, sees=True)))) as running:
         yield running
 
 
@@ -132,52 +144,49 @@ def is_up(client: httpx.Client) -> bool:
 class Codex:
     """Codex in a folder of its own."""
 
-    def __init__(self, home: Path, url: str, elsewhere: Elsewhere) -> None:
+    def __init__(self, home: Path, server: RunningServer, elsewhere: Elsewhere) -> None:
         self._program = needs("codex")
         self._home = home
         self._environment = elsewhere.environment
-        provider = f'[model_providers.tandem]\nname = "tandem"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
-        quiet = "[analytics]\nenabled = false\n\n[features]\nplugins = false\n\n"
-        first = (
-            'model = "base"\nmodel_provider = "tandem"\nweb_search = "disabled"\ncheck_for_update_on_startup = false\n'
-        )
+        first = 'model = "base"\nmodel_provider = "tandem"\ncheck_for_update_on_startup = false\n'
+        quiet = "[analytics]\nenabled = false\n\n[features]\nplugins = false\n"
+        provider = f'name = "tandem"\nbase_url = "{server.url}/v1"\nwire_api = "responses"\n'
         (home / ".codex").mkdir()
-        (home / ".codex" / "config.toml").write_text(f"{first}\n{quiet}{provider}")
+        settings = f"{first}\n{quiet}\n[model_providers.tandem]\n{provider}"
+        (home / ".codex" / "config.toml").write_text(settings)
 
     def say(self, text: str, *flags: str) -> str:
         command = [self._program, "exec", *flags, "--skip-git-repo-check", text]
         return run(command, self._home, **self._environment)
 
 
-@pytest.fixture
-def codex(tmp_path, agents, elsewhere):
-    return Codex(tmp_path, agents.url, elsewhere)
-
-
 FREELY = "--dangerously-bypass-approvals-and-sandbox"
 
 
-def test_codex_a_turn_with_a_tool(codex):
-    assert ANSWER in codex.say("Execute the command", FREELY)
+def test_codex_a_turn_with_a_tool(tmp_path, agents, elsewhere):
+    assert ANSWER in Codex(tmp_path, agents, elsewhere).say("Execute the command", FREELY)
 
 
-def test_codex_a_late_developer_message(codex):
+def test_codex_a_late_developer_message(tmp_path, agents, elsewhere):
     """When permissions change during a conversation, a message of the developer says so."""
+    codex = Codex(tmp_path, agents, elsewhere)
     assert AGENTS.otherwise in codex.say("Hello", "--sandbox", "read-only")
     assert ANSWER in codex.say("Go on", "resume", "--last", FREELY)
 
 
-def test_codex_an_image_as_a_result(tmp_path, codex):
+@pytest.mark.parametrize(("server", "answer"), [("agents", UNSEEN), ("seeing_agents", SEEN)])
+def test_codex_an_image_as_a_result(tmp_path, request, elsewhere, server, answer):
     (tmp_path / "dot.png").write_bytes(picture(16, 16))
-    assert AGENTS.heard["image"] in codex.say("View the picture", FREELY)
+    codex = Codex(tmp_path, request.getfixturevalue(server), elsewhere)
+    assert answer in codex.say("View the picture", FREELY)
 
 
-def claude_code(text: str, home: Path, url: str, elsewhere: Elsewhere) -> str:
+def claude_code(text: str, home: Path, server: RunningServer, elsewhere: Elsewhere) -> str:
     return run(
         [needs("claude"), "-p", text, "--allowedTools", "Bash", "Read"],
         home,
         **elsewhere.environment,
-        ANTHROPIC_BASE_URL=url,
+        ANTHROPIC_BASE_URL=server.url,
         ANTHROPIC_AUTH_TOKEN="none",
         ANTHROPIC_MODEL="base",
         ANTHROPIC_DEFAULT_HAIKU_MODEL="base",
@@ -186,19 +195,20 @@ def claude_code(text: str, home: Path, url: str, elsewhere: Elsewhere) -> str:
 
 
 def test_claude_code_a_turn_with_a_tool(tmp_path, agents, elsewhere):
-    assert ANSWER in claude_code("Run the command", tmp_path, agents.url, elsewhere)
+    assert ANSWER in claude_code("Run the command", tmp_path, agents, elsewhere)
 
 
 def test_claude_code_a_late_system_message(tmp_path, agents, elsewhere):
     """A message of the system behind the user's first one says where it works."""
     (tmp_path / "a-late-place").mkdir()
-    found = claude_code("Where are you?", tmp_path / "a-late-place", agents.url, elsewhere)
+    found = claude_code("Where are you?", tmp_path / "a-late-place", agents, elsewhere)
     assert AGENTS.says["a-late-place"] in found
 
 
-def test_claude_code_an_image_as_a_result(tmp_path, agents, elsewhere):
+@pytest.mark.parametrize(("server", "answer"), [("agents", UNSEEN), ("seeing_agents", SEEN)])
+def test_claude_code_an_image_as_a_result(tmp_path, request, elsewhere, server, answer):
     (tmp_path / "dot.png").write_bytes(picture(16, 16))
-    assert AGENTS.heard["image"] in claude_code("Read the picture", tmp_path, agents.url, elsewhere)
+    assert answer in claude_code("Read the picture", tmp_path, request.getfixturevalue(server), elsewhere)
 
 
 def test_continue(tmp_path):
