@@ -151,6 +151,7 @@ class Codex:
         first = 'model = "base"\nmodel_provider = "tandem"\ncheck_for_update_on_startup = false\n'
         quiet = "[analytics]\nenabled = false\n\n[features]\nplugins = false\n"
         provider = f'name = "tandem"\nbase_url = "{server.url}/v1"\nwire_api = "responses"\n'
+        provider += "request_max_retries = 0\nstream_max_retries = 0\n"
         (home / ".codex").mkdir()
         settings = f"{first}\n{quiet}\n[model_providers.tandem]\n{provider}"
         (home / ".codex" / "config.toml").write_text(settings)
@@ -191,6 +192,7 @@ def claude_code(text: str, home: Path, server: RunningServer, elsewhere: Elsewhe
         ANTHROPIC_MODEL="base",
         ANTHROPIC_DEFAULT_HAIKU_MODEL="base",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        CLAUDE_CODE_MAX_RETRIES="0",
     )
 
 
