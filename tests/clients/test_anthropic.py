@@ -145,6 +145,19 @@ def test_the_tool_runner(client, stream):
     assert text in (None, last.content[0].text)
 
 
+def test_a_thread(client):
+    """This server keeps none, which the package takes as told."""
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.beta.messages.thread(model="base", **GREEDY).send(SUM)
+    assert refused.value.body["error"]["details"]["error_code"] == "thread_unsupported_request"
+    thread = client.beta.messages.thread(
+        model="shout", unsupported_request_behavior="continue_unthreaded", messages=[SUM], **GREEDY
+    )
+    assert thread.send().content[0].text == "17 + 25 = 42!"
+    assert thread.send({"role": "user", "content": "What is 1 + 2?"}).content[0].text == "1 + 2 = 3!"
+    assert len(thread.messages) == 4
+
+
 def test_tools_that_are_not_offered(client):
     reply = client.messages.create(
         model="base", messages=[WEATHER], tools=[TOOL], tool_choice={"type": "none"}, **GREEDY
