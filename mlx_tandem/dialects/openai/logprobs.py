@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -50,20 +51,20 @@ class ChatLogprobs:
 class TextLogprobs:
     """The logprobs of a text completion's choice, with the tokens' offsets in its text.
 
-    With `as_ids`, ids stand in for the tokens' texts. The offsets still count the characters of the texts.
+    With `as_ids`, ids stand in for the tokens' texts. The offsets still count the characters of the text. A token that
+    begins inside of a character has the offset of this character.
     """
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False):
         self._text = tokenizer.token_text
         self._name = token_name if as_ids else self._text
-        self._offset = 0
+        self._bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0  # of the text of all tokens so far, without a character that is not complete
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         """Return the logprobs of the choice's next tokens."""
-        offsets: list[int] = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._text(token))
+        offsets = [self._offset(self._bytes(token)) for token in tokens]
         top: list[dict[str, float] | None] = []
         for token, lp in zip(tokens, logprobs, strict=False):
             if lp is None:
@@ -79,6 +80,14 @@ class TextLogprobs:
             "tokens": [self._name(t) for t in tokens],
             "top_logprobs": top,
         }
+
+    def _offset(self, raw: bytes) -> int:
+        """Return the number of characters before the one in which these next bytes of the text begin."""
+        self._length += len(self._decoder.decode(raw[:1]))
+        is_inside = not raw or bool(self._decoder.getstate()[0])
+        offset = self._length if is_inside else self._length - 1
+        self._length += len(self._decoder.decode(raw[1:]))
+        return offset
 
 
 def prompt_scores(

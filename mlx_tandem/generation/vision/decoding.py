@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from io import BytesIO
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mlx_tandem.limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGE_RATIO
@@ -18,7 +19,10 @@ class BadImage(Exception):
 
 
 def decoded(data: bytes) -> Image.Image:
-    """Return the image in `data`, or the first frame of an animation, upright and in RGB. Raises BadImage."""
+    """Return the image in `data`, or the first frame of an animation, upright and in RGB. Raises BadImage.
+
+    What is transparent in it shows white behind it.
+    """
     if len(data) > MAX_IMAGE_BYTES:
         raise BadImage(f"has over {MAX_IMAGE_BYTES} bytes")
     if (size := webp_size(data)) is not None:  # Pillow allocates the canvas of a WebP file when it opens it.
@@ -30,7 +34,7 @@ def decoded(data: bytes) -> Image.Image:
         try:
             image = Image.open(BytesIO(data), formats=FORMATS)
             check_pixels(*image.size)
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _on_white(ImageOps.exif_transpose(image))
         except (BadImage, MemoryError):
             raise
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -39,6 +43,25 @@ def decoded(data: bytes) -> Image.Image:
             raise BadImage("is no PNG, JPEG, WebP or GIF image, or a damaged one") from None
         except Exception:  # Pillow raises errors of many types for damaged files.
             raise BadImage("is damaged or cut off") from None
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return an image in RGB, composed over white where it is transparent."""
+    seen: Image.Image | None = None  # white where the image is opaque
+    if image.mode == "I;16":  # Pillow's own conversion cuts these levels off at 255 instead of scaling them.
+        levels = np.asarray(image)
+        clear = image.info.get("transparency")
+        if clear is not None:
+            seen = Image.fromarray(np.where(levels == clear, 0, 255).astype(np.uint8))
+        image = Image.fromarray((levels >> 8).astype(np.uint8))
+    elif image.has_transparency_data:
+        image = image.convert("RGBA")
+        seen = image.getchannel("A")
+    if seen is None:
+        return image.convert("RGB")
+    made = Image.new("RGB", image.size, "white")
+    made.paste(image.convert("RGB"), mask=seen)
+    return made
 
 
 _TOO_MANY = f"has over {MAX_IMAGE_PIXELS} pixels"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 from io import BytesIO
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,61 @@ def test_each_kind_of_pixel_becomes_rgb(mode: str) -> None:
     out = BytesIO()
     Image.new(mode, (3, 2)).save(out, "PNG")
     assert decoded(out.getvalue()).mode == "RGB"
+
+
+def saved(image: Image.Image, form: str, **more: Any) -> bytes:
+    out = BytesIO()
+    image.save(out, form, **more)
+    return out.getvalue()
+
+
+@given(st.lists(st.integers(0, 65_535), min_size=1, max_size=60))
+def test_a_grey_image_of_16_bits_is_scaled_to_8(levels: list[int]) -> None:
+    image = Image.fromarray(np.array([levels], np.uint16))
+    shown = np.asarray(decoded(saved(image, "PNG")))
+    assert (shown == np.array([[[level / 65_536 * 256] * 3 for level in levels]]).astype(np.uint8)).all()
+    clear = np.asarray(decoded(saved(image, "PNG", transparency=levels[0])))
+    assert (clear == np.where(np.array(levels)[None, :, None] == levels[0], 255, shown)).all()
+
+
+BLACK_AND_CLEAR = np.array([[[9, 8, 7, 255], [9, 8, 7, 0], [9, 8, 7, 128]]], np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("mode", "form", "more"),
+    [
+        ("RGBA", "PNG", {}),
+        ("LA", "PNG", {}),
+        ("RGBA", "WEBP", {"lossless": True, "exact": True}),
+        ("RGBA", "GIF", {}),
+    ],
+)
+def test_what_is_transparent_shows_white(mode: str, form: str, more: dict[str, Any]) -> None:
+    shown = np.asarray(decoded(saved(Image.fromarray(BLACK_AND_CLEAR).convert(mode), form, **more)))
+    opaque, clear, half = shown[0].astype(int)
+    assert (opaque < 12).all()
+    assert (clear == 255).all()
+    if form != "GIF":  # whose pixels are opaque or not
+        assert (abs(half - (255 + 8) / 2) < 3).all()
+
+
+@pytest.mark.parametrize("form", ["PNG", "GIF"])
+def test_a_transparent_colour_of_a_palette_shows_white(form: str) -> None:
+    image = Image.new("P", (2, 1), 0)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.putpixel((1, 0), 1)
+    for clear in (0, b"\x00\xff") if form == "PNG" else (0,):
+        shown = decoded(saved(image, form, transparency=clear))
+        assert [shown.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (200, 100, 50)]
+
+
+@pytest.mark.parametrize(("mode", "clear", "other"), [("1", 0, 255), ("L", 7, 90), ("RGB", (1, 2, 3), (90, 90, 90))])
+def test_a_transparent_colour_without_a_palette_shows_white(mode: str, clear: Any, other: Any) -> None:
+    image = Image.new(mode, (2, 1), clear)
+    image.putpixel((1, 0), other)
+    shown = decoded(saved(image, "PNG", transparency=clear))
+    expected = (other,) * 3 if isinstance(other, int) else other
+    assert [shown.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), expected]
 
 
 def test_one_pixel_is_an_image() -> None:
