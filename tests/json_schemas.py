@@ -262,7 +262,44 @@ def combined() -> list[Schema]:
     return found
 
 
+def idle() -> list[Schema]:
+    """Keywords without effect and other spellings, as zod, pydantic, TypeBox and generators of OpenAPI write them."""
+    record = {"type": "object", "additionalProperties": INT, "maxProperties": 2}
+    names: tuple[Schema, ...] = (
+        {"type": "string"},
+        {"type": ["string", "null"], "description": "a name"},
+        {},
+        True,
+        {"enum": ["a.b", "c", "d/e", 3, "x y", "-"]},
+        {"const": "only"},
+        {"type": "string", "pattern": "^[a-z]{1,3}$"},
+        {"$ref": "#/$defs/key"},
+    )
+    found: list[Schema] = [
+        {"$defs": {"key": {"type": "string", "enum": ["red", "green"]}}} | record | {"propertyNames": name}
+        for name in names
+    ]
+    found += [
+        obj({"a": {"type": "string", "minLength": 1.0, "maxLength": 3.0}}),
+        {"type": "array", "items": INT, "minItems": 1.0, "maxItems": 2.0},
+        {"type": "object", "additionalProperties": INT, "minProperties": 1.0, "maxProperties": 2.0},
+        {"type": "integer", "minimum": 2.0, "maximum": 5.0, "multipleOf": 1.0},
+        {"type": "integer", "enum": [1.0, 2.0]},
+        {"const": 3.0},
+        obj({"a": {"type": "boolean", "then": {"const": 1}, "else": {"not": {}}}}),
+        obj({"a": INT}, **{"if": {"properties": {"a": {"const": 1}}}}),
+        obj({"a": INT}, **{"if": {"required": ["a"]}, "then": True, "else": {}}),
+        {"type": "array", "items": INT, "maxItems": 2, "minContains": 1, "maxContains": 1.0},
+        {"type": "array", "items": INT, "maxItems": 1, "uniqueItems": True},
+        obj({"a": INT}, dependentRequired={}, dependentSchemas={"a": True}, unevaluatedProperties=True),
+        obj({"a": INT}, ["a"], dependentRequired={"a": []}, propertyNames={"type": "string"}),
+        {"type": "array", "items": INT, "maxItems": 2, "unevaluatedItems": {}, "not": False},
+    ]
+    return found
+
+
 SUPPORTED: dict[str, list[Schema]] = {
+    "idle": idle(),
     "nesting": nesting(),
     "enums": enums(),
     "patterns": patterns(),
@@ -281,7 +318,16 @@ REFUSED: dict[str, tuple[Schema, str]] = {
     "if": (obj({"a": {"if": {"const": 1}, "then": {"const": 2}}}), ".properties.a.if"),
     "contains": ({"type": "array", "items": {"contains": INT}}, ".items.contains"),
     "uniqueItems": (obj({"a": {"type": "array", "uniqueItems": True}}), ".properties.a.uniqueItems"),
-    "propertyNames": ({"type": "object", "propertyNames": {"pattern": "a"}}, ".propertyNames"),
+    "propertyNames": ({"type": "object", "propertyNames": {"minLength": 2}}, ".propertyNames"),
+    "propertyNames beside keys": (obj({"a": INT}, propertyNames={"enum": ["a"]}), ".propertyNames"),
+    "propertyNames of no text": ({"propertyNames": {"type": "integer"}}, ".propertyNames"),
+    "in a record": (
+        {"propertyNames": {"pattern": "a"}, "additionalProperties": {"not": {}}},
+        ".additionalProperties.not",
+    ),
+    "then": ({"if": {"const": 1}, "then": {"const": 2}, "minContains": 2}, ".if"),
+    "in an alternative": ({"oneOf": [{"const": 1}, {"const": 2, "not": {}}]}, ".oneOf[1].not"),
+    "pattern of keys": ({"patternProperties": {"a": INT, "(?=a)": INT}}, ".patternProperties.(?=a)"),
     "dependentRequired": ({"dependentRequired": {"a": ["b"]}}, ".dependentRequired"),
     "unevaluatedProperties": ({"unevaluatedProperties": False}, ".unevaluatedProperties"),
     "in a reference": ({"$defs": {"d": {"items": {"not": {}}}}, "$ref": "#/$defs/d"}, ".$defs.d.items.not"),
@@ -305,7 +351,7 @@ REFUSED: dict[str, tuple[Schema, str]] = {
         obj({"v": {"oneOf": [obj({"t": {"const": 1}}), obj({"t": {"enum": [1.0]}})]}}),
         ".properties.v.oneOf",
     ),
-    "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, ""),
+    "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, ".pattern"),
     "endless": ({"$ref": "#"}, ""),
 }
 """Schemas that are refused, with the place that the error names; empty for the schema itself."""

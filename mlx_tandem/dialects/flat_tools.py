@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_tandem.errors import InvalidRequest
@@ -11,15 +11,21 @@ from mlx_tandem.generation.tools.offer import Tools, tools_of
 
 
 def flat_tools_of(
-    tools: Sequence[Any], choice: Any, parallel: bool | None, places: Sequence[str], skipped: Sequence[str]
+    tools: Sequence[Any],
+    choice: Any,
+    parallel: bool | None,
+    places: Sequence[str],
+    skipped: Sequence[str],
+    schemas: Mapping[str, str],
 ) -> Tools | None:
     """Return the tools of a request; None if it offers none to the model.
 
     The first three arguments have the form of OpenAI's chats. `places` has the request's field of each tool, and
-    `skipped` the tools that were left out. Raises InvalidRequest that names fields as the request has them.
+    `skipped` the tools that were left out. `schemas` has the field of each tool's schema by the tool's name. Raises
+    InvalidRequest that names fields as the request has them.
     """
     try:
-        return tools_of(tools, choice, parallel)
+        return tools_of(tools, choice, parallel, places=schemas)
     except InvalidRequest as e:
         param = e.param or ""
         if (found := re.match(r"tools\[(\d+)\]", param)) is not None and len(tools) == len(places):

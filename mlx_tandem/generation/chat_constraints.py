@@ -12,9 +12,6 @@ from mlx_tandem.generation.tools.calls import CallForm
 from mlx_tandem.generation.tools.offer import Function, Tools
 from mlx_tandem.strict_json import dumps
 
-ANY_ARGUMENTS = b'{"type":"object"}'
-"""The schema of the arguments of a function that does not describe them."""
-
 
 def chat_constraint(front: Front, chat: Chat, given: Constraint | None) -> Constraint | None:
     """Return what the answers must match; None for any text. `given` is the request's own constraint.
@@ -42,13 +39,13 @@ def _calls(tools: Tools, form: CallForm | None, param: str) -> Calls:
     if form is None:
         raise InvalidRequest("the form of this model's tool calls cannot be enforced", param=param)
     calls = tuple(
-        Call(form.before + function.name + form.middle, _arguments(function), form.after)
+        Call(form.before + function.name + form.middle, _arguments(tools, function), form.after)
         for function in tools.functions.values()
     )
     return Calls(calls, separator=form.between if tools.parallel else None)
 
 
-def _arguments(function: Function) -> Schema:
+def _arguments(tools: Tools, function: Function) -> Schema:
     """Return the schema of a function's arguments. Unless it is strict, what cannot be enforced is left out."""
-    schema = ANY_ARGUMENTS if function.parameters is None else dumps(function.parameters)
-    return Schema(schema, f".{function.name}.parameters", is_lenient=not function.strict)
+    schema = {"type": "object"} | (function.parameters or {})
+    return Schema(dumps(schema), tools.places[function.name], is_lenient=not function.strict)

@@ -176,7 +176,7 @@ def test_logprobs_are_those_of_the_model(server):
         ({"guided_json": LARGE}, "guided_json"),
         ({"structured_outputs": {"yaml": 1}}, "structured_outputs.yaml"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
-        ({"structured_outputs": {"json": {"if": {}}}}, "structured_outputs.json.if"),
+        ({"structured_outputs": {"json": {"if": {}, "then": False}}}, "structured_outputs.json.if"),
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
         ({"guided_choice": ["a"], "response_format": FORMAT}, "guided_choice"),
         ({"guided_choice": ["a"], "min_tokens": 2}, "min_tokens"),
@@ -277,10 +277,10 @@ def test_beside_tools_an_answer_is_a_call_or_matches_its_format(server):
     ("fields", "param"),
     [
         ({"tool_choice": "required", "response_format": FORMAT}, "response_format"),
-        ({"tools": [function("f", {"a": {"not": {}}}, strict=True)]}, "tools.f.parameters.properties.a.not"),
+        ({"tools": [function("f", {"a": {"not": {}}}, strict=True)]}, "tools[0].function.parameters.properties.a.not"),
         (
             {"tools": [function("f", {"a": {"not": {}}}, strict=True)], "tool_choice": "required"},
-            "tools.f.parameters.properties.a.not",
+            "tools[0].function.parameters.properties.a.not",
         ),
     ],
 )
@@ -288,6 +288,72 @@ def test_tools_that_cannot_be_enforced_are_refused(server, fields, param):
     reply = server.chat(QUESTION, max_tokens=5, **({"tools": TOOLS} | fields))
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
+
+
+BAD: dict[str, Any] = {"type": "object", "properties": {"a": {"oneOf": [{"const": 1, "not": {}}]}}}
+NOT = "properties.a.oneOf[0].not"
+FLAT = {"name": "f", "strict": True, "parameters": BAD}
+USER = [{"role": "user", "content": "hi"}]
+MESSAGE = {"model": "base", "max_tokens": 5, "messages": USER}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/chat/completions", {"messages": USER, "functions": [FLAT]}, f"functions[0].parameters.{NOT}"),
+        (
+            "/v1/responses",
+            {"input": "hi", "tools": [{"type": "function", **FLAT}]},
+            f"tools[0].parameters.{NOT}",
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", **FLAT}]}]},
+            f"tools[0].tools[0].parameters.{NOT}",
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": BAD}}},
+            f"text.format.schema.{NOT}",
+        ),
+        (
+            "/v1/messages",
+            MESSAGE | {"tools": [{"name": "f", "strict": True, "input_schema": BAD}]},
+            f"tools[0].input_schema.{NOT}",
+        ),
+        (
+            "/v1/messages",
+            MESSAGE | {"output_config": {"format": {"type": "json_schema", "schema": BAD}}},
+            f"output_config.format.schema.{NOT}",
+        ),
+        ("/api/chat", {"model": "base", "messages": USER, "format": BAD}, f"format.{NOT}"),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "tools": [{"type": "function", "function": FLAT}], "response_format": FORMAT},
+            f"tools[0].function.parameters.{NOT}",
+        ),
+    ],
+)
+def test_an_error_about_a_schema_names_the_place_in_the_request(server, path, body, place):
+    for stream in (False, True):
+        reply = server.client.post(path, json=body | {"stream": stream})
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        said = error if isinstance(error, str) else error["message"]
+        assert said.startswith(f"{place}: the keyword not"), said
+        if isinstance(error, dict) and "param" in error:
+            assert error["param"] == place
+
+
+def test_a_tool_that_is_not_strict_is_enforced_as_far_as_it_can_be(server):
+    """Neither a word that is no type nor a schema elsewhere keeps the rest from being enforced."""
+    tool = function("f", {"a": {"type": "any"}, "b": {"enum": [7]}, "c": {"$ref": "https://example.org/s"}})
+    tool["function"]["parameters"]["properties"]["a"]["maxLength"] = 3
+    body = {"tools": [tool], "tool_choice": "required", "temperature": 1.0, "max_tokens": 1}
+    assert server.chat(QUESTION, **body).status_code == 200
+    refused = tool["function"] | {"strict": True}
+    reply = server.chat(QUESTION, **(body | {"tools": [{"type": "function", "function": refused}]}))
+    assert reply.json()["error"]["param"].startswith("tools[0].function.parameters.properties.")
 
 
 def test_what_cannot_be_enforced_of_tools_that_are_not_strict_is_left_out(server):

@@ -43,7 +43,10 @@ def offer(given: Sequence[Any] | None, choice: ToolChoice | None) -> Offer:
         else:
             functions.append(_function(convert(tool, Tool, where)))
             places.append(where)
-    return Offer(flat_tools_of(functions, *_choice(choice), places, skipped), tuple(skipped))
+    schemas = {
+        function["function"]["name"]: f"{place}.input_schema" for function, place in zip(functions, places, strict=True)
+    }
+    return Offer(flat_tools_of(functions, *_choice(choice), places, skipped, schemas), tuple(skipped))
 
 
 def _elsewhere(tool: Any, where: str) -> str | None:

@@ -99,9 +99,10 @@ def offer(given: Iterable[tuple[str, Sequence[Any]]], choice: Any, parallel: boo
     own = [place for place in places if place.kind in ("function", "custom")]
     skipped = tuple(f"{place.where} {place.kind}" for place in places if place not in own)
     tools = [_described(place) for place in own]
+    schemas = {tool["function"]["name"]: f"{place.where}.parameters" for tool, place in zip(tools, own, strict=True)}
     if isinstance(choice, dict):
         tools, choice = _chosen(tools, choice)
-    offered = flat_tools_of(tools, choice, parallel, [place.where for place in own], skipped)
+    offered = flat_tools_of(tools, choice, parallel, [place.where for place in own], skipped, schemas)
     return Offer(
         offered,
         {place.given["name"]: place.namespace for place in own if place.namespace},

@@ -82,7 +82,7 @@ class Constraints:
             return answer.grammar.encode()
         if isinstance(answer, Lost):
             raise InvalidRequest(f"{param} {LOST[answer.kind]}", param=param)
-        where = param + answer.where
+        where = answer.where or param
         raise InvalidRequest(f"{where}: {answer.message}", param=where)
 
     def _program(self) -> Program[_Answer]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+ANY_OBJECT = b'{"type":"object"}'
+"""The schema of any JSON object."""
+
 
 class Schema(Struct, frozen=True, array_like=True, tag=True):
     """A JSON value that is valid under a JSON schema. `json` is the schema as JSON, in UTF-8.
 
-    `where` is the path inside of the field at which errors place the schema, such as `.json_schema.schema`.
+    `where` is the field of the request that has the schema, such as `response_format.json_schema.schema`.
     """
 
     json: bytes

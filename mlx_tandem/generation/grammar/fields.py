@@ -7,12 +7,9 @@ from typing import Any
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.generation.grammar.constraint import Constraint, OneOf, Pattern, Rules, Schema
+from mlx_tandem.generation.grammar.constraint import ANY_OBJECT, Constraint, OneOf, Pattern, Rules, Schema
 from mlx_tandem.generation.sampling import Sampling
 from mlx_tandem.strict_json import check_nested, dumps
-
-ANY_OBJECT = b'{"type":"object"}'
-"""The schema of any JSON object."""
 
 FORMATS = ("text", "json_object", "json_schema")
 """The types of a `response_format`."""
@@ -42,7 +39,7 @@ def json_constraint(param: str, schema: Any = None, where: str = "") -> Constrai
 
     `param` is the field of the request, and `where` the path of the schema in it. Raises InvalidRequest.
     """
-    return Constraint(Schema(ANY_OBJECT) if schema is None else _schema(schema, param + where, where), param)
+    return Constraint(Schema(ANY_OBJECT, param) if schema is None else _schema(schema, param + where), param)
 
 
 def _check_alone(body: Sampling, param: str) -> None:
@@ -63,7 +60,7 @@ def _response_format(given: dict[str, Any]) -> Constraint | None:
         return None
     if kind == "json_object":
         _check_keys(given, {"type"}, param)
-        return Constraint(Schema(ANY_OBJECT), param)
+        return Constraint(Schema(ANY_OBJECT, param), param)
     _check_keys(given, {"type", "json_schema"}, param)
     own = given.get("json_schema")
     if not isinstance(own, dict):
@@ -73,8 +70,7 @@ def _response_format(given: dict[str, Any]) -> Constraint | None:
     if "schema" not in own:
         where = f"{param}.json_schema.schema"
         raise InvalidRequest(f"{where} is required", param=where, code="missing_required_parameter")
-    schema = _schema(own["schema"], f"{param}.json_schema.schema", ".json_schema.schema")
-    return Constraint(schema, param)
+    return Constraint(_schema(own["schema"], f"{param}.json_schema.schema"), param)
 
 
 def _structured_outputs(given: dict[str, Any]) -> list[Constraint]:
@@ -92,7 +88,8 @@ def _structured_outputs(given: dict[str, Any]) -> list[Constraint]:
         if given.get(name) is not None
     ]
     if given.get("json_object"):
-        made.append(Constraint(Schema(ANY_OBJECT), f"{param}.json_object", is_compact=compact))
+        whole = f"{param}.json_object"
+        made.append(Constraint(Schema(ANY_OBJECT, whole), whole, is_compact=compact))
     return made
 
 
@@ -104,14 +101,14 @@ def _check_keys(given: dict[str, Any], known: set[str], param: str) -> None:
             raise InvalidRequest(f"{param}.{name} is not supported", param=f"{param}.{name}", code="unknown_parameter")
 
 
-def _schema(value: Any, param: str, where: str = "") -> Schema:
+def _schema(value: Any, param: str) -> Schema:
     """Return a schema, which is an object, a boolean, or either of them as JSON in a text."""
     if isinstance(value, str):
-        return Schema(value.encode("utf-8", "surrogatepass"), where)
+        return Schema(value.encode("utf-8", "surrogatepass"), param)
     if not isinstance(value, dict | bool):
         raise InvalidRequest(f"{param} must be a JSON schema", param=param, code="invalid_type")
     check_nested(value, param, depth=limits.MAX_JSON_DEPTH, values=limits.MAX_GRAMMAR_BYTES)
-    return Schema(dumps(value), where)
+    return Schema(dumps(value), param)
 
 
 def _text(value: Any, param: str) -> str:

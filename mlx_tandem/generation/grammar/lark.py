@@ -29,7 +29,7 @@ _TEMPERATURE = re.compile(r"^[?!]?[\w-]+\[[^\]\n]*\btemperature\b", re.MULTILINE
 
 
 class Unwritable(Exception):
-    """Raised for a constraint that has no grammar. `where` is the place of the mistake inside of the field."""
+    """Raised for a constraint that has no grammar. `where` is the field of the mistake; "" for the constraint's."""
 
     def __init__(self, message: str, where: str = ""):
         super().__init__(message)
@@ -74,7 +74,7 @@ class _Writer:
     def __init__(self, added: Mapping[str, int], is_compact: bool):
         self._added = added
         self._options = {
-            "coerce_one_of": False,
+            "coerce_one_of": True,  # schemas.checked accepts it where it means the same as anyOf
             **({"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITESPACE}),
         }
         names = sorted(filter(None, added), key=len, reverse=True)

@@ -16,7 +16,7 @@ class Compiled(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=True):
-    """The reason why there is no grammar. `where` is the place of the mistake inside of the field."""
+    """The reason why there is no grammar. `where` is the field of the mistake; "" for that of the constraint."""
 
     message: str
     where: str = ""

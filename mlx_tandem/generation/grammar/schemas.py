@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 import jsonschema_rs
+from llguidance import LLMatcher
 
 from mlx_tandem.generation.grammar.alternatives import are_disjoint
+from mlx_tandem.generation.grammar.idle import OTHER_FORMATS, bind_names, drop_idle, names_pattern
 
 UNSUPPORTED = frozenset(
     """
-    not if then else contains minContains maxContains propertyNames dependentRequired dependentSchemas dependencies
+    not if then else contains minContains maxContains dependentRequired dependentSchemas dependencies
     unevaluatedProperties unevaluatedItems uniqueItems $dynamicRef $recursiveRef x-guidance
     """.split()
 )
 """Keywords that cannot be enforced. `x-guidance` would change llguidance's own rules."""
-
-FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
-"""Formats that are enforced."""
-
-OTHER_FORMATS = frozenset(
-    """
-    idn-email idn-hostname uri-reference uri-template iri iri-reference json-pointer relative-json-pointer regex
-    """.split()
-)
-"""Formats that JSON Schema defines and that cannot be enforced. It defines no others, and says to ignore those."""
 
 DIALECTS = frozenset(
     f"http{s}://json-schema.org/{path}{end}"
@@ -43,10 +38,13 @@ DIALECTS = frozenset(
 """The values of `$schema` that are known. Others would have to be fetched."""
 
 _MAPS = ("properties", "patternProperties")
-_LISTS = ("allOf", "anyOf", "prefixItems")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("additionalProperties", "items", "additionalItems")
 MOST_REFERENCES = 64
 """Most references that lead from one to the next."""
+
+MOST_FAULTS = 64
+"""Most keywords with a wrong form that are left out of one schema."""
 
 Path = tuple[str | int, ...]
 
@@ -56,6 +54,7 @@ class SchemaError(Exception):
 
     def __init__(self, message: str, path: Path):
         super().__init__(message)
+        self.path = path
         self.where = written(path)
 
 
@@ -67,12 +66,24 @@ def written(path: Sequence[str | int]) -> str:
 def checked(schema: Any, *, is_lenient: bool = False) -> Any:
     """Return a schema without the keywords that enforce nothing. Raises SchemaError for one that cannot be enforced.
 
-    If `is_lenient`, keywords that cannot be enforced are left out, too.
+    If `is_lenient`, what cannot be enforced is left out, too, and nothing is raised.
     """
     if isinstance(schema, dict) and schema.get("$schema", next(iter(DIALECTS))) not in DIALECTS:
-        raise SchemaError("this dialect of JSON Schema is not known", ("$schema",))
-    _check_form(schema)
-    return _Walk(schema, is_lenient).run()
+        if not is_lenient:
+            raise SchemaError("this dialect of JSON Schema is not known", ("$schema",))
+        schema = {key: value for key, value in schema.items() if key != "$schema"}
+    made = _copied(schema)
+    if is_lenient:
+        made = _without_faults(made)
+    _check_form(made)
+    return _Walk(made, is_lenient).run()
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of plain data, whose objects may be changed."""
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_form(schema: Any) -> None:
@@ -85,6 +96,24 @@ def _check_form(schema: Any) -> None:
         raise SchemaError(f"this is no JSON schema: {e}", ()) from e
 
 
+def _without_faults(schema: Any) -> Any:
+    """Return a schema without the keywords whose values have a wrong form; {} if that leaves no schema."""
+    for _ in range(MOST_FAULTS):
+        try:
+            _check_form(schema)
+        except SchemaError as e:
+            names = [i for i, step in enumerate(e.path) if isinstance(step, str)]
+            if not names:
+                return {}
+            found = schema
+            for step in e.path[: names[-1]]:
+                found = found[step]
+            del found[e.path[names[-1]]]
+        else:
+            return schema
+    return {}
+
+
 class _Walk:
     """One pass over all parts of a schema that can matter: those under its keywords and those that `$ref` names."""
 
@@ -93,48 +122,56 @@ class _Walk:
         self._is_lenient = is_lenient
         self._todo: list[tuple[Any, Path]] = []
         self._met: set[int] = set()
+        self._names: list[
+            tuple[dict[str, Any], str]
+        ] = []  # objects with `propertyNames`, and the pattern it stands for
 
     def run(self) -> Any:
-        """Return the root without the keywords that enforce nothing."""
-        made = self._copied(self._root)
-        self._root = made
-        self._todo.append((made, ()))
+        """Return the root, changed in place."""
+        self._todo.append((self._root, ()))
         while self._todo:
             part, path = self._todo.pop()
             if isinstance(part, dict) and id(part) not in self._met:
                 self._met.add(id(part))
                 self._check(part, path)
                 self._todo += self._parts(part, path)
-        return made
-
-    def _copied(self, value: Any) -> Any:
-        """Return a copy of plain data, whose objects the walk may change."""
-        if isinstance(value, dict):
-            return {key: self._copied(inner) for key, inner in value.items()}
-        return [self._copied(inner) for inner in value] if isinstance(value, list) else value
+        for part, pattern in self._names:  # Errors about the schemas in them have named the places that clients know.
+            bind_names(part, pattern)
+        return self._root
 
     def _check(self, part: dict[str, Any], path: Path) -> None:
         """Raise SchemaError for a keyword of this object that cannot be enforced, and drop those without effect."""
-        if part.get("uniqueItems") is False:
-            del part["uniqueItems"]
-        asked = part.get("format")
-        if asked is not None and asked not in FORMATS | OTHER_FORMATS:
-            del part["format"]
+        drop_idle(part)
+        for pattern in list(part.get("patternProperties", ())):
+            if why := _problem_of_pattern(pattern):
+                self._leave_out(part["patternProperties"], pattern, why, (*path, "patternProperties"))
         for keyword in list(part):
             if why := self._problem(part, keyword, path):
-                if not self._is_lenient:
-                    raise SchemaError(why, (*path, keyword))
-                inner = part.pop(keyword)
-                if keyword == "oneOf":
-                    part.setdefault("anyOf", inner)
-        if "oneOf" in part:
-            part["anyOf"] = part.pop("oneOf")
+                self._leave_out(part, keyword, why, path)
+        if "propertyNames" in part:
+            self._names.append((part, names_pattern(self._end(part["propertyNames"], path)) or ""))
+
+    def _leave_out(self, part: dict[str, Any], key: str, why: str, path: Path) -> None:
+        """Raise SchemaError for what cannot be enforced; in a lenient walk, remove it instead.
+
+        Only `oneOf` is kept then, which the grammar takes for `anyOf`.
+        """
+        if not self._is_lenient:
+            raise SchemaError(why, (*path, key))
+        if key != "oneOf" or path[-1:] == ("patternProperties",):
+            del part[key]
 
     def _problem(self, part: dict[str, Any], keyword: str, path: Path) -> str:
         """Return why a keyword of a schema cannot be enforced; empty if it can."""
         value = part[keyword]
         if keyword in UNSUPPORTED:
             return f"the keyword {keyword} cannot be enforced"
+        if keyword == "propertyNames" and not self._binds_names(part, path):
+            return "propertyNames can only be a pattern or a list of names, and without other keys beside them"
+        if keyword == "pattern":
+            return _problem_of_pattern(value)
+        if keyword == "$ref":
+            return self._problem_of_reference(value, path)
         if keyword == "$id" and path:
             return "only the whole schema may have an $id"
         if keyword == "format" and value in OTHER_FORMATS:
@@ -147,6 +184,23 @@ class _Walk:
                 "the alternatives of oneOf must differ in their types, or in a required property with fixed values; "
                 "anyOf has no such condition"
             )
+        return ""
+
+    def _binds_names(self, part: dict[str, Any], path: Path) -> bool:
+        """Return whether the `propertyNames` of an object can be enforced."""
+        pattern = names_pattern(self._end(part["propertyNames"], path))
+        return pattern == "" or (
+            pattern is not None
+            and not _problem_of_pattern(pattern)
+            and not (part.get("properties") or part.get("patternProperties"))
+        )
+
+    def _problem_of_reference(self, ref: str, path: Path) -> str:
+        """Return why a reference leads to no schema; empty if it leads to one."""
+        try:
+            self._resolved(ref, path)
+        except SchemaError as e:
+            return str(e)
         return ""
 
     def _parts(self, part: dict[str, Any], path: Path) -> Iterator[tuple[Any, Path]]:
@@ -167,11 +221,14 @@ class _Walk:
             yield self._resolved(part["$ref"], (*path, "$ref"))
 
     def _end(self, part: Any, path: Path) -> Any:
-        """Return the schema at the end of a chain of references; {} for a chain that has no end."""
+        """Return the schema at the end of a chain of references; {} for a chain that has none."""
         for _ in range(MOST_REFERENCES):
             if not isinstance(part, dict) or "$ref" not in part:
                 return part
-            part, _place = self._resolved(part["$ref"], (*path, "$ref"))
+            try:
+                part, _place = self._resolved(part["$ref"], path)
+            except SchemaError:  # The walk finds it, too, and names its place.
+                return {}
         return {}
 
     def _resolved(self, ref: str, path: Path) -> tuple[Any, Path]:
@@ -190,3 +247,16 @@ class _Walk:
                 raise SchemaError("the reference names nothing", path)
             steps.append(step)
         return found, tuple(steps)
+
+
+@lru_cache(1024)
+def _problem_of_pattern(pattern: str) -> str:
+    """Return why a regular expression cannot be enforced; empty if it can."""
+    schema = {"type": "string", "pattern": pattern}
+    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}"))
+    found = _REGEX_ERROR.search(error)
+    return f"the pattern cannot be enforced: {found[1]}" if found else ""
+
+
+_REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
+"""The reason in the regex library's report of several lines."""

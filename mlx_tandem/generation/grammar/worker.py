@@ -18,7 +18,7 @@ from msgspec import structs
 
 from mlx_tandem.engine.grammars.compiling import compiled, open_tokenizer
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.generation.grammar.constraint import Calls, Constraint, Schema
+from mlx_tandem.generation.grammar.constraint import ANY_OBJECT, Calls, Constraint, Schema
 from mlx_tandem.generation.grammar.lark import Unwritable, grammar_of
 from mlx_tandem.generation.grammar.messages import Answer, Compiled, Refused, decode_constraint
 from mlx_tandem.generation.tokenizer import Tokenizer
@@ -68,7 +68,9 @@ class Worker:
                 try:
                     self._compiled(structs.replace(constraint, form=schema, thought=None, calls=None))
                 except InvalidRequest as e:
-                    return Refused(_PREFIX.sub("", e.message), schema.where)
+                    if not schema.is_lenient:
+                        return Refused(_PREFIX.sub("", e.message), schema.where)
+                    constraint = _with_any_object(constraint, schema)
             return Compiled(self._compiled(constraint))
         except Unwritable as e:
             return Refused(str(e), e.where)
@@ -89,6 +91,21 @@ def _schemas(constraint: Constraint) -> list[Schema]:
     calls = [call for form in forms if isinstance(form, Calls) for call in form.calls]
     own = [constraint.form] if isinstance(constraint.form, Schema) else []
     return own + [call.arguments for call in calls]
+
+
+def _with_any_object(constraint: Constraint, schema: Schema) -> Constraint:
+    """Return a constraint whose calls with these arguments take any object instead."""
+
+    def loose(form: Calls) -> Calls:
+        loosened = structs.replace(schema, json=ANY_OBJECT)
+        return structs.replace(
+            form,
+            calls=tuple(structs.replace(c, arguments=loosened) if c.arguments == schema else c for c in form.calls),
+        )
+
+    calls = None if constraint.calls is None else loose(constraint.calls)
+    form = loose(constraint.form) if isinstance(constraint.form, Calls) else constraint.form
+    return structs.replace(constraint, form=form, calls=calls)
 
 
 def main(fd: str, folder: str, size: str, tokens: str, ids: str) -> None:

@@ -47,12 +47,14 @@ class Tools:
     """The functions that the model may call, by name in their order, and whether it has to.
 
     `choice` is auto, or required: the answer is one of these calls. A request that names one function requires it and
-    offers no other. `parallel` says whether one answer may have several calls.
+    offers no other. `parallel` says whether one answer may have several calls. `places` has the field of the request in
+    which each function's parameters are described, for errors about them.
     """
 
     functions: Mapping[str, Function] = field(default_factory=dict)
     choice: Choice = "auto"
     parallel: bool = True
+    places: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
@@ -66,12 +68,22 @@ class Tools:
         return properties if isinstance(properties, dict) else {}
 
 
-def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None, *, param: str = "tools") -> Tools | None:
+def tools_of(
+    tools: Sequence[Any] | None,
+    choice: Any,
+    parallel: bool | None,
+    *,
+    param: str = "tools",
+    places: Mapping[str, str] | None = None,
+) -> Tools | None:
     """Return the tools of a request; None if it offers none to the model. Raises InvalidRequest naming the field.
 
     `tools`, `choice` and `parallel` have the form of OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`.
+    `places` has the field of each function's parameters by its name, in a dialect that calls it differently.
     """
     functions = _functions(tools or [], param)
+    if places is None:
+        places = {name: f"{param}[{i}].function.parameters" for i, name in enumerate(functions)}
     kind, named = _choice(choice)
     if kind == "required" and not functions:
         raise InvalidRequest(f"tool_choice asks for a call, and {param} is empty", param="tool_choice")
@@ -81,7 +93,7 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None, *,
         functions = {named: functions[named]}
     if kind == "none" or not functions:
         return None
-    return Tools(functions, kind, parallel is not False)
+    return Tools(functions, kind, parallel is not False, places)
 
 
 def _functions(tools: Sequence[Any], param: str) -> dict[str, Function]:

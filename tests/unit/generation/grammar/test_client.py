@@ -59,7 +59,7 @@ ALL = [
     Constraint(OneOf(("a", "b")), "guided_choice"),
     Constraint(OneOf(("b", "a")), "guided_choice"),
     Constraint(Schema(b"{}"), "response_format"),
-    Constraint(Schema(b"{}", ".schema"), "response_format"),
+    Constraint(Schema(b"{}", "response_format.schema"), "response_format"),
     Constraint(Schema(b"{}", is_lenient=True), "response_format"),
     Constraint(Schema(b"{}"), "response_format", is_compact=True),
     Constraint(Schema(b"{}"), "response_format", thought=Thought("</think>")),
@@ -103,7 +103,7 @@ def test_those_that_were_used_last_are_kept(constraints: Constraints, monkeypatc
     ("answer", "says", "param"),
     [
         (
-            Refused("the keyword not cannot be enforced", ".schema.not"),
+            Refused("the keyword not cannot be enforced", "response_format.schema.not"),
             "response_format.schema.not: the keyword",
             ".schema.not",
         ),
