@@ -84,8 +84,8 @@ class TextLogprobs:
     def _offset(self, raw: bytes) -> int:
         """Return the number of characters before the one in which these next bytes of the text begin."""
         self._length += len(self._decoder.decode(raw[:1]))
-        is_inside = not raw or bool(self._decoder.getstate()[0])
-        offset = self._length if is_inside else self._length - 1
+        pending = self._decoder.getstate()[0].decode(errors="replace")
+        offset = self._length + len(pending) - (1 if raw or pending else 0)
         self._length += len(self._decoder.decode(raw[1:]))
         return offset
 

@@ -7,7 +7,7 @@ import math
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs, TextLogprobs
@@ -49,6 +49,7 @@ SPLITTING = cast(
 
 
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=8), st.booleans(), st.integers(0, 8))
+@example([15, 13], False, 0)
 def test_offsets_count_characters_of_the_text(tokens: list[int], as_ids: bool, cut: int) -> None:
     writer = TextLogprobs(SPLITTING, as_ids=as_ids)
     parts = [writer.take(part, [None] * len(part))["text_offset"] for part in (tokens[:cut], tokens[cut:])]
