@@ -25,6 +25,9 @@ from mlx_tandem.adapters.formats.parts import Half, Spec, layer_of, refuse, targ
 from mlx_tandem.errors import ModelError
 
 _SWITCH = re.compile(r"(.+)\.switch_mlp\.([A-Za-z0-9_]+)")
+_OURS, _THEIRS, _HEAD = "language_model.model.", "model.language_model.", "lm_head"
+"""The beginnings of the paths in a vision model's language model, in mlx-lm's and in transformers' classes."""
+
 Tensors = dict[str, npt.NDArray[Any]]
 """Tensors of a safetensors file by name."""
 
@@ -215,7 +218,14 @@ def _peft_config(base: str, rank: int, alpha: float, dropout: float, paths: list
 
 
 def _peft_names(path: str, experts: int) -> list[str]:
-    """Return PEFT's names for a module: one per expert, where Mixtral's leaves have names of their own."""
+    """Return PEFT's names for a module: one per expert, where Mixtral's leaves have names of their own.
+
+    The language model of a vision model has the name that it has in transformers since version 4.52.
+    """
+    if path.startswith(_OURS):
+        path = _THEIRS + path.removeprefix(_OURS)
+    if path == f"language_model.{_HEAD}":
+        path = _HEAD
     if not experts:
         return [path]
     m = _SWITCH.fullmatch(path)
@@ -231,12 +241,13 @@ def _peft_targets(paths: list[str]) -> dict[str, Any]:
     """Return the configuration's target modules: names and layers if every layer has the same modules, else full
     paths.
 
-    With experts full paths are needed, because PEFT would take the expert's number for the layer's.
+    With experts full paths are needed, because PEFT would take the expert's number for the layer's. In a vision model
+    they are needed, because the encoder's modules may have the same names.
     """
     layers, targets = {layer_of(p) for p in paths}, {target_of(p) for p in paths}
     by_expert = any(peft.EXPERT.fullmatch(p) for p in paths)
     pairs = {(layer_of(p), target_of(p)) for p in paths}
-    if None in layers or by_expert or pairs != set(product(layers, targets)):
+    if None in layers or by_expert or paths[0].startswith(_THEIRS) or pairs != set(product(layers, targets)):
         return {"target_modules": sorted(paths)}
     return {"target_modules": sorted(targets), "layers_to_transform": sorted(n for n in layers if n is not None)}
 
@@ -269,10 +280,10 @@ def _to_mlx_lm(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
     for path, sides in modules.items():
         if m := peft.EXPERT.fullmatch(path):
             block, expert, leaf = m.groups()
-            stacks.setdefault(f"{block}.switch_mlp.{peft.MIXTRAL.get(leaf, leaf)}", {})[int(expert)] = path
+            stacks.setdefault(f"{_ours(block)}.switch_mlp.{peft.MIXTRAL.get(leaf, leaf)}", {})[int(expert)] = path
         else:
             for side, (half,) in zip("ab", sides, strict=True):
-                tensors[f"{path}.lora_{side}"] = adapter.values(half)
+                tensors[f"{_ours(path)}.lora_{side}"] = adapter.values(half)
     for path, experts in stacks.items():
         members = _stacked(path, experts, adapter.linears)
         for i, side in enumerate("ab"):
@@ -290,6 +301,11 @@ def _to_mlx_lm(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
         },
     }
     return config, tensors
+
+
+def _ours(path: str) -> str:
+    """Return mlx-lm's path of a module."""
+    return _OURS + path.removeprefix(_THEIRS) if path.startswith(_THEIRS) else path
 
 
 def _stacked(path: str, experts: Mapping[int, str], linears: Mapping[str, LinearShape]) -> list[str]:

@@ -76,6 +76,9 @@ def check(file: str, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[
     for path, (a, b) in spec.modules.items():
         shape = linears[path]
         experts_a, experts_b = ({h.expert for h in side} for side in (a, b))
+        for halves, experts in ((a, experts_a), (b, experts_b)):
+            if len(halves) > len(experts):
+                refuse(file, halves[-1].tensor, f"adapts {path}, which another tensor adapts under another name")
         for half in a:
             if half.expert not in experts_b:
                 refuse(file, half.tensor, "has no matching B tensor")

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_tandem import limits
 from mlx_tandem.adapters.formats.header import Tensor
-from mlx_tandem.adapters.formats.parts import CONFIG, WEIGHTS, Half, LinearShape, Spec, layer_of, linear_at, refuse
+from mlx_tandem.adapters.formats.parts import CONFIG, WEIGHTS, Half, LinearShape, Modules, Spec, layer_of, refuse
 from mlx_tandem.adapters.formats.rules import integer, is_off, positive, rank_in_range, refuse_unknown
 
 _USED = frozenset("fine_tune_type lora_parameters num_layers lora_layers use_dora".split())
@@ -53,13 +53,14 @@ def parse(
 
     name = WEIGHTS["mlx-lm"]
     spec = Spec(scale, {})
+    modules = Modules(linears, base_layers, header)
     for tensor in sorted(header):
         path, _, leaf = tensor.rpartition(".")
         if leaf == "m":
             refuse(name, tensor, "is a DoRA magnitude; DoRA is not supported")
         if leaf not in ("lora_a", "lora_b"):
             refuse(name, tensor, "is not a LoRA tensor")
-        shape = linear_at(path, tensor, name, linears)
+        path, shape = modules.shape(path, tensor, name)
         layer = layer_of(path)
         if layer is not None and layer < first:
             refuse(name, tensor, f"lies outside the last {base_layers - first} of {base_layers} layers ({layers_key})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, NoReturn
 
@@ -75,6 +75,10 @@ class Spec:
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
 
 
+_LAYERS = ("layers.", "h.", "blocks.", "transformer.", "backbone.")
+"""How the paths of layers begin inside of a language model."""
+
+
 def layer_of(path: str) -> int | None:
     """Return the number of the layer that a module lies in, None if it lies in none."""
     m = _LAYER.search(path)
@@ -87,9 +91,54 @@ def target_of(path: str) -> str:
     return path[m.end() :] if m else path
 
 
-def linear_at(path: str, tensor: str, file: str, linears: Mapping[str, LinearShape]) -> LinearShape:
-    """Return the shape of the linear at `path`. Raise ModelError if the served model cannot adapt it."""
-    shape = linears.get(path)
-    if shape is None:
-        refuse(file, tensor, f"adapts {path[:200]!r}, which the served model does not have or cannot adapt")
-    return shape
+_WRAPPERS = re.compile(r"(?:(?:base_model|model|language_model|text_model)\.)*")
+"""The modules around a language model, whose names differ between libraries and their versions. The encoders of images
+and sound lie in modules of other names.
+"""
+
+
+def inner_path(path: str) -> str:
+    """Return a module's path without the names of the modules around the language model."""
+    return path[_WRAPPERS.match(path).end() :]  # type: ignore[union-attr]  # The pattern matches every text.
+
+
+class Modules:
+    """The linears of the served model, found by each name that an adapter may have for them."""
+
+    def __init__(self, linears: Mapping[str, LinearShape], layers: int, tensors: Iterable[str]):
+        """Take the linears by their own paths.
+
+        `layers` is the number of the model's layers, or 0 if it is not known, and `tensors` the names in the file.
+        """
+        self._linears = linears
+        self._layers = layers
+        self._tensors = tensors
+        self._by_inner: dict[str, list[str]] = {}
+
+    def paths(self, name: str) -> Sequence[str]:
+        """Return the paths of the linears that a name may stand for: its own, or those that lie in other wrappers.
+
+        A vision model's language model is `model.language_model.layers…` in transformers since its version 4.52,
+        `language_model.model.layers…` before, `model.layers…` if it was trained alone, and has one of these names here.
+        """
+        if name in self._linears:
+            return (name,)
+        if not self._by_inner:
+            for path in self._linears:
+                self._by_inner.setdefault(inner_path(path), []).append(path)
+        return self._by_inner.get(inner_path(name), ())
+
+    def shape(self, name: str, tensor: str, file: str) -> tuple[str, LinearShape]:
+        """Return the path and the shape of the linear of this name. Raise ModelError naming the tensor if none is
+        served, or if the name may stand for several.
+        """
+        found = self.paths(name)
+        if len(found) == 1:
+            return found[0], self._linears[found[0]]
+        if found:
+            refuse(file, tensor, f"may adapt {found[0]!r} or {found[1]!r} of the served model")
+        inner = (inner_path(each) for each in self._tensors)
+        highest = max((layer_of(path) or 0 for path in inner if path.startswith(_LAYERS)), default=0)
+        if 0 < self._layers <= highest:
+            refuse(file, tensor, f"was made for a model with {highest + 1} layers; the served model has {self._layers}")
+        refuse(file, tensor, f"adapts {name[:200]!r}, which the served model does not have or cannot adapt")

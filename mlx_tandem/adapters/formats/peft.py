@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mlx_tandem import limits
 from mlx_tandem.adapters.formats.header import Tensor
-from mlx_tandem.adapters.formats.parts import CONFIG, WEIGHTS, Half, LinearShape, Spec, layer_of, linear_at, refuse
+from mlx_tandem.adapters.formats.parts import CONFIG, WEIGHTS, Half, LinearShape, Modules, Spec, layer_of, refuse
 from mlx_tandem.adapters.formats.rules import integer, is_off, positive, rank_in_range, refuse_unknown
 
 T = TypeVar("T")
@@ -79,6 +79,7 @@ def parse(
 
     name = WEIGHTS["peft"]
     spec = Spec(scaled(alpha, rank), {}, _invocation(config))
+    modules = Modules(linears, base_layers, header)
     for tensor in sorted(header):
         if ".lora_magnitude_vector" in tensor:
             refuse(name, tensor, "is a DoRA magnitude; DoRA is not supported")
@@ -86,8 +87,8 @@ def parse(
         if leaf not in ("lora_A", "lora_B") or not tensor.endswith(".weight") or not stem.startswith(PREFIX):
             refuse(name, tensor, "is not a LoRA weight of a linear layer")
         path = stem.removeprefix(PREFIX)
-        target, expert = _expert(path, linears)
-        shape = linear_at(target, tensor, name, linears)
+        named, expert = _expert(path, modules)
+        target, shape = modules.shape(named, tensor, name)
         if expert is not None and expert >= shape.experts:
             refuse(name, tensor, f"names expert {expert}; the model has {shape.experts}")
         if layers is not None and layer_of(path) not in layers:
@@ -102,17 +103,17 @@ def _not_integer(field: str) -> NoReturn:
     refuse(CONFIG, field, "must be an integer")
 
 
-def _expert(path: str, linears: Mapping[str, LinearShape]) -> tuple[str, int | None]:
-    """Return the path of the served module and the expert's number for one of PEFT's linears.
+def _expert(path: str, modules: Modules) -> tuple[str, int | None]:
+    """Return a name of the served module and the expert's number for one of PEFT's linears.
 
     PEFT adapts one linear per expert; the served model stacks them in one module under another name.
     """
     m = EXPERT.fullmatch(path)
-    if m is None or path in linears:
+    if m is None or modules.paths(path):
         return path, None
     block, leaf = m.group(1), MIXTRAL.get(m.group(3), m.group(3))
     for middle in ("switch_mlp", "experts"):
-        if f"{block}.{middle}.{leaf}" in linears:
+        if modules.paths(f"{block}.{middle}.{leaf}"):
             return f"{block}.{middle}.{leaf}", int(m.group(2))
     return path, None
 

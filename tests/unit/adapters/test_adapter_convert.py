@@ -123,6 +123,36 @@ def test_names_in_peft(tmp_path: Path) -> None:
     assert len(tensors) == 8
 
 
+def test_names_in_peft_of_a_vision_model(tmp_path: Path) -> None:
+    """PEFT and vLLM find the modules by transformers' names of today, and no module of the encoder of images."""
+    modules = [f"model.layers.{i}.{t}" for i in (1, 2) for t in (Q, UP)]
+    text = mlx_lm(tmp_path / "text", modules)
+    tensors = load_file(text / "adapters.safetensors")
+    head = {"language_model.lm_head.lora_a": np.ones((6, 4), np.float32)}
+    head |= {"language_model.lm_head.lora_b": np.ones((4, 9), np.float32)}
+    config = json.loads((text / "adapter_config.json").read_text())
+    wrapped = {f"language_model.{name}": t for name, t in tensors.items()} | head
+    source = write(tmp_path / "source", config, wrapped, "adapters.safetensors")
+    convert(source, tmp_path / "peft", "peft")
+    names = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert f"base_model.model.model.language_model.layers.1.{Q}.lora_A.weight" in names
+    assert "base_model.model.model.language_model.layers.2.mlp.experts.2.up_proj.lora_B.weight" in names
+    assert "base_model.model.lm_head.lora_B.weight" in names
+    assert not any("language_model.model" in name for name in names)
+    targets = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["target_modules"]
+    assert {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in names} == set(targets)
+    linears = {f"language_model.{path}": shape for path, shape in LINEARS.items()}
+    linears["language_model.lm_head"] = LinearShape(6, 9)
+    one, other = (formats.read(tmp_path / f, linears, max_rank=8, base_layers=3) for f in ("source", "peft"))
+    assert one.tensors.keys() == other.tensors.keys()
+    for path in one.tensors:
+        np.testing.assert_allclose(one.tensors[path][1], other.tensors[path][1], rtol=2e-7)
+    convert(tmp_path / "peft", tmp_path / "back", "mlx-lm")
+    back = load_file(tmp_path / "back" / "adapters.safetensors")
+    ours = {name.replace("language_model.lm_head", "lm_head"): t for name, t in wrapped.items()}
+    assert back.keys() == ours.keys()
+
+
 def test_experts_and_uneven_layers_are_named_one_by_one(tmp_path: Path) -> None:
     convert(mlx_lm(tmp_path / "a", [f"model.layers.0.{UP}", f"model.layers.1.{Q}"]), tmp_path / "b", "peft")
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())

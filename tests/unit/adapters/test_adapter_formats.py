@@ -296,7 +296,7 @@ MLX_TENSORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({**mlx_tensors(), f"{Q}.m": random(16)}, (f"{Q}.m", "DoRA")),
     ({**mlx_tensors(), f"{Q}.weight": random(16, 12)}, (f"{Q}.weight", "not a LoRA tensor")),
     (renamed(mlx_tensors(), "q_proj", "z_proj"), ("z_proj", "does not have")),
-    (renamed(mlx_tensors(), "layers.1", "layers.7"), ("layers.7", "does not have")),
+    (renamed(mlx_tensors(), "layers.1", "layers.7"), ("layers.7", "with 8 layers")),
     ({**mlx_tensors(), f"{Q}.lora_a": random(13, 4)}, (f"{Q}.lora_a", "[13, 4]", "[12, 4]")),
     ({**mlx_tensors(), f"{Q}.lora_b": random(4, 17)}, (f"{Q}.lora_b", "[4, 17]", "[4, 16]")),
     ({**mlx_tensors(), f"{Q}.lora_a": random(12, 3)}, (f"{Q}.lora_a", "[12, 3]")),
@@ -334,6 +334,101 @@ PEFT_TENSORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize(("tensors", "words"), PEFT_TENSORS, ids=lambda v: str(v)[:60] if isinstance(v, tuple) else "")
 def test_peft_tensors_refused(tmp_path: Path, tensors: dict[str, Any], words: tuple[str, ...]) -> None:
     refused(peft(tmp_path, tensors), "adapter_model.safetensors", *words)
+
+
+WRAPPED = {f"language_model.{path}": shape for path, shape in LINEARS.items()}
+WRAPPED |= {"language_model.lm_head": LinearShape(12, 30)}
+"""The linears of a served vision model."""
+
+NAMES = {
+    "model.language_model.layers": "Qwen 2.5 VL, Qwen 3 VL, Qwen 3.5, Gemma 3, Mistral 3, Llama 4 in transformers 5",
+    "language_model.model.layers": "Gemma 3, Mistral 3, Llama 4 in transformers before 4.52; vLLM",
+    "model.layers": "Qwen 2.5 VL before 4.52, and every language model that was trained alone",
+    "model.text_model.layers": "SmolVLM and Idefics 3",
+    "model.language_model.model.layers": "a wrapper in a wrapper",
+    "language_model.layers": "the model without its head",
+    "layers": "the language model without its head",
+}
+"""The beginnings of names in PEFT's files, and who writes them."""
+
+
+def under(names: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    return renamed(tensors, f"{PEFT}model.layers", f"{PEFT}{names}")
+
+
+@pytest.mark.parametrize("linears", [LINEARS, WRAPPED], ids=["text", "vision"])
+@pytest.mark.parametrize("names", NAMES)
+def test_names_of_every_wrapper_are_those_of_the_served_model(
+    tmp_path: Path, names: str, linears: dict[str, LinearShape]
+) -> None:
+    experts = {
+        f"{PEFT}model.layers.1.mlp.experts.{e}.up_proj.lora_{x}.weight": random(*shape) + e
+        for e in range(4)
+        for x, shape in (("A", (4, 12)), ("B", (20, 4)))
+    }
+    tensors = peft_tensors() | experts
+
+    def loaded(folder: Path, given: dict[str, Any]) -> AdapterWeights:
+        patterns = {"alpha_pattern": {"self_attn.q_proj": 3}}
+        return formats.read(peft(folder, given, **patterns), linears, max_rank=8, base_layers=LAYERS)
+
+    got = loaded(tmp_path / "a", under(names, tensors))
+    first = next(iter(linears)).removesuffix("layers.0.self_attn.q_proj")
+    assert set(got.tensors) == {f"{first}layers.1.{m}" for m in ("self_attn.q_proj", "mlp.switch_mlp.up_proj")}
+    own = loaded(tmp_path / "b", under(f"{first}layers", tensors))
+    for path, pair in own.tensors.items():
+        for mine, others in zip(pair, got.tensors[path], strict=True):
+            np.testing.assert_array_equal(mine, others)
+
+
+def test_the_head_of_a_wrapped_model_is_found(tmp_path: Path) -> None:
+    for i, name in enumerate(("lm_head", "language_model.lm_head")):
+        tensors = {f"{PEFT}{name}.lora_A.weight": random(4, 12), f"{PEFT}{name}.lora_B.weight": random(30, 4)}
+        got = formats.read(peft(tmp_path / str(i), tensors), WRAPPED, max_rank=8, base_layers=LAYERS)
+        assert list(got.tensors) == ["language_model.lm_head"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "model.visual.layers",
+        "visual.blocks",
+        "model.vision_tower.vision_model.encoder.layers",
+        "vision_tower.encoder.layers",
+        "model.audio_tower.layers",
+        "vision_model.model.layers",
+        "mtp.layers",
+        "language_model.draft.layers",
+        "model.layers.1.layers",
+    ],
+)
+def test_modules_of_encoders_are_refused_by_their_names(tmp_path: Path, names: str) -> None:
+    for linears in (LINEARS, WRAPPED):
+        with pytest.raises(ModelError, match="does not have or cannot adapt") as e:
+            formats.read(peft(tmp_path, under(names, peft_tensors())), linears, max_rank=8, base_layers=LAYERS)
+        assert f"'{names}.1.self_attn.q_proj'" in e.value.message
+
+
+def test_a_name_that_may_stand_for_two_modules_is_refused(tmp_path: Path) -> None:
+    linears = LINEARS | WRAPPED
+    tensors = under("model.language_model.layers", peft_tensors())
+    with pytest.raises(ModelError, match=f"may adapt '{Q}' or 'language_model.{Q}'"):
+        formats.read(peft(tmp_path / "a", tensors), linears, max_rank=8, base_layers=LAYERS)
+    got = formats.read(peft(tmp_path / "b"), linears, max_rank=8, base_layers=LAYERS)
+    assert list(got.tensors) == [Q]
+
+
+def test_two_names_of_one_module_in_a_file_are_refused(tmp_path: Path) -> None:
+    tensors = peft_tensors() | under("model.language_model.layers", peft_tensors())
+    for linears in (LINEARS, WRAPPED):
+        with pytest.raises(ModelError, match="another tensor adapts under another name"):
+            formats.read(peft(tmp_path, tensors), linears, max_rank=8, base_layers=LAYERS)
+
+
+def test_an_adapter_of_a_deeper_model_says_how_deep(tmp_path: Path) -> None:
+    for i, names in enumerate(("model.layers", "model.language_model.layers")):
+        tensors = {name.replace(".1.", f".{n}."): t for n in (2, 5) for name, t in under(names, peft_tensors()).items()}
+        refused(peft(tmp_path / str(i), tensors), "was made for a model with 6 layers; the served model has 3")
 
 
 def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
