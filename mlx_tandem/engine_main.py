@@ -270,10 +270,10 @@ def _draft_model(channel: EngineChannel, config: EngineConfig, built: Built) -> 
 def _grammars(config: EngineConfig, info: EngineInfo, wake: Callable[[], None]) -> Grammars:
     """Return the store of grammars, which opens the tokenizer when there is a request with one."""
     from mlx_tandem.engine.grammars.compiling import open_tokenizer
-    from mlx_tandem.engine.grammars.masks import Grammars
+    from mlx_tandem.engine.grammars.digits import EndingGrammars
 
     tokenizer = partial(open_tokenizer, Path(config.model.path), info.vocab_size, info.eos_token_ids)
-    return Grammars(tokenizer, info.vocab_size, wake)
+    return EndingGrammars(tokenizer, info.vocab_size, wake)
 
 
 def _open_blocks(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from mlx_tandem import demo
+from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.api.test_chat import events, text_of
 from tests.json_schemas import REFUSED, SUPPORTED, Schema
 
@@ -25,6 +28,7 @@ SCHEMA: dict[str, Any] = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
 QUESTION = "Who is it?"
+TOKENIZER = Tokenizer.load(Path(demo.MODEL_PATH))
 LARGE: dict[str, Any] = {
     "allOf": [{"anyOf": [{"type": "object", "properties": {f"{i}{j}": {}}} for j in range(8)]} for i in range(6)]
 }
@@ -124,6 +128,15 @@ def test_a_limit_of_tokens_may_cut_an_answer_off(server):
     choice = server.complete(QUESTION, max_tokens=3, temperature=0, response_format=FORMAT).json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["text"].startswith("{")
+
+
+def test_a_number_ends_although_the_model_wants_digits_only(server):
+    digits = [i for i in range(1024) if TOKENIZER.token_text(i)[:1].isdigit()]
+    for schema in ({"type": "number"}, {"type": "integer"}, {"type": "array", "items": {}, "maxItems": 1}):
+        body = {"logit_bias": {str(i): 100 for i in digits}, "guided_json": schema, "max_tokens": 400}
+        choice = server.complete("JSON:", temperature=1.0, seed=3, **body).json()["choices"][0]
+        assert choice["finish_reason"] == "stop", choice
+        assert valid(choice["text"], schema)
 
 
 def test_an_answer_may_begin_with_a_thought_unless_that_is_switched_off(server):

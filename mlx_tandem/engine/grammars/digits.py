@@ -1,0 +1,95 @@
+"""Grammars in whose JSON every number ends, where a model that has gone astray would write digits only.
+
+llguidance has no limit on digits, so the masks have it: where a text already ends with many digits, the tokens that
+begin with another one are left out, unless they are all that may follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from llguidance import LLTokenizer
+
+from mlx_tandem.engine.grammars.masks import Grammars
+from mlx_tandem.engine.masks import Place
+from mlx_tandem.engine.plan import Mask
+from mlx_tandem.types import Request
+
+MOST_DIGITS = 80
+"""Most digits in a row, but for those that the last of their tokens has more. Integers of 256 bits have up to 78, and a
+float64 needs 17 before its exponent.
+"""
+
+_DIGITS = b"0123456789"
+_LETTERS = b"zqxykwvjb"  # which no number has
+_JSON = b"%json"  # in the text of every grammar that has JSON in it
+
+
+class Digits:
+    """The digits in a vocabulary's tokens."""
+
+    def __init__(self, tokenizer: LLTokenizer):
+        """Look at every token, which takes a microsecond for each."""
+        texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+        self._ends: dict[int, tuple[int, bool]] = {}  # how many digits a token ends with, and whether it has no others
+        for token, text in enumerate(texts):
+            if digits := len(text) - len(text.rstrip(_DIGITS)):
+                self._ends[token] = digits, digits == len(text)
+        begins = [text[:1] in _DIGITS and text != b"" for text in texts]
+        self._others = ~np.packbits(np.array(begins, bool), bitorder="little")  # the tokens that begin with no digit
+        self._letter = next((texts.index(bytes([c])) for c in _LETTERS if bytes([c]) in texts), None)
+
+    def are_many(self, tokens: Sequence[int], begin: int) -> bool:
+        """Return whether the output `tokens[begin:]` ends with as many digits as a number may have in a row."""
+        digits = 0
+        for at in range(len(tokens) - 1, begin - 1, -1):
+            more, is_whole = self._ends.get(tokens[at], (0, False))
+            digits += more
+            if digits >= MOST_DIGITS or not is_whole:
+                break
+        return digits >= MOST_DIGITS
+
+    def without(self, mask: Mask) -> Mask:
+        """Return the mask without the tokens that begin with a digit, if it is one inside of a number.
+
+        Inside of a number no letter may follow. Elsewhere the mask stays as it is, and so does one of digits only.
+        """
+        found = np.frombuffer(mask, np.uint8)
+        if self._letter is None or found[self._letter // 8] >> self._letter % 8 & 1:
+            return mask
+        size = min(found.size, self._others.size)
+        rest = np.zeros_like(found)
+        rest[:size] = found[:size] & self._others[:size]
+        return rest.tobytes() if rest.any() else mask
+
+
+class EndingGrammars(Grammars):
+    """The grammars of open requests, in whose JSON no number goes on for ever."""
+
+    def __init__(self, open_tokenizer: Callable[[], LLTokenizer], vocab_size: int, wake: Callable[[], None]):
+        """Make a store without grammars, as `Grammars` does."""
+        self._digits: Digits | None = None  # the thread sets it before the first grammar
+
+        def opened() -> LLTokenizer:
+            tokenizer = open_tokenizer()
+            self._digits = Digits(tokenizer)
+            return tokenizer
+
+        super().__init__(opened, vocab_size, wake)
+
+    def masks(self, places: Sequence[Place]) -> list[Mask]:
+        """Return which tokens may follow at each place; an empty mask where the grammar fails."""
+        return [self._ended(place, mask) for place, mask in zip(places, super().masks(places), strict=True)]
+
+    def _ended(self, place: Place, mask: Mask) -> Mask:
+        """Return a mask in which a number that has many digits gets no more of them."""
+        digits = self._digits
+        assert digits is not None
+        if digits.are_many(place.tokens, len(place.request.prompt)) and _has_json(place.request):
+            return digits.without(mask)
+        return mask
+
+
+def _has_json(request: Request) -> bool:
+    return request.grammar is not None and _JSON in request.grammar.text
