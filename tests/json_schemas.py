@@ -262,6 +262,15 @@ def combined() -> list[Schema]:
     return found
 
 
+LOOKAHEADS = (
+    "^(?!\\.)(?!.*\\.\\.)([A-Za-z0-9_'+\\-\\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\\-]*\\.)+[A-Za-z]{2,}$",
+    "^P(?:(\\d+W)|(?!.*W)(?=\\d|T\\d)(\\d+Y)?(\\d+M)?(\\d+D)?(T(?=\\d)(\\d+H)?(\\d+M)?(\\d+([.,]\\d+)?S)?)?)$",
+    "^(?=.{1,253}\\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(?:\\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\\.?$",
+    "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$",
+)
+"""Patterns that zod and pydantic write: of an address, a duration, a host name and a decimal number."""
+
+
 def idle() -> list[Schema]:
     """Keywords without effect and other spellings, as zod, pydantic, TypeBox and generators of OpenAPI write them."""
     record = {"type": "object", "additionalProperties": INT, "maxProperties": 2}
@@ -272,6 +281,10 @@ def idle() -> list[Schema]:
         True,
         {"enum": ["a.b", "c", "d/e", 3, "x y", "-"]},
         {"const": "only"},
+        {"type": "integer"},
+        {"anyOf": [{"enum": ["a"]}, {"not": {}}, False]},
+        {"minLength": 2, "maxLength": 3.0},
+        {"minLength": 1},
         {"type": "string", "pattern": "^[a-z]{1,3}$"},
         {"$ref": "#/$defs/key"},
     )
@@ -286,7 +299,7 @@ def idle() -> list[Schema]:
         {"type": "integer", "minimum": 2.0, "maximum": 5.0, "multipleOf": 1.0},
         {"type": "integer", "enum": [1.0, 2.0]},
         {"const": 3.0},
-        obj({"a": {"type": "boolean", "then": {"const": 1}, "else": {"not": {}}}}),
+        obj({"a": {"type": "boolean", "then": {"const": 1}, "else": {"not": {"const": 1}}}}),
         obj({"a": INT}, **{"if": {"properties": {"a": {"const": 1}}}}),
         obj({"a": INT}, **{"if": {"required": ["a"]}, "then": True, "else": {}}),
         {"type": "array", "items": INT, "maxItems": 2, "minContains": 1, "maxContains": 1.0},
@@ -294,6 +307,15 @@ def idle() -> list[Schema]:
         obj({"a": INT}, dependentRequired={}, dependentSchemas={"a": True}, unevaluatedProperties=True),
         obj({"a": INT}, ["a"], dependentRequired={"a": []}, propertyNames={"type": "string"}),
         {"type": "array", "items": INT, "maxItems": 2, "unevaluatedItems": {}, "not": False},
+        obj({"a": {"not": {}}, "b": INT}, ["b"]),
+        {
+            "type": "object",
+            "propertyNames": {"enum": ["x", "y"]},
+            "additionalProperties": obj({"n": INT}),
+            "required": ["x", "y"],
+        },
+        {"type": "string", "format": "time", "pattern": "^[01]\\d:[0-5]\\d$"},
+        *({"type": "string", "maxLength": 14, "pattern": pattern} for pattern in LOOKAHEADS),
     ]
     return found
 
@@ -318,20 +340,20 @@ REFUSED: dict[str, tuple[Schema, str]] = {
     "if": (obj({"a": {"if": {"const": 1}, "then": {"const": 2}}}), ".properties.a.if"),
     "contains": ({"type": "array", "items": {"contains": INT}}, ".items.contains"),
     "uniqueItems": (obj({"a": {"type": "array", "uniqueItems": True}}), ".properties.a.uniqueItems"),
-    "propertyNames": ({"type": "object", "propertyNames": {"minLength": 2}}, ".propertyNames"),
+    "propertyNames": ({"type": "object", "propertyNames": {"format": "email"}}, ".propertyNames"),
     "propertyNames beside keys": (obj({"a": INT}, propertyNames={"enum": ["a"]}), ".propertyNames"),
-    "propertyNames of no text": ({"propertyNames": {"type": "integer"}}, ".propertyNames"),
+    "propertyNames of two kinds": ({"propertyNames": {"pattern": "a", "minLength": 2}}, ".propertyNames"),
     "in a record": (
-        {"propertyNames": {"pattern": "a"}, "additionalProperties": {"not": {}}},
+        {"propertyNames": {"pattern": "a"}, "additionalProperties": {"not": {"const": 1}}},
         ".additionalProperties.not",
     ),
     "then": ({"if": {"const": 1}, "then": {"const": 2}, "minContains": 2}, ".if"),
-    "in an alternative": ({"oneOf": [{"const": 1}, {"const": 2, "not": {}}]}, ".oneOf[1].not"),
+    "in an alternative": ({"oneOf": [{"const": 1}, {"const": 2, "not": {"const": 2}}]}, ".oneOf[1].not"),
     "pattern of keys": ({"patternProperties": {"a": INT, "(?=a)": INT}}, ".patternProperties.(?=a)"),
     "dependentRequired": ({"dependentRequired": {"a": ["b"]}}, ".dependentRequired"),
     "unevaluatedProperties": ({"unevaluatedProperties": False}, ".unevaluatedProperties"),
-    "in a reference": ({"$defs": {"d": {"items": {"not": {}}}}, "$ref": "#/$defs/d"}, ".$defs.d.items.not"),
-    "in a union": ({"anyOf": [INT, {"not": {}}]}, ".anyOf[1].not"),
+    "in a reference": ({"$defs": {"d": {"items": {"not": {"const": 1}}}}, "$ref": "#/$defs/d"}, ".$defs.d.items.not"),
+    "in a union": ({"anyOf": [INT, {"not": {"const": 1}}]}, ".anyOf[1].not"),
     "in a tuple": ({"prefixItems": [True, {"uniqueItems": True}]}, ".prefixItems[1].uniqueItems"),
     "format": (obj({"a": {"format": "uri-template"}}), ".properties.a.format"),
     "minProperties": ({"type": "object", "minProperties": 2}, ".minProperties"),

@@ -167,7 +167,7 @@ def test_logprobs_are_those_of_the_model(server):
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {"const": 2}}}}},
             "response_format.json_schema.schema.not",
         ),
         (
@@ -290,9 +290,12 @@ def test_beside_tools_an_answer_is_a_call_or_matches_its_format(server):
     ("fields", "param"),
     [
         ({"tool_choice": "required", "response_format": FORMAT}, "response_format"),
-        ({"tools": [function("f", {"a": {"not": {}}}, strict=True)]}, "tools[0].function.parameters.properties.a.not"),
         (
-            {"tools": [function("f", {"a": {"not": {}}}, strict=True)], "tool_choice": "required"},
+            {"tools": [function("f", {"a": {"not": {"const": 2}}}, strict=True)]},
+            "tools[0].function.parameters.properties.a.not",
+        ),
+        (
+            {"tools": [function("f", {"a": {"not": {"const": 2}}}, strict=True)], "tool_choice": "required"},
             "tools[0].function.parameters.properties.a.not",
         ),
     ],
@@ -303,7 +306,7 @@ def test_tools_that_cannot_be_enforced_are_refused(server, fields, param):
     assert reply.json()["error"]["param"] == param
 
 
-BAD: dict[str, Any] = {"type": "object", "properties": {"a": {"oneOf": [{"const": 1, "not": {}}]}}}
+BAD: dict[str, Any] = {"type": "object", "properties": {"a": {"oneOf": [{"const": 1, "not": {"const": 2}}]}}}
 NOT = "properties.a.oneOf[0].not"
 FLAT = {"name": "f", "strict": True, "parameters": BAD}
 USER = [{"role": "user", "content": "hi"}]

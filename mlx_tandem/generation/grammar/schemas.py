@@ -13,7 +13,7 @@ import jsonschema_rs
 from llguidance import LLMatcher
 
 from mlx_tandem.generation.grammar.alternatives import are_disjoint
-from mlx_tandem.generation.grammar.idle import OTHER_FORMATS, bind_names, drop_idle, names_pattern
+from mlx_tandem.generation.grammar.idle import OTHER_FORMATS, bind_names, drop_idle, names_allowed
 
 UNSUPPORTED = frozenset(
     """
@@ -122,9 +122,7 @@ class _Walk:
         self._is_lenient = is_lenient
         self._todo: list[tuple[Any, Path]] = []
         self._met: set[int] = set()
-        self._names: list[
-            tuple[dict[str, Any], str]
-        ] = []  # objects with `propertyNames`, and the pattern it stands for
+        self._names: list[tuple[dict[str, Any], str | tuple[str, ...]]] = []  # objects, and the names that they allow
 
     def run(self) -> Any:
         """Return the root, changed in place."""
@@ -135,8 +133,8 @@ class _Walk:
                 self._met.add(id(part))
                 self._check(part, path)
                 self._todo += self._parts(part, path)
-        for part, pattern in self._names:  # Errors about the schemas in them have named the places that clients know.
-            bind_names(part, pattern)
+        for part, names in self._names:  # Errors about the schemas in them have named the places that clients know.
+            bind_names(part, names, self._root)
         return self._root
 
     def _check(self, part: dict[str, Any], path: Path) -> None:
@@ -148,8 +146,10 @@ class _Walk:
         for keyword in list(part):
             if why := self._problem(part, keyword, path):
                 self._leave_out(part, keyword, why, path)
-        if "propertyNames" in part:
-            self._names.append((part, names_pattern(self._end(part["propertyNames"], path)) or ""))
+        if "propertyNames" in part and (names := self._names_of(part, path)) is not None:
+            self._names.append((part, names))
+        if "pattern" in part and "format" in part and _problem_of_text(part["pattern"], part["format"]):
+            del part["format"]  # which JSON Schema takes for a note; some libraries give it another meaning
 
     def _leave_out(self, part: dict[str, Any], key: str, why: str, path: Path) -> None:
         """Raise SchemaError for what cannot be enforced; in a lenient walk, remove it instead.
@@ -186,14 +186,15 @@ class _Walk:
             )
         return ""
 
+    def _names_of(self, part: dict[str, Any], path: Path) -> str | tuple[str, ...] | None:
+        return names_allowed(self._end(part["propertyNames"], path))
+
     def _binds_names(self, part: dict[str, Any], path: Path) -> bool:
         """Return whether the `propertyNames` of an object can be enforced."""
-        pattern = names_pattern(self._end(part["propertyNames"], path))
-        return pattern == "" or (
-            pattern is not None
-            and not _problem_of_pattern(pattern)
-            and not (part.get("properties") or part.get("patternProperties"))
-        )
+        names = self._names_of(part, path)
+        if names is None or (isinstance(names, str) and _problem_of_pattern(names)):
+            return False
+        return names == "" or not (part.get("properties") or part.get("patternProperties"))
 
     def _problem_of_reference(self, ref: str, path: Path) -> str:
         """Return why a reference leads to no schema; empty if it leads to one."""
@@ -249,13 +250,17 @@ class _Walk:
         return found, tuple(steps)
 
 
-@lru_cache(1024)
 def _problem_of_pattern(pattern: str) -> str:
     """Return why a regular expression cannot be enforced; empty if it can."""
-    schema = {"type": "string", "pattern": pattern}
-    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}"))
-    found = _REGEX_ERROR.search(error)
+    found = _REGEX_ERROR.search(_problem_of_text(pattern))
     return f"the pattern cannot be enforced: {found[1]}" if found else ""
+
+
+@lru_cache(1024)
+def _problem_of_text(pattern: str, form: str = "") -> str:
+    """Return llguidance's error about texts that match a pattern and have a format; empty if there are some."""
+    schema = {"type": "string", "pattern": pattern} | ({"format": form} if form else {})
+    return str(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}")))
 
 
 _REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
