@@ -276,3 +276,14 @@ class FolderLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def check_usable(folder: Path) -> None:
+    """Raise StorageError if another process has taken a folder, or if it can be neither written nor made."""
+    with storage(folder):
+        if folder.is_dir():
+            FolderLock(folder).release()
+            return
+        above = next(parent for parent in folder.absolute().parents if parent.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))

@@ -19,7 +19,7 @@ from mlx_tandem.cli.learn import learn
 from mlx_tandem.cli.models import models
 from mlx_tandem.cli.train import train
 
-app = group("One base model in memory, many LoRA adapters served from it in one batch.")
+app = group("One base model in memory, many LoRA adapters served from it in one batch.", is_root=True)
 app.add_typer(adapters, name="adapters")
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(cache, name="cache")

@@ -38,10 +38,31 @@ class Group(TyperGroup):
         )
 
 
-def group(help: str, *, no_args_is_help: bool = True) -> typer.Typer:
+ELSEWHERE = {
+    "chat": "'tandem serve MODEL' starts a server for any client of OpenAI's, Anthropic's or Ollama's API",
+    "pull": "'tandem serve ORG/NAME' fetches a model from the Hugging Face hub when it first serves it",
+    "list": "'tandem models PATH' says what a model folder is, and 'tandem adapters ls' what a server knows",
+    "logs": "'tandem serve --daemon' prints where the log is",
+    "status": "a server says how it is at /health, /v1/models and /metrics; 'tandem learn watch' follows learning",
+}
+"""Commands that other programs have, and where to find here what they do."""
+ELSEWHERE |= {"run": ELSEWHERE["chat"], "ls": ELSEWHERE["list"], "ps": ELSEWHERE["status"], "log": ELSEWHERE["logs"]}
+
+
+class RootGroup(Group):
+    """The group of all commands, which knows some words of other programs."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that is called, or end with a hint for a word of another program."""
+        if args and args[0] in ELSEWHERE and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"There is no command '{args[0]}': {ELSEWHERE[args[0]]}.")
+        return super().resolve_command(ctx, args)
+
+
+def group(help: str, *, no_args_is_help: bool = True, is_root: bool = False) -> typer.Typer:
     """Return a new group of commands that is written like all others; -h and --help print its help."""
     return typer.Typer(
-        cls=Group,
+        cls=RootGroup if is_root else Group,
         help=help,
         no_args_is_help=no_args_is_help,
         add_completion=False,

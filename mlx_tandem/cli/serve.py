@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from mlx_tandem import files
 from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import fail
@@ -45,6 +46,7 @@ def prepare(
     The port is bound before hub ids are fetched. End the process with one line and status 1 if something cannot be
     used.
     """
+    from mlx_tandem.generation.adapters.name_rules import check_settings
     from mlx_tandem.server.checks import check
 
     caller = CALLERS[called_as]
@@ -52,6 +54,7 @@ def prepare(
         config = build(file, options, {**caller.defaults(), **(defaults or {})})
         server = config.server
         check(server)
+        check_settings(config)  # by the names that the base has before its folder is known
         key = keys.read(server.api_key, server.api_key_file)
     except (SettingsError, TandemError) as e:
         fail(str(e))
@@ -77,6 +80,11 @@ def prepare(
         server=replace(server, served_model_names=names, api_key=key, api_key_file=""),
         adapters=adapters,
     )
+    try:
+        check_settings(config)
+    except TandemError as e:
+        sock.close()
+        fail(e.message)
     return config, sock
 
 
@@ -87,6 +95,10 @@ def _check_files(config: Config) -> None:
         fail(f"there is no file {prompts} for --validation-prompts")
     if folder.exists() and not folder.is_dir():
         fail(f"{folder} is not a folder; name another one with --checkpoint-dir")
+    try:
+        files.check_usable(folder)
+    except TandemError as e:
+        fail(f"{e.message} (--checkpoint-dir)")
 
 
 def serve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from mlx_tandem import demo
 from tests import tiny_models
 from tests.unit.cli_tools import tandem
 
@@ -37,3 +38,10 @@ def test_the_check_refuses_what_a_start_refuses(tmp_path: Path) -> None:
     done = models(str(folder), "--check")
     assert done.returncode == 1 and not done.stdout
     assert "'gpt_bigcode' is not supported yet" in done.stderr
+
+
+def test_an_adapter_is_no_model_and_is_called_one() -> None:
+    folder = str(demo.ADAPTER_PATHS["shout"])
+    done = models(folder)
+    assert done.returncode == 1 and not done.stdout
+    assert f"{folder} is an adapter, not a model: it is served beside its base model" in done.stderr

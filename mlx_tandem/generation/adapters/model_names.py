@@ -34,7 +34,7 @@ from mlx_tandem.explain import did_you_mean
 from mlx_tandem.generation.adapters.adapter_root import AdapterRoot
 from mlx_tandem.generation.adapters.engine_contents import EngineContents
 from mlx_tandem.generation.adapters.first_reads import FirstReads
-from mlx_tandem.generation.adapters.name_rules import NameRules
+from mlx_tandem.generation.adapters.name_rules import NameRules, base_names
 from mlx_tandem.generation.adapters.quota import AdapterQuota
 from mlx_tandem.limits import BASE, BASE_NAMES
 from mlx_tandem.log import log
@@ -86,7 +86,7 @@ class Models:
         self.id = names[0] if names else folder.resolve().name
         """The name of the base model in replies."""
         self.served_names = tuple(n for n in names if n != self.id)
-        self.base_names = frozenset((*BASE_NAMES, folder.resolve().name, config.engine.model.path, *names))
+        self.base_names = base_names(config)
         self.registry = Registry()
         self.aliases = Aliases()
         self._trained = config.rl_training.adapter if config.rl_training.enabled else None

@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from mlx_tandem.adapters.aliases import Aliases
 from mlx_tandem.adapters.registry import Registry
-from mlx_tandem.errors import Conflict
+from mlx_tandem.config import Config
+from mlx_tandem.errors import Conflict, TandemError
+from mlx_tandem.limits import BASE_NAMES
+from mlx_tandem.types import AdapterSource
+
+
+def base_names(config: Config) -> frozenset[str]:
+    """Return the names that the base model has under these settings."""
+    path = config.engine.model.path
+    return frozenset((*BASE_NAMES, Path(path).resolve().name, path, *config.server.served_model_names))
+
+
+def check_settings(config: Config) -> None:
+    """Raise InvalidRequest for an adapter or alias of the settings whose name is not allowed, before anything loads."""
+    registry = Registry()
+    rules = NameRules(base_names(config), registry, Aliases(), None)
+    try:
+        for name, path in config.adapters:
+            what = f"adapter {name}"
+            rules.check_adapter(name)
+            registry.announce(name, AdapterSource(path))
+        for name, _ in config.aliases:
+            what = f"alias {name}"
+            rules.check_alias(name)
+    except TandemError as e:
+        e.message = f"{what}: {e.message}"
+        raise
 
 
 class NameRules:

@@ -16,14 +16,17 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from mlx_tandem import demo, limits
 from mlx_tandem.cli import main
 from mlx_tandem.cli.app import app
+from mlx_tandem.cli.help import ELSEWHERE
 from mlx_tandem.cli.options import OPTIONS, split_arms, split_pairs
 from mlx_tandem.cli.serve import adapters_line
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
+from mlx_tandem.files import FolderLock
 from tests.fake_hub import fake_hub
 from tests.unit.cli_tools import tandem, tandem_process
 
@@ -327,3 +330,28 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback(monkeypatch: py
     with pytest.raises(SystemExit) as e:
         main(["serve"])
     assert e.value.code == 130
+
+
+@pytest.mark.parametrize("word", ELSEWHERE)
+def test_words_of_other_programs_lead_to_what_exists(word: str) -> None:
+    done = CliRunner().invoke(app, [word, "x"])
+    assert done.exit_code == 2
+    assert f"There is no command '{word}': " in done.output
+    for command in re.findall(r"'tandem ([a-z ]+?)(?: [A-Z/]+)?[' ]", ELSEWHERE[word]):
+        assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0, command
+
+
+def test_a_checkpoint_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    """The start fails for the folder although there is no such model."""
+    busy, file = tmp_path / "busy", tmp_path / "file"
+    busy.mkdir()
+    file.touch()
+    lock = FolderLock(busy)
+    try:
+        for folder, says in ((busy, f"is in use by process {os.getpid()}"), (file / "below", "cannot be used")):
+            options = ("--enable-rl-training", "--checkpoint-dir", str(folder))
+            done = tandem("serve", str(tmp_path / "model"), *options, "--port", "0")
+            assert done.returncode == 1
+            assert says in done.stderr and "--checkpoint-dir" in done.stderr, done.stderr
+    finally:
+        lock.release()

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from mlx_tandem import demo
-from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
+from mlx_tandem.config import Arm, Config, EngineConfig, ModelConfig, RLTrainingConfig, ServerConfig
 from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound
 from mlx_tandem.generation.adapters.model_names import Models
+from mlx_tandem.generation.adapters.name_rules import check_settings
 from mlx_tandem.types import AdapterInfo, AdapterSource
 
 SAVED = AdapterSource("/checkpoints/first")
@@ -221,3 +222,24 @@ def test_the_trained_name_is_taken(models: Models) -> None:
     for name in ("policy", "base", models.id):
         with pytest.raises(Conflict):
             models.rules.check_free(name)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "aliases", "says"),
+    [
+        ((("base", "a"),), (), "adapter base: 'base' is the name of the base model"),
+        ((("BASE", "a"),), (), "adapter BASE: 'BASE' differs from a name of the base model in case only"),
+        ((("x", "a"), ("mine", "a")), (), "adapter mine: 'mine' is the name of the base model"),
+        ((("x", "a"), ("X", "b")), (), "adapter X: name 'X' differs from 'x' in case only"),
+        ((("a b", "a"),), (), "adapter a b: "),
+        ((), (("base", (Arm("x", 1.0),)),), "alias base: 'base' is the name of the base model"),
+        ((("x", "a"),), (("x", (Arm("base", 1.0),)),), "alias x: 'x' is the name of an adapter"),
+    ],
+)
+def test_names_of_the_settings_are_checked_before_anything_is_loaded(adapters: Any, aliases: Any, says: str) -> None:
+    engine = EngineConfig(model=ModelConfig(path="folder/model"))
+    config = Config(engine, server=ServerConfig(served_model_names=("mine",)), adapters=adapters, aliases=aliases)
+    with pytest.raises(InvalidRequest) as refused:
+        check_settings(config)
+    assert refused.value.message.startswith(says)
+    check_settings(Config(engine, adapters=(("x", "a"), ("y", "a")), aliases=(("z", (Arm("base", 1.0),)),)))
