@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mlx_tandem.errors import InvalidRequest
@@ -25,7 +26,8 @@ def flat_tools_of(
     InvalidRequest that names fields as the request has them.
     """
     try:
-        return tools_of(tools, choice, parallel, places=schemas)
+        with flat_fields():
+            return tools_of(tools, choice, parallel, places=schemas)
     except InvalidRequest as e:
         param = e.param or ""
         if (found := re.match(r"tools\[(\d+)\]", param)) is not None and len(tools) == len(places):
@@ -34,6 +36,15 @@ def flat_tools_of(
             e.param = where + param[found.end() :]
         if param.startswith("tool_choice") and skipped:
             e.message += f"; tools that only run elsewhere were left out: {', '.join(skipped[:8])}"
+        raise
+
+
+@contextmanager
+def flat_fields() -> Iterator[None]:
+    """Leave the member `function` out of errors about the fields of tools that are raised inside the block."""
+    try:
+        yield
+    except InvalidRequest as e:
         e.message = e.message.replace(".function.", ".")
         e.param = None if e.param is None else e.param.replace(".function.", ".")
         raise

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Struct
 
 from mlx_tandem import limits
-from mlx_tandem.dialects.flat_tools import flat_tools, schema_places
+from mlx_tandem.dialects.flat_tools import flat_fields
 from mlx_tandem.errors import InvalidRequest, renamed
 from mlx_tandem.generation.chats import ChatRequest, Effort, Thinking
 from mlx_tandem.generation.front import Front
@@ -109,8 +109,9 @@ def chat_tools(body: ChatBody) -> Tools | None:
     choice = body.function_call
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
-    places = schema_places(body.functions, "functions", "parameters")
-    with flat_tools(), renamed(**{"tool_choice": "function_call", "tool_choice.function.name": "function_call.name"}):
+    named = enumerate(function.get("name") for function in body.functions or () if isinstance(function, dict))
+    places = {name: f"functions[{i}].parameters" for i, name in named if isinstance(name, str)}
+    with flat_fields(), renamed(**{"tool_choice": "function_call", "tool_choice.function.name": "function_call.name"}):
         return tools_of(tools, choice, False, param="functions", places=places)
 
 
