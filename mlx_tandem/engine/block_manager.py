@@ -24,6 +24,7 @@ from mlx_tandem.engine.prefix_keys import PrefixKeys
 from mlx_tandem.engine.prefix_leaders import PrefixLeaders
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.snapshots import Snapshots
+from mlx_tandem.engine.unpublished import Unpublished
 from mlx_tandem.kv.groups import CacheGroup, room_of
 from mlx_tandem.kv.pool import SCRATCH
 from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts, find
@@ -39,6 +40,7 @@ class BlockManager:
         drafts: The blocks that sequences hold for drafts.
         snapshots: The snapshots of states, and how prompts are cut for them.
         leaders: Who computes which block now.
+        unpublished: What sequences have computed and nobody else may find yet.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class BlockManager:
         self.writes = BlockWrites(self.groups)
         self.drafts = DraftBlocks(self.groups)
         self.snapshots = Snapshots(self.groups, self._caches, self._keys)
+        self.unpublished = Unpublished(self._caches, self._keys, self.writes, self._size)
         self.leaders = PrefixLeaders(self._keys if self._caches else None, self._size)
 
     def match(self, s: Sequence) -> Match:
@@ -65,7 +68,7 @@ class BlockManager:
         """
         if not self._caches or s.reads_whole_prompt:
             return Match([[] for _ in self.groups], [SCRATCH for _ in self.groups])
-        return find(self._caches, self._keys.chain(s), s.content[:-1])
+        return find(self._caches, self._keys.chain(s), s.content[:-1], s.aside)
 
     def short(self, s: Sequence, match: Match, running: int) -> CacheGroup | None:
         """Return a group that lacks blocks for `s` to begin and leave one for each of the `running` sequences; None: no
@@ -101,9 +104,10 @@ class BlockManager:
         return self.offload.reads.awaits(s.id, self._keys.chain(s), s.content, match)
 
     def forget(self, s: Sequence) -> None:
-        """Drop what is being read from the drive for a sequence that does not wait any more."""
+        """Drop what is being read from the drive for a sequence that does not wait any more, and what is set aside."""
         if self.offload is not None:
             self.offload.reads.forget(s.id)
+        self.unpublished.forget(s)
 
     def begin(self, s: Sequence) -> None:
         """Give `s` blocks for all of its tokens, or for as many as a window holds at once.
@@ -139,7 +143,7 @@ class BlockManager:
             if s.tables[i][block] != SCRATCH:
                 self.writes.load(s.tables[i][block], content)
         s.room = room_of(self.groups, s.tables)
-        s.published = match.whole
+        s.published = 0 if s.aside else match.whole
         s.scheduled = prefix.whole * self._size + extra
         s.boundaries = self.snapshots.boundaries(s)
         self.leaders.announce(s)
@@ -214,6 +218,7 @@ class BlockManager:
         first, known = s.published, s.content[:-1]
         for cache, table in zip(self._caches, s.tables, strict=True):
             s.published = cache.publish(self._keys.chain(s), known, table, first)
+        self.unpublished.forget(s, are_finite=True)
 
     def leave(self, s: Sequence) -> None:
         """Give back what a running sequence holds."""

@@ -134,6 +134,7 @@ class EngineCore:
         if self._opening is not None and self._offload is not None and (opened := self._opening.poll()):
             self._offload.open(*opened)
         self._receive()
+        self._send()  # clients are told at once that they are accepted, since a step may take long
         self._make_room()
         self._work()
         now = time.monotonic()
@@ -152,11 +153,19 @@ class EngineCore:
     def _flush(self) -> None:
         """Send what there is to say in one frame, with the occupancy if it has changed."""
         started, preempted = self._scheduler.take_events()
+        if self._scheduler.has_lost_leavers:
+            self._scheduler.has_lost_leavers = False
+            self._release_adapters()
+            self._freed = True
         self._outbox += [m.Started(request, at) for request, at in started]
         self._outbox += [m.Preempted(request) for request in preempted]
         if self._outbox or self._freed:
             self._freed = False
             self._send_occupancy()
+        self._send()
+
+    def _send(self) -> None:
+        """Send what there is in the outbox in one frame."""
         if self._outbox:
             self._channel.send(self._outbox)
             self._outbox = []
@@ -263,7 +272,7 @@ class EngineCore:
                     if message.choice is None:
                         self._adapters.cancel(message.request)
                         self._grammars.cancel(message.request)
-                    self._scheduler.cancel(message.request, message.choice)
+                    self._scheduler.cancel(message.request, message.choice, keep=True)
                     self._release_adapters()
                     self._freed = True
                 case m.LoadAdapter():
@@ -309,6 +318,7 @@ class EngineCore:
         try:
             if self._grammars.hold(request):
                 self._scheduler.add(request)
+                self._outbox.append(m.Accepted(request.id))
         except TandemError as e:
             self._adapters.holds.release(request.id)
             self._grammars.release(request)

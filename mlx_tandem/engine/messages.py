@@ -187,6 +187,12 @@ class Fatal(Struct, frozen=True, array_like=True, tag="fatal"):
     message: str
 
 
+class Accepted(Struct, frozen=True, array_like=True, tag="accepted"):
+    """A request is in the queue of the scheduler: nothing is wrong with it, and its adapter and grammar are there."""
+
+    request: int
+
+
 class Started(Struct, frozen=True, array_like=True, tag="started"):
     """The first row of a request was planned.
 
@@ -287,6 +293,7 @@ Outbound = (
     | Note
     | Ready
     | Fatal
+    | Accepted
     | Started
     | Preempted
     | Output

@@ -243,7 +243,8 @@ class RunQueue:
         return True
 
     def preempt(self, s: Sequence) -> None:
-        """Let a running sequence give everything back and wait again."""
+        """Let a running sequence give everything back and wait again. What it has read is set aside for it."""
+        self._blocks.unpublished.set_aside(s)
         self.preemptions += 1
         self._preempted.append(s.request.id)
         self.running.remove(s)

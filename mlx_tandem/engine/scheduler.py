@@ -29,6 +29,7 @@ from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.drafting import Drafting, predicted_of
 from mlx_tandem.engine.images import Images, Work, shift_at, shown
 from mlx_tandem.engine.kv_offload.offload import KVOffload
+from mlx_tandem.engine.leavers import Leavers
 from mlx_tandem.engine.masks import MaskMaker, masks_of_plan
 from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, UNKNOWN, Mask, Row, RowKind, StepPlan, StepResult
@@ -72,10 +73,12 @@ class Scheduler:
         self.mask_maker: MaskMaker | None = None  # the owner sets it before the first request
         self.images: Images | None = None  # the owner sets it before the first request; None: none are served
         self.queue = RunQueue(config, blocks, slots)
+        self._leavers = Leavers(blocks)
         self._sequences: dict[int, Sequence] = {}
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
         self._background: set[int] = set()  # requests made for training
         self._started: list[tuple[int, float]] = []  # for the next `take_events`
+        self.has_lost_leavers = False  # whether a sequence ended whose client had left before; the owner resets it
         self._next_id = self._num_masked = 0  # the latter counts open choices
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -105,11 +108,18 @@ class Scheduler:
         self._blocks.read_ahead(choices[0])
         self.prompt_tokens += len(request.prompt)
 
-    def cancel(self, request: int, choice: int | None = None) -> None:
-        """End a request or one choice of it; it has no more deltas. Unknown ids are ignored."""
+    def cancel(self, request: int, choice: int | None = None, *, keep: bool = False) -> None:
+        """End a request or one choice of it; it has no more deltas. Unknown ids are ignored.
+
+        With `keep`, a sequence that was reading its prompt stays for one more token, so that others find what it read.
+        """
         choices = self._choices.get(request, {})
-        for s in list(choices.values()):
-            if choice is None or s.choice == choice:
+        for s in reversed(list(choices.values())):  # the siblings of the first come before it
+            if choice is not None and s.choice != choice:
+                continue
+            if keep and self._leavers.take(s):
+                self.drafting.forget(s)
+            else:
                 self._end(s)
 
     def follow(self, ref: AdapterRef) -> list[int]:
@@ -180,6 +190,8 @@ class Scheduler:
         """
         left_out = set() if background or not self.has_users else self._background
         rows: list[Row] = []
+        for s in self._leavers.lost():
+            self._end(s)
         self._blocks.poll()
         self.queue.move()
         self.queue.begin_waiting(left_out)
@@ -289,6 +301,7 @@ class Scheduler:
     def _end(self, s: Sequence) -> None:
         """End a sequence, whether it waits or runs."""
         self._blocks.forget(s)
+        self.has_lost_leavers |= self._leavers.drop(s)
         if s.is_masked and self.mask_maker is not None:
             self._num_masked -= 1
             self.mask_maker.forget(s.request.id, s.choice)
@@ -318,6 +331,9 @@ class Scheduler:
             if not row.sample or s is None:
                 continue
             assert drawn, "a row that samples draws"
+            if self._leavers and self._leavers.has_drawn(s, is_finite=is_finite):
+                self._end(s)
+                continue
             if not is_finite:
                 outcome.failed.append(s.request.id)
                 for x in self._choices[s.request.id].values():
@@ -390,6 +406,8 @@ class Scheduler:
         for s in self._sequences.values():
             s.is_pure = s.seat < 0
         self._blocks.distrust()
+        for s in self._leavers.here():
+            self._end(s)
         if self.images is not None:
             self.images.clear()
         sequences = [self._sequences.get(row.sequence) for plan in plans for row in plan.rows]

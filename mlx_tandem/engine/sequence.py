@@ -82,6 +82,7 @@ class Sequence:
         "adapter",
         "adapter_start",
         "announced",
+        "aside",
         "boundaries",
         "cached",
         "chain",
@@ -131,6 +132,7 @@ class Sequence:
         self.chain: Chain | None = None  # keys of its blocks under its adapter; None until they are needed
         self.published = 0  # whole blocks of the table that it has published or found
         self.announced: bytes | None = None  # key of the block that it computes next, as others are told
+        self.aside = b""  # under which it has set aside blocks, when it was preempted; empty: it has not
         self.boundaries: set[int] = set()  # in blocks: where a snapshot of its state is worth keeping
         self.has_drawn = False  # whether it has drawn a finite token since it has had its seat
         self.is_masked = False  # whether each token is drawn by a mask
@@ -240,6 +242,12 @@ class Sequence:
         self.is_seated = True
         history = tuple(self.tokens)
         return Seating(self.seat, self.request.params, self.choice, self.prompt_length, history, self.stop_ids)
+
+    def cut(self, length: int) -> None:
+        """Drop all tokens of the prompt behind the first `length`."""
+        del self.tokens[length:]
+        self.prompt_length = length
+        self.runs = tuple([r._replace(length=min(r.end, length) - r.start) for r in self.runs if r.start < length])
 
     def go_under(self, ref: AdapterRef) -> None:
         """Continue under `ref`, or begin under it."""

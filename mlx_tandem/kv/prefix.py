@@ -29,7 +29,11 @@ MAX_ROOTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The content of a block: `tokens` that follow the block with the key `parent`. Only a full block has a key."""
+    """The content of a block: `tokens` that follow the block with the key `parent`.
+
+    Only a full block that everybody may find has a key. The namespace of a block that was set aside begins with its
+    owner.
+    """
 
     block: int
     tokens: tuple[int, ...]
@@ -86,6 +90,7 @@ class PrefixCache:
         self._by_block: dict[int, Entry] = {}
         # By namespace and key of a block: the entries that follow it, sorted by tokens.
         self._behind: dict[tuple[bytes, bytes], list[Entry]] = {}
+        self._aside: dict[bytes, list[int]] = {}  # by owner: blocks that were set aside
         self._queries = self._hits = self._evictions = 0
         # Called with whole blocks that can be found from now on, and with those that are about to be given out.
         self.on_fill: Callable[[Entry], None] = lambda entry: None
@@ -127,11 +132,14 @@ class PrefixCache:
             root = self._roots[adapter] = replace(self._namespace, adapter=adapter).digest()
         return root
 
-    def whole(self, chain: Chain, tokens: Sequence[int], most: int) -> list[int]:
-        """Return the first blocks of a table for the longest cached prefix of `tokens`, `most` of them at most."""
+    def whole(self, chain: Chain, tokens: Sequence[int], most: int, owner: bytes = b"") -> list[int]:
+        """Return the first blocks of a table for the longest cached prefix of `tokens`, `most` of them at most.
+
+        Blocks that `owner` has set aside count, too.
+        """
         blocks: list[int] = []
         if self.group.keeps_all:
-            while len(blocks) < most and (block := self._block(chain, tokens, len(blocks))) is not None:
+            while len(blocks) < most and (block := self._block(chain, tokens, len(blocks), owner)) is not None:
                 blocks.append(block)
             return blocks
         if most:
@@ -139,7 +147,7 @@ class PrefixCache:
         while most:
             first = self.group.first_needed(most * self.block_size)
             at, blocks = most, []
-            while at > first and (block := self._block(chain, tokens, at - 1)) is not None:
+            while at > first and (block := self._block(chain, tokens, at - 1, owner)) is not None:
                 blocks.append(block)
                 at -= 1
             if at == first:
@@ -160,11 +168,13 @@ class PrefixCache:
         extra = _shared(best.tokens, rest) if best else 0
         return (best.block, extra) if best and extra >= least else (SCRATCH, 0)
 
-    def _block(self, chain: Chain, tokens: Sequence[int], i: int) -> int | None:
+    def _block(self, chain: Chain, tokens: Sequence[int], i: int, owner: bytes) -> int | None:
         """Return the block that holds block number `i` of a sequence; None when there is none."""
         size = self.block_size
-        entry = self._by_key.get(chain.key(i, tokens, size))
-        return entry.block if entry and entry.tokens == tuple(tokens[i * size : (i + 1) * size]) else None
+        entry, own = self._by_key.get(chain.key(i, tokens, size)), tuple(tokens[i * size : (i + 1) * size])
+        if entry is None and owner in self._aside:
+            entry = self._most_alike((owner + chain.namespace(i), chain.parent(i)), own)
+        return entry.block if entry and entry.tokens == own else None
 
     def publish(self, chain: Chain, tokens: Sequence[int], table: Sequence[int], first: int = 0) -> int:
         """Let blocks of `table` be found, from number `first` on as far as `tokens` reach; return how many are full.
@@ -176,7 +186,7 @@ class PrefixCache:
         size = self.block_size
         full, rest = divmod(len(tokens), size)
         end = full
-        while end > first and table[end - 1] not in self._by_block:  # a cached block is cached with all before it
+        while end > first and not self._has_key(table[end - 1]):  # a cached block is cached with all before it
             end -= 1
         for i in range(max(end - 1, first), full):  # the last cached block may be cached in part
             if table[i] == SCRATCH:
@@ -189,6 +199,32 @@ class PrefixCache:
             own = tuple(tokens[full * size :])
             self._put(Entry(table[full], own, chain.namespace(full), chain.parent(full), None))
         return full
+
+    def set_aside(self, owner: bytes, chain: Chain, tokens: Sequence[int], table: Sequence[int]) -> None:
+        """Let `owner` find the whole blocks of `table` that nobody can find yet, as far as `tokens` reach.
+
+        Nothing has shown that their values are finite, so nobody else finds them before they are published.
+        """
+        size = self.block_size
+        whole = len(tokens) // size
+        if whole:
+            chain.key(whole - 1, tokens, size)
+        for i, block in enumerate(table[:whole]):
+            if block != SCRATCH and block not in self._by_block:
+                own = tuple(tokens[i * size : (i + 1) * size])
+                self._put(Entry(block, own, owner + chain.namespace(i), chain.parent(i), None))
+                self._aside.setdefault(owner, []).append(block)
+
+    def forget_aside(self, owner: bytes) -> list[int]:
+        """Let no block be found any longer that `owner` has set aside; return these blocks.
+
+        Those that were published meanwhile stay, and those that were given out are another's.
+        """
+        aside = self._aside.pop(owner, ())
+        entries = [self._by_block.get(block) for block in aside]
+        blocks = [entry.block for entry in entries if entry is not None and entry.namespace.startswith(owner)]
+        self.drop(blocks)
+        return blocks
 
     def entry(self, block: int) -> Entry | None:
         """Return what a block holds; None when it cannot be found."""
@@ -227,6 +263,11 @@ class PrefixCache:
                 blocks.append(e.block)
         assert sorted(blocks) == sorted(self._by_block), "the tree and the blocks differ"
         assert self._pool.kept() == self._by_block.keys(), "the pool keeps other blocks than are found"
+
+    def _has_key(self, block: int) -> bool:
+        """Return whether everybody may find a block, and it is full."""
+        entry = self._by_block.get(block)
+        return entry is not None and entry.key is not None
 
     def _put(self, entry: Entry) -> None:
         """Add an entry unless another block that is read has the same content."""
@@ -275,8 +316,9 @@ class PrefixCache:
         return max(neighbours, key=lambda e: _shared(e.tokens, tokens), default=None)
 
 
-def find(caches: Sequence[PrefixCache], chain: Chain, tokens: Sequence[int]) -> Match:
-    """Return the longest prefix of `tokens` that all the caches of one model have.
+def find(caches: Sequence[PrefixCache], chain: Chain, tokens: Sequence[int], owner: bytes = b"") -> Match:
+    """Return the longest prefix of `tokens` that all the caches of one model have, also as blocks that `owner` has set
+    aside.
 
     A cache whose group gives blocks back may have a prefix and lack a shorter one, so it is asked again when another
     cache has less.
@@ -286,7 +328,7 @@ def find(caches: Sequence[PrefixCache], chain: Chain, tokens: Sequence[int]) -> 
     at = agreeing = 0
     while agreeing < len(caches):
         longer = tables[at] if caches[at].group.keeps_all else None
-        table = tables[at] = caches[at].whole(chain, tokens, most) if longer is None else longer[:most]
+        table = tables[at] = caches[at].whole(chain, tokens, most, owner) if longer is None else longer[:most]
         agreeing = agreeing + 1 if len(table) == most else 1
         most = len(table)
         at = (at + 1) % len(caches)

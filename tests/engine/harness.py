@@ -92,7 +92,7 @@ class Loop:
         for key in self.open_choices():
             if key[0] == request and choice in (None, key[1]):
                 self.cancelled.add(key)
-        self.scheduler.cancel(request, choice)
+        self.scheduler.cancel(request, choice, keep=True)
         self.scheduler.check()
 
     def open_choices(self) -> list[Choice]:
@@ -198,7 +198,9 @@ class Loop:
         kept = [s.priority for s in before if s in running]
         assert not preempted or not kept or max(kept) <= min(preempted), "one that mattered more was preempted"
         everyone = [x for s in running for x in (s, *s.siblings)]
-        tokens = sum(len(x.request.prompt) + x.request.params.max_tokens for x in everyone)
+        left = {x.id for x in everyone if (x.request.id, x.choice) in self.cancelled}  # they stay for one token
+        most_of = {x.id: len(x.request.prompt) + x.request.params.max_tokens for x in everyone}
+        tokens = sum(x.most_tokens if x.id in left else most_of[x.id] for x in everyone)
         most = self.scheduler._config.max_inflight_tokens
         assert not most or tokens <= most or len({x.request.id for x in everyone}) == 1, "too many tokens in flight"
 
@@ -300,7 +302,8 @@ class Loop:
         self._flights.clear()
         self._undrawn = False
         alive = self.scheduler._sequences
-        lost = {alive[r.sequence].request.id for plan in plans for r in plan.rows if r.sequence in alive}
+        open_ones = {request for request, _ in self.open_choices()}
+        lost = {alive[r.sequence].request.id for plan in plans for r in plan.rows if r.sequence in alive} & open_ones
         failed = self.scheduler.fail(plans, again=again)
         assert set(failed) == (set() if again else lost), (
             "the requests with a row in the lost steps fail, and no others"

@@ -16,7 +16,7 @@ from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineFailure, Gauges
 from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.types import AdapterSource, EngineStats, MemoryInUse, Request, SamplingParams
-from tests.engine.front import Front, request
+from tests.engine.front import Front, Recording, request
 from tests.engine.workloads import VOCAB, expected
 
 # --- requests ----------------------------------------------------------------------------------------------------
@@ -90,6 +90,45 @@ def test_a_cancelled_choice_leaves_the_others(front: Front) -> None:
         assert front.tokens(0, choice) == expected(r, choice)
     assert len(front.tokens(0, 1)) < 20
     front.assert_nothing_is_held()
+
+
+def test_a_request_is_accepted_before_a_step_keeps_the_engine_busy(front: Front) -> None:
+    """A refused one is not."""
+    told: list[list[int]] = []
+
+    def launch(plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
+        front.receive()
+        told.append([accepted.request for accepted in front.got(m.Accepted)])
+        return Recording.launch(front.runner, plan, on_built)
+
+    front.runner.launch = launch  # type: ignore[method-assign]
+    front.send(m.Submit(request(0)), m.Submit(request(1, max_tokens=0)), m.Submit(request(2)))
+    front.finish()
+    assert told[0] == [0, 2] == told[-1]
+    assert [failed.request for failed in front.got(m.Failed)] == [1]
+
+
+def test_what_a_client_that_left_had_waited_for_is_there_when_it_asks_again(front: Front) -> None:
+    """Its adapter is held until what was read is kept, and then no longer."""
+    front.load("a")
+    front.scheduler.prefill._chunk_tokens = 8
+    prompt = tuple(i * i % VOCAB for i in range(40))
+    first, second = (structs.replace(request(i, "a"), prompt=prompt) for i in range(2))
+    front.send(m.Submit(first))
+    front.turn(3)
+    (s,) = front.scheduler.queue.running
+    read = s.scheduled
+    assert 8 <= read < 40
+    front.send(m.Cancel(0))
+    front.turn()
+    assert front.core._adapters.holds._held == {0: "a"}
+    front.finish()
+    front.assert_nothing_is_held()
+    assert front.tokens(0) == []
+    front.send(m.Submit(second))
+    front.finish()
+    assert front.deltas[0].cached >= read // 4 * 4
+    assert front.tokens(1) == expected(second, 0)
 
 
 # --- what is told of times and loads ------------------------------------------------------------------------------

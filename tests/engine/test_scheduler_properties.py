@@ -330,7 +330,7 @@ def test_what_is_in_flight_when_its_request_ends_is_passed_over() -> None:
     loop.add(request(0))
     loop.step()
     loop.cancel(0)
-    assert loop.pool.used_blocks == 0
+    assert loop.pool.used_blocks > 0, "what was read is kept once that is known to be finite"
     loop.add(request(1, (9,)))
     loop.run()
     assert loop.tokens[0, 0] == []

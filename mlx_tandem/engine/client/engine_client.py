@@ -16,6 +16,7 @@ from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.client.supervisor import WHY_NOT, Supervisor
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.messages import (
+    Accepted,
     Cancel,
     CloseTrainer,
     Failed,
@@ -203,6 +204,10 @@ class EngineClient(Supervisor):
                 stream = streams.get(message.request)
                 if stream is not None and stream.started is None:
                     stream.started = message.at
+            elif isinstance(message, Accepted):
+                stream = streams.get(message.request)
+                if stream is not None:
+                    stream.accept()
             elif isinstance(message, Preempted):
                 stream = streams.get(message.request)
                 if stream is not None:

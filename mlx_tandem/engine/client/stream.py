@@ -34,9 +34,11 @@ class Stream:
         "_live",
         "_mailbox",
         "_n",
+        "_nudged",
         "_open",
         "_owner",
         "_requests",
+        "_unaccepted",
         "_waiter",
         "first",
         "first_token_at",
@@ -54,6 +56,8 @@ class Stream:
         self._open = len(self._live)
         self._mailbox: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._nudged = False
+        self._unaccepted = self._requests
         self._error: TandemError | None = None
         self.started: float | None = None  # when its first row was planned, in seconds of the monotonic clock
         self.first_token_at = 0.0  # when the engine reported the first tokens, by the monotonic clock; 0: not yet
@@ -87,6 +91,12 @@ class Stream:
             if not waiter.done():
                 waiter.set_result(None)
 
+    def accept(self) -> None:
+        """Note that the engine has accepted one of the requests."""
+        self._unaccepted -= 1
+        if not self._unaccepted:
+            self._wake()
+
     def fail(self, error: TandemError, request: int | None = None) -> None:
         """End the stream with an error: a submission fails as a whole.
 
@@ -101,6 +111,26 @@ class Stream:
 
     # -- the reader's side --------------------------------------------------------------------------------------
 
+    async def accepted(self) -> None:
+        """Wait until the engine has accepted all requests, or somebody nudges the reader.
+
+        Raises the error by which the engine refuses a request.
+        """
+        while self._unaccepted and not self._mailbox:
+            if self._error is not None:
+                raise self._error
+            if self._nudged or not self._open:
+                break
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._nudged = False
+
+    def nudge(self) -> None:
+        """Hand an empty list to the reader if it waits for deltas."""
+        if self._waiter is not None:
+            self._nudged = True
+            self._wake()
+
     def __aiter__(self) -> AsyncIterator[list[Delta]]:
         return self
 
@@ -110,6 +140,9 @@ class Stream:
                 raise self._error
             if not self._open:
                 raise StopAsyncIteration
+            if self._nudged:
+                self._nudged = False
+                break
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         deltas = self._mailbox

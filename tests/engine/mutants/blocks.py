@@ -12,6 +12,7 @@ from mlx_tandem.engine.plan import Row, StepPlan, StepResult
 from mlx_tandem.engine.prefix_leaders import PrefixLeaders
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
+from mlx_tandem.engine.unpublished import Unpublished
 from mlx_tandem.kv import prefix
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import Match, PrefixCache
@@ -170,6 +171,18 @@ def _leave_unclean(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
+def _set_aside_unread(patch: pytest.MonkeyPatch) -> None:
+    """A preempted sequence keeps a block more than it has read."""
+
+    def set_aside(self: Unpublished, s: Sequence) -> None:
+        s.scheduled += self._size
+        original(self, s)
+        s.scheduled -= self._size
+
+    original = Unpublished.set_aside
+    patch.setattr(Unpublished, "set_aside", set_aside)
+
+
 PLANTS: dict[str, Plant] = {
     "a fork counts no readers": _fork(share=False, copy=True),
     "a fork copies nothing": _fork(share=True, copy=False),
@@ -187,4 +200,5 @@ PLANTS: dict[str, Plant] = {
     "blocks are released early": _early_release,
     "shared blocks are released early": _release_twice_shared,
     "what is not finite is left in the blocks": _leave_unclean,
+    "what was not read is kept for later": _set_aside_unread,
 }

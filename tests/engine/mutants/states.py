@@ -28,11 +28,11 @@ def _share_live_states(patch: pytest.MonkeyPatch) -> None:
 def _ask_each_group_once(patch: pytest.MonkeyPatch) -> None:
     """A group's longest beginning is cut to what another knows, as if every shorter one were known, too."""
 
-    def find(caches: Any, chain: Chain, tokens: Any) -> Match:
+    def find(caches: Any, chain: Chain, tokens: Any, owner: bytes) -> Match:
         tables = []
         most = len(tokens) // caches[0].block_size
         for cache in caches:
-            tables.append(cache.whole(chain, tokens, most))
+            tables.append(cache.whole(chain, tokens, most, owner))
             most = len(tables[-1])
         return Match([table[:most] for table in tables], [SCRATCH for _ in caches])
 

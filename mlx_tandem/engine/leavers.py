@@ -1,0 +1,60 @@
+"""Sequences whose clients left while their prompts were being read, and which stay until what was read is kept.
+
+Others may find a block once a finite token has been drawn from everything up to its end. So such a sequence is cut
+behind what has been read, and draws one more token in the next step. Nobody gets that token.
+"""
+
+from __future__ import annotations
+
+from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.sequence import Sequence
+
+
+class Leavers:
+    """The sequences that stay for one more token."""
+
+    def __init__(self, blocks: BlockManager):
+        self._blocks = blocks
+        self._here: dict[int, Sequence] = {}  # by id
+
+    def __bool__(self) -> bool:
+        return bool(self._here)
+
+    def here(self) -> list[Sequence]:
+        """Return all of them."""
+        return list(self._here.values())
+
+    def take(self, s: Sequence) -> bool:
+        """Let `s` stay if it has read whole blocks that nobody can find yet; return whether it stays."""
+        if s.seat < 0 or s.has_drawn or s.siblings or s.reads_whole_prompt or s.next_adapter is not None:
+            return False
+        if not self._blocks.unpublished.has_any(s):
+            return False
+        if not s.pending:  # otherwise its first token is being drawn already
+            s.cut(s.scheduled + 1)
+        s.most_tokens = len(s.tokens) + 1
+        self._here[s.id] = s
+        return True
+
+    def lost(self) -> list[Sequence]:
+        """Return those that cannot draw, since they have lost their seats or lack blocks; nobody gives any for them."""
+        return [s for s in self.here() if s.seat < 0 or not (s.pending or self._has_room(s))]
+
+    def has_drawn(self, s: Sequence, *, is_finite: bool) -> bool:
+        """Return whether `s`, which has drawn a token, is one of these. If so, publish what it has read.
+
+        Nothing is published if the token could not be drawn, or if the blocks were lost meanwhile.
+        """
+        if s.id not in self._here:
+            return False
+        if is_finite and s.seat >= 0:
+            self._blocks.publish(s)
+        return True
+
+    def drop(self, s: Sequence) -> bool:
+        """Note that a sequence has ended; return whether it was one of these."""
+        return self._here.pop(s.id, None) is not None
+
+    def _has_room(self, s: Sequence) -> bool:
+        """Return whether `s` has blocks for its token, which it takes if there are free ones."""
+        return s.scheduled < s.room or self._blocks.reserve(s, s.scheduled + 1)
