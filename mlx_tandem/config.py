@@ -155,6 +155,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     memory_pressure_threshold: float = 0.9  # share of the pool's blocks in use from which requests are refused
     request_timeout_s: float = 0.0  # 0: none
     first_token_timeout_s: float = 300.0  # in addition to the predicted time to read the prompt; 0: none
+    stream_keepalive_s: float = 5.0  # longest silence of a stream of server-sent events; 0: no limit
     receive_timeout_s: float = 30.0  # time for a request's headers, and for its body
     write_timeout_s: float = 60.0  # time until a client that reads nothing is disconnected
     drain_seconds: float = 30.0  # time that running requests have to end at shutdown

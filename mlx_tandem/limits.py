@@ -119,6 +119,7 @@ SETTINGS: dict[str, Range] = {  # by the path of the setting in config.py
     "server.memory_pressure_threshold": Range(0.01, 1.0),
     "server.request_timeout_s": Range(0.0, 86_400.0),
     "server.first_token_timeout_s": Range(0.0, 86_400.0),
+    "server.stream_keepalive_s": Range(0.0, 86_400.0),
     "server.receive_timeout_s": Range(0.1, 3600.0),
     "server.write_timeout_s": Range(0.1, 3600.0),
     "server.drain_seconds": Range(0.0, 3600.0),

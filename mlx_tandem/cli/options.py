@@ -167,6 +167,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Longest time until the first token (300); 0: no limit.",
         ),
         Option(
+            "server.stream_keepalive_s",
+            "--stream-keepalive-s",
+            "Time without an event after which a stream gets a comment or a ping (5); 0: none.",
+        ),
+        Option(
             "server.receive_timeout_s",
             "--receive-timeout-s",
             "Longest time of a request's headers, and of its body (30).",

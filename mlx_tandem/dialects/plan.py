@@ -26,8 +26,9 @@ from mlx_tandem.training.live.recorder import Collect, Outcome
 class Renderer(ABC):
     """A writer of one reply of a dialect, as a stream of events or as one JSON body.
 
-    A stream begins with the bytes of `open`, continues with the bytes of one method for each event, and ends with
-    `close` or, after a failure, with `error`. A dialect that does not stream needs only `whole`.
+    A stream begins with the bytes of `open`, before the prompt is read. It continues with the bytes of one method for
+    each event, with `keepalive` between them while there is no event, and ends with `close` or, after a failure, with
+    `error`. A dialect that does not stream needs only `whole`.
     """
 
     id: str
@@ -36,6 +37,8 @@ class Renderer(ABC):
     """Whether the reply shows tokens, logprobs or versions."""
     media = b"text/event-stream; charset=utf-8"
     """The content type of a stream."""
+    keepalive = b""
+    """The bytes of a stream that mean nothing to clients; empty where a dialect has none."""
     times = (0.0, 0.0)
     """The seconds until the engine reported the first token, and from there to the last. They are set at the end."""
 
@@ -44,7 +47,7 @@ class Renderer(ABC):
         """Return the JSON body. `outcomes` has what learning reports of each choice; it is empty without learning."""
 
     def open(self) -> bytes:
-        """Return the beginning of the stream, before the first event."""
+        """Return the beginning of the stream, before the prompt is read."""
         return b""
 
     def read(self, event: PromptRead) -> bytes:

@@ -42,7 +42,7 @@ class Reply:
         self._observe = front.metrics.inter_token.observe
         # When the first and the last token were read from the stream, in seconds of the monotonic clock.
         self._first = self._last = 0.0
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,8 +59,8 @@ class Reply:
                     await self._run(stream, assembler, send)
                 finally:
                     watcher.cancel()
-                    for deadline in self._deadlines.values():
-                        deadline.cancel()
+                    for timer in self._timers.values():
+                        timer.cancel()
                     self._count_end(stream, assembler)
 
     async def _run(self, stream: Stream, assembler: Assembler, send: Send) -> None:
@@ -83,7 +83,7 @@ class Reply:
             ("request_timeout", server.request_timeout_s, "its end"),
         ):
             if seconds:
-                self._deadlines[code] = loop.call_later(seconds, _fail_late, stream, code, what, seconds)
+                self._timers[code] = loop.call_later(seconds, _fail_late, stream, code, what, seconds)
 
     def _reading_seconds(self) -> float:
         """Return the seconds that reading the prompts may take: twice the prediction, as others are read meanwhile."""
@@ -129,7 +129,7 @@ class Reply:
         else:
             self._first = now
             self._front.metrics.time_to_first_token.observe(now - self._began)
-            if deadline := self._deadlines.pop("first_token_timeout", None):
+            if deadline := self._timers.pop("first_token_timeout", None):
                 deadline.cancel()
         self._last = now
 

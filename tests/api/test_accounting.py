@@ -186,7 +186,7 @@ def test_everything_is_counted_once(
     }
     if ending in ("stop", "length"):
         assert between_now - between == pytest.approx(prompts * n * (decoding_now - decoding))
-    assert all(deadline.cancelled() for deadline in REPLIES[-1]._deadlines.values()), "no timer is left behind"
+    assert all(deadline.cancelled() for deadline in REPLIES[-1]._timers.values()), "no timer is left behind"
 
 
 def test_a_stream_that_breaks_ends_with_an_error_that_quotes_nothing(

@@ -7,6 +7,8 @@ import json
 import httpx
 import pytest
 
+from tests.streams import data_of
+
 QUESTION = "What is 17 + 25?"
 
 
@@ -14,7 +16,7 @@ def events(response: httpx.Response) -> list[dict]:
     """The events of a finished stream; the last one must be [DONE]."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    lines = data_of(response.text)
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 

@@ -17,6 +17,7 @@ from mlx_tandem.training.store.records import Added
 from mlx_tandem.training.trajectories import Trajectory
 from tests.api.learns import SORT, collect, learning_config, trajectories
 from tests.serving import ROOT, RunningServer, serving
+from tests.streams import data_of, until_token
 from tests.waiting import until
 
 
@@ -38,7 +39,7 @@ def collected(folder: Path) -> dict[str, Trajectory]:
 
 
 def events(text: str) -> list[dict]:
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    lines = data_of(text)
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
@@ -135,10 +136,10 @@ def test_where_nothing_is_trained(learner):
 
 def leave(server: RunningServer) -> None:
     """Begin to read what would be collected, and close the connection."""
-    fields = {"model": "policy", "prompt": SORT, "max_tokens": 900, "ignore_eos": True, "stream": True}
-    fields |= {"collect_trajectory": True, "scoring_function": "length"}
+    fields = {"model": "policy", "prompt": SORT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    fields |= {"collect_trajectory": True, "metadata": {"answer": "3"}}
     with server.client.stream("POST", "/v1/completions", json=fields) as reply:
-        next(reply.iter_lines())
+        until_token(reply.iter_lines())
 
 
 def test_what_is_collected_is_what_was_said(tmp_path):

@@ -14,6 +14,7 @@ from mlx_tandem import demo
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.serving import demo_config, serving
+from tests.streams import until_token
 from tests.waiting import until
 
 PROMPT = "<|im_start|>user\nWhat is 12 + 5?<|im_end|>\n<|im_start|>assistant\n"
@@ -231,7 +232,7 @@ def test_whoever_matters_more_is_served_first():
             body = {"prompt": "hi", "max_tokens": 8000, "ignore_eos": True, "stream": True, "priority": priority}
             with small.client.stream("POST", "/v1/completions", json=body) as reply:
                 lines = reply.iter_lines()  # kept by name, since httpx closes the stream when it is collected
-                next(lines)
+                until_token(lines)
                 begun.put(priority if reply.status_code == 200 else reply.status_code)
                 leave[priority].wait(180)
 

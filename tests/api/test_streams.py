@@ -14,6 +14,7 @@ from mlx_tandem.engine.messages import Cancel, Failed, Output, Submit
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.types import Delta
 from tests.api.scripted import Peer, scripted_server
+from tests.streams import data_of
 from tests.waiting import until
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
@@ -97,7 +98,7 @@ def test_an_error_in_the_middle_is_the_last_event():
             lambda i: Failed(i, "step_failed", "the step failed"),
         )
         assert reply.status_code == 200
-        events = [json.loads(line[6:]) for line in reply.text.splitlines() if line]
+        events = [json.loads(data) for data in data_of(reply.text)]
         assert events[-1] == {
             "error": {"message": "the step failed", "type": "server_error", "param": None, "code": "step_failed"}
         }

@@ -19,6 +19,7 @@ from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.records import Added
 from tests.api.learns import collect, learning_config
 from tests.serving import ROOT, RunningServer, demo_config, serving
+from tests.streams import until_token
 from tests.waiting import until
 
 pytestmark = pytest.mark.restarts
@@ -37,7 +38,7 @@ def stream(server: RunningServer, tokens: int, begun: threading.Event, result: l
         client.stream("POST", "/v1/completions", json=body) as response,
     ):
         lines = response.iter_lines()
-        result.append(next(lines))
+        result.append(until_token(lines))
         begun.set()
         result.extend(lines)
 

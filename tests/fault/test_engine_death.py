@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.serving import demo_config, serving
+from tests.streams import until_token
 
 pytestmark = pytest.mark.restarts
 
@@ -34,7 +35,7 @@ def test_kill_9_under_load():
                 client.stream("POST", "/v1/chat/completions", json=body) as response,
             ):
                 lines = response.iter_lines()
-                first = next(lines)
+                first = until_token(lines)
                 begun.wait()
                 texts.append(first + "".join(lines))
 

@@ -23,6 +23,7 @@ import pytest
 
 from mlx_tandem.config import SchedulerConfig
 from tests.serving import RunningServer, demo_config, serving
+from tests.streams import until_token
 from tests.waiting import until
 
 SEATS, QUEUE = 4, 4
@@ -225,7 +226,7 @@ def test_a_place_that_is_free_again_is_given_without_the_engine(server: RunningS
             leaving.stream("POST", "/v1/completions", json=long) as stream,
         ):
             lines = stream.iter_lines()
-            next(lines)
+            until_token(lines)
             os.kill(engine, signal.SIGSTOP)
             try:
                 taken = [pool.submit(ask, i) for i in range(CAPACITY - 1)]

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 
 from mlx_tandem.config import Config, SchedulerConfig
-from mlx_tandem.engine.messages import Cancel, Failed, Output, Submit
+from mlx_tandem.engine.messages import Accepted, Cancel, Failed, Output, Submit
 from mlx_tandem.types import Delta
 from tests.api.scripted import INFO, scripted_server
 from tests.serving import RunningServer, demo_config, serving
+from tests.streams import until_token
 from tests.waiting import until
 
 BODY = {"prompt": [300], "max_tokens": 200}
@@ -59,6 +60,19 @@ def test_a_request_that_gets_no_token_ends_at_its_deadline(setting, body):
         assert replies[0].status_code == 504
         assert error_of(replies[0]) == ("timeout_error", setting)
         assert client.get("/health").json()["open_requests"] == 0
+
+
+def test_a_stream_whose_prompt_is_being_read_ends_with_an_event():
+    """Its reply has begun when the engine accepted it."""
+    with scripted_server(first_token_timeout_s=0.2) as (client, peer, _):
+        replies: list[httpx.Response] = []
+        thread = post(client, STREAM, replies)
+        request = peer.hear(Submit).request
+        peer.say(Accepted(request.id))
+        assert peer.hear(Cancel) == Cancel(request.id)
+        thread.join()
+        assert replies[0].status_code == 200
+        assert error_of(replies[0]) == ("timeout_error", "first_token_timeout")
 
 
 def test_a_stream_that_has_begun_ends_with_an_event():
@@ -153,7 +167,7 @@ def test_a_request_that_waits_until_its_deadline_costs_no_device_work():
         with stream(server, LONG) as running:
             assert running.status_code == 200
             lines = running.iter_lines()  # kept: its end would close the stream
-            next(lines)
+            until_token(lines)
             waiting = server.complete("x", model="shout")
             assert error_of(waiting) == ("timeout_error", "first_token_timeout")
         until(lambda: (now := counters(server))["steps"] and not (now["running"] or now["waiting"]))
@@ -171,7 +185,7 @@ def drain(server: RunningServer) -> None:
         with stream(server, LONG) as first:
             assert first.status_code == 200
             lines = first.iter_lines()
-            next(lines)
+            until_token(lines)
             waiting = post(other, BODY, replies)
             until(lambda: replies or probe.get("/health").json()["open_requests"] == 2)
             server.process.send_signal(signal.SIGTERM)
@@ -186,7 +200,7 @@ def test_sigterm_while_requests_wait():
         replies: list[httpx.Response] = []
         with stream(server, BODY | {"max_tokens": 1000}) as first:
             lines = first.iter_lines()  # kept: its end would close the stream
-            next(lines)
+            until_token(lines)
             waiting = [post(other, BODY | {"max_tokens": 5, "ignore_eos": True}, replies) for _ in range(3)]
             with httpx.Client(base_url=server.url) as probe:
                 until(lambda: probe.get("/health").json()["open_requests"] == 4)

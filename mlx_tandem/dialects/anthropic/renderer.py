@@ -16,7 +16,6 @@ from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.answers import Answers, Spoken, ToolCall
 from mlx_tandem.generation.events import (
     Finish,
-    PromptRead,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
@@ -41,6 +40,7 @@ class MessageRenderer(Renderer):
     """
 
     wants_details = False
+    keepalive = PING
 
     def __init__(self, model: str, prompt_tokens: int, at_limit: AtLimit, *, shows_thoughts: bool = True):
         """Begin a message of the model with this name. Without `shows_thoughts`, thoughts have only a signature."""
@@ -58,10 +58,12 @@ class MessageRenderer(Renderer):
 
     # -- streams ------------------------------------------------------------------------------------------------
 
-    def read(self, event: PromptRead) -> bytes:
-        """Return the first event of the stream, which has the number of the prompt's tokens."""
-        usage = _usage(Usage(self._prompt_tokens, event.cached))
-        message = self._message([], None, None) | {"usage": usage}
+    def open(self) -> bytes:
+        """Return the first event of the stream, which has the number of the prompt's tokens.
+
+        How many of them are cached is not known before the prompt is read. The usage at the end says it.
+        """
+        message = self._message([], None, None) | {"usage": _usage(Usage(self._prompt_tokens))}
         return sse(b"message_start", dumps({"type": "message_start", "message": message})) + PING
 
     def text(self, event: TextDelta) -> bytes:

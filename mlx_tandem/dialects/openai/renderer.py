@@ -16,6 +16,7 @@ from msgspec import structs
 from mlx_tandem.dialects.openai.errors import error_body
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs, LogprobShape, TextLogprobs, prompt_scores
 from mlx_tandem.dialects.plan import Renderer
+from mlx_tandem.dialects.sse import COMMENT
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.answers import Answer, Answers
 from mlx_tandem.generation.events import (
@@ -81,8 +82,9 @@ class OpenAIRenderer(Renderer):
     text_open: bytes
     text_close: bytes
     empty: bytes
-    opening: bytes | None  # sent before a choice's first text
+    opening: bytes | None  # sent before a choice's first text; None: only a comment is
     one_prompt: bool  # the prompt's details are members of the reply; otherwise, of each choice
+    keepalive = COMMENT
 
     def __init__(self, front: Front, prompted: Prompted, shown: Shown):
         self._tokenizer = front.tokenizer
@@ -143,9 +145,9 @@ class OpenAIRenderer(Renderer):
     # -- streams ------------------------------------------------------------------------------------------------
 
     def open(self) -> bytes:
-        """Return the events before any text, which name the role of each choice in a chat."""
+        """Return the events before any text, which name the role of each choice in a chat; otherwise a comment."""
         if self.opening is None:
-            return b""
+            return COMMENT
         end = b',"logprobs":null,"finish_reason":null}]' + _members(self._prompt_details(0)) + self._rest
         return b"".join(i + self.opening + end for i in self._index)
 

@@ -14,6 +14,7 @@ from mlx_tandem.dialects.arguments import arguments_object
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Renderer
 from mlx_tandem.dialects.responses.tools import INPUT
+from mlx_tandem.dialects.sse import COMMENT
 from mlx_tandem.dialects.sse import event as sse
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.answers import Answers, Spoken
@@ -70,6 +71,8 @@ class _Open:
 
 class ResponseRenderer(Renderer):
     """A writer of one response. A stream has one item of the output at a time, with its beginning, deltas and end."""
+
+    keepalive = COMMENT
 
     def __init__(
         self,

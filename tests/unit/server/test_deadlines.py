@@ -59,9 +59,9 @@ def test_the_limits_and_their_lengths(first: float, whole: float, cost: tuple[fl
         made._set_deadlines(Late())
         reading = 2 * sum(prompt_seconds(cost, len(prompt), chunk or len(PROMPTS[0])) for prompt in PROMPTS)
         wanted = {"first_token_timeout": first and first + reading, "request_timeout": whole}
-        found = {code: handle.when() - now for code, handle in made._deadlines.items()}
+        found = {code: handle.when() - now for code, handle in made._timers.items()}
         assert found == pytest.approx({code: seconds for code, seconds in wanted.items() if seconds}, abs=0.5)
-        for handle in made._deadlines.values():
+        for handle in made._timers.values():
             handle.cancel()
 
     asyncio.run(run())
@@ -71,7 +71,7 @@ def test_the_first_tokens_end_the_limit_of_the_first_token_alone() -> None:
     async def run() -> None:
         made = reply(first_token_timeout_s=300.0, request_timeout_s=300.0)
         made._set_deadlines(Late())
-        first, whole = made._deadlines["first_token_timeout"], made._deadlines["request_timeout"]
+        first, whole = made._timers["first_token_timeout"], made._timers["request_timeout"]
         for _ in range(2):
             made._count_batch([Delta(0, 0, (1,))])
             assert (first.cancelled(), whole.cancelled()) == (True, False)

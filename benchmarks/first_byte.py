@@ -1,0 +1,138 @@
+"""Measure when a stream's first byte comes while a long prompt is read, and what is kept for a client that leaves.
+
+    python benchmarks/first_byte.py --json-out benchmarks/results/first_byte.json
+
+Streams of every dialect are sent prompts of 7,000 tokens of which nothing is cached, one after the other: from the
+request to the first byte, and to the end of an answer of one token. The former includes that the prompt is tokenised,
+the latter that it is read. Then clients leave after 70 % of the time that such a prompt takes, and ask again at once:
+the share of the prompt that is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.table import Table
+from servers import tandem
+
+from mlx_tandem.cli.bench.client import run_loop
+from mlx_tandem.cli.bench.machine import describe
+from mlx_tandem.cli.bench.serve import write
+from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.cli.console import show
+from mlx_tandem.cli.http import Connection
+
+ONE = {"stream": True, "temperature": 0.0}
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": ONE | {"max_tokens": 1},
+    "/v1/chat/completions": ONE | {"max_tokens": 1},
+    "/v1/messages": ONE | {"max_tokens": 1, "model": "base"},
+    "/v1/responses": ONE | {"max_output_tokens": 1, "model": "base", "store": False},
+    "/api/chat": {"stream": True, "options": {"temperature": 0.0, "num_predict": 1}, "model": "base"},
+}
+
+
+class Timed(Connection):
+    """A connection that notes when the first byte of an answer has come; 0: none has."""
+
+    first = 0.0
+
+    def data_received(self, data: bytes) -> None:
+        """Note the time of the first byte."""
+        self.first = self.first or perf_counter()
+        super().data_received(data)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description="first bytes while long prompts are read, and what is kept of them")
+    parser.add_argument("--shape", default="4m")
+    parser.add_argument("--tokens", type=int, default=7000, help="tokens of a prompt, about")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--leave", type=float, default=0.7, help="part of a prompt's time after which clients leave")
+    parser.add_argument("--json-out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tandem-first-") as scratch:
+        model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], positions=args.tokens + 1024)
+        with tandem().running(model) as url:
+            results = run_loop(measure(url, args.tokens, args.repeats, args.leave))
+    if args.json_out:
+        write(args.json_out, describe() | {"shape": args.shape, "leave": args.leave} | results)
+    table = Table(title=f"{args.shape}, prompts of {args.tokens} tokens, median of {args.repeats}", title_style="")
+    for column in ("route", "first byte", "last of the rounds", "answer of one token"):
+        table.add_column(column, justify="right")
+    for row in results["routes"]:
+        times = (row["first_byte_ms"], max(r["first_byte_ms"] for r in row["rounds"]), row["answer_ms"])
+        table.add_row(row["route"], *(f"{ms:,.1f} ms" for ms in times))
+    show(table)
+    found = ", ".join(f"{share:.1%}" for share in results["found"])
+    show(f"found of the prompt by clients that left after {args.leave:.0%} of its time: {found}")
+
+
+async def measure(url: str, tokens: int, repeats: int, leave: float) -> dict[str, Any]:
+    """Return the times of each route, and the share of its prompt that each client found who had left."""
+    seeds = iter(range(10_000))
+    for path in ROUTES:  # every shape is traced once before it is timed
+        await _ask(url, path, tokens, next(seeds))
+    rounds: dict[str, list[dict[str, float]]] = {path: [] for path in ROUTES}
+    for _ in range(repeats):
+        for path, own in rounds.items():
+            own.append(await _ask(url, path, tokens, next(seeds)))
+    routes = [
+        {"route": path} | {key: statistics.median(r[key] for r in own) for key in own[0]} | {"rounds": own}
+        for path, own in rounds.items()
+    ]
+    usual = statistics.median(r["answer_ms"] for r in rounds["/v1/chat/completions"]) / 1e3
+    found = [await _come_back(url, tokens, next(seeds), leave * usual) for _ in range(repeats)]
+    return {"routes": routes, "found": found}
+
+
+async def _ask(url: str, path: str, tokens: int, seed: int) -> dict[str, float]:
+    """Return the milliseconds until the first byte and the end of an answer of one token."""
+    connection = Timed.to(url)
+    assert isinstance(connection, Timed)
+    began = perf_counter()
+    status = await connection.request("POST", path, ROUTES[path] | _prompt(path, tokens, seed))
+    ended = perf_counter()
+    connection.close()
+    if status != 200:
+        raise RuntimeError(f"{path} answered {status}")
+    return {"first_byte_ms": round((connection.first - began) * 1e3, 2), "answer_ms": round((ended - began) * 1e3, 1)}
+
+
+async def _come_back(url: str, tokens: int, seed: int, seconds: float) -> float:
+    """Return the share of a prompt that is found after a client left that had waited for so many seconds."""
+    path = "/v1/chat/completions"
+    body = ROUTES[path] | _prompt(path, tokens, seed)
+    leaving = Connection.to(url)
+    asking = asyncio.create_task(leaving.request("POST", path, body))
+    await asyncio.sleep(seconds)
+    if asking.done():
+        raise RuntimeError("the answer came before the client left")
+    asking.cancel()  # which closes the connection
+    await asyncio.wait({asking})
+    connection = Connection.to(url)
+    _, reply = await connection.json("POST", path, body | {"stream": False})
+    connection.close()
+    usage = reply["usage"]
+    return round(float(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"]), 4)
+
+
+def _prompt(path: str, tokens: int, seed: int) -> dict[str, Any]:
+    """Return the field with a prompt of about so many tokens, in which a syllable with its space is one token."""
+    rng = random.Random(seed)
+    text = " ".join(rng.choice("bdfgkl") + rng.choice("aeiou") for _ in range(tokens))
+    if path == "/v1/completions":
+        return {"prompt": text}
+    return {"input": text} if path == "/v1/responses" else {"messages": [{"role": "user", "content": text}]}
+
+
+if __name__ == "__main__":
+    main()
