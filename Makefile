@@ -72,6 +72,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/adapters.py --shape 0.13m --json-out $(RESULTS)/adapters-0.13m.json
 	$(BIN)/python benchmarks/adapters.py --shape 4m --json-out $(RESULTS)/adapters-4m.json
 	$(BIN)/python benchmarks/long_prompt.py --json-out $(RESULTS)/long_prompt.json
+	$(BIN)/python benchmarks/first_byte.py --json-out $(RESULTS)/first_byte.json
 	$(BIN)/python benchmarks/prefix.py --json-out $(RESULTS)/prefix.json
 	$(BIN)/python benchmarks/hybrids.py --json-out $(RESULTS)/hybrids.json
 	$(BIN)/python benchmarks/registry.py --json-out $(RESULTS)/registry.json

@@ -44,6 +44,7 @@ def figures() -> str:
         *(adapters(name, _read(name)) for name in _names("adapters-*.json")),
         *(http_share(name, _read(name)) for name in _names("http_share*.json")),
         *(long_prompt(name, _read(name)) for name in _names("long_prompt*.json")),
+        *(first_byte(name, _read(name)) for name in _names("first_byte*.json")),
         *(registry(name, _read(name)) for name in _names("registry*.json")),
         *(hot_swap(name, _read(name)) for name in _names("hot_swap*.json")),
         *(overload(name, _read(name)) for name in _names("overload*.json")),
@@ -234,6 +235,20 @@ def long_prompt(name: str, result: dict[str, Any]) -> str:
             f"{row['ttft_ms'] / 1e3:.2f} s",
         )
     return text
+
+
+def first_byte(name: str, result: dict[str, Any]) -> str:
+    """Return the table of the first bytes of streams whose prompts are long."""
+    text = (
+        f"**The first byte of a stream with a prompt of {result['tokens']:,} tokens, {result['shape']} model**, "
+        f"medians of {len(result['routes'][0]['rounds'])}, {_where(result)} ([data]({_link(name)})).\n\n"
+    ) + _head("route", "first byte", "the latest", "answer of one token")
+    for row in result["routes"]:
+        latest = max(each["first_byte_ms"] for each in row["rounds"])
+        ms = f"{row['first_byte_ms']:.0f} ms", f"{latest:.0f} ms"
+        text += _row(f"`{row['route']}`", *ms, f"{row['answer_ms'] / 1e3:.1f} s")
+    found = ", ".join(f"{share:.0%}" for share in result["found"])
+    return text + f"\nClients that left after {result['leave']:.0%} of that time found {found} of their prompts.\n"
 
 
 def registry(name: str, result: dict[str, Any]) -> str:

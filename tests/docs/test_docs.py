@@ -63,6 +63,7 @@ SHORT = {
         *("--shape", "0.13m", "--adapters", "2", "--concurrency", "2", "--repeats", "1", "--max-tokens", "4")
     ],
     "benchmarks/long_prompt.py": ["--lengths", "200", "--repeats", "1", "--streams", "2", "--window", "0.2"],
+    "benchmarks/first_byte.py": ["--shape", "0.13m", "--tokens", "300", "--repeats", "1", "--leave", "0"],
     "benchmarks/prefix.py": [
         *("--shape", "0.13m", "--lengths", "200", "--group-tokens", "100", "--turns", "2", "--repeats", "1"),
         *("--blocks", "256"),
