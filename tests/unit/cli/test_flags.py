@@ -183,6 +183,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--memory-pressure-threshold 0.8", "server.memory_pressure_threshold", 0.8),
     ("--request-timeout-s 9", "server.request_timeout_s", 9.0),
     ("--first-token-timeout-s 9", "server.first_token_timeout_s", 9.0),
+    ("--stream-keepalive-s 9", "server.stream_keepalive_s", 9.0),
     ("--receive-timeout-s 9", "server.receive_timeout_s", 9.0),
     ("--write-timeout-s 9", "server.write_timeout_s", 9.0),
     ("--drain-seconds 9", "server.drain_seconds", 9.0),
