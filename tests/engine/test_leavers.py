@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import mlx.core as mx
 import pytest
 
-from mlx_tandem.types import Request, SamplingParams
+from mlx_tandem.engine.sequence import Run, Sequence
+from mlx_tandem.types import Image, Request, SamplingParams
+from tests import tiny_models
+from tests.engine import agreement, mlx_engine
 from tests.engine.toy_model import STATE, Windows
 from tests.engine.workloads import Engine, assert_exact, make_engine
 
@@ -142,3 +148,43 @@ def test_what_was_set_aside_and_never_shown_to_be_finite_is_found_by_nobody(wind
         engine.loop.run()
         assert engine.loop.cached[1] == 0
         assert_exact(engine.loop, windows=windows)
+
+
+def test_a_prompt_with_images_is_cut_anywhere() -> None:
+    """Also within an image: what is left is compared by the prefix cache as it was before."""
+    image = Image(start=1, tokens=7, digest=b"0123456789abcdef", arrays=b"")
+    for length in range(1, 13):
+        request = Request(0, tuple(range(12)), SamplingParams(max_tokens=4))
+        s, whole = (Sequence(i, request, 0, frozenset()) for i in range(2))
+        s.runs = whole.runs = (Run(image, 1, 0, 3), Run(image, 6, 3, 4))
+        s.cut(length)
+        assert s.content == whole.content[:length]
+        assert s.prompt_length == len(s.tokens) == length
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next"])
+def test_models_go_on_from_what_was_read(tmp_path: Path, family: str) -> None:
+    """After a client has left, and after a preemption: they say what mlx-lm says."""
+    folder = tiny_models.make(tmp_path / "model", family)
+    prompt = (*agreement.PROMPTS[1], *agreement.PROMPTS[3], *agreement.PROMPTS[1])
+    mx.disable_compile()
+    try:
+        loop = mlx_engine.make_engine(folder).loop()
+        loop.scheduler.prefill._chunk_tokens = 16
+        loop.add(agreement.ask(1, prompt))
+        loop.step()
+        (s,) = loop.scheduler.queue.running
+        size, read = loop.scheduler._blocks.groups[0].pool.block_size, s.scheduled
+        loop.cancel(1)
+        loop.run()
+        del loop.requests[1], loop.tokens[1, 0]
+        assert size <= read < len(prompt) - 1
+        loop.add(agreement.ask(2, prompt[:-1]))
+        loop.step()
+        (s,) = loop.scheduler.queue.running
+        loop.scheduler.queue.preempt(s)
+        loop.run()
+        assert loop.cached[2] >= read // size * size
+        mlx_engine.assert_agrees(loop, mlx_engine.Oracle.load(folder), "what was read")
+    finally:
+        mx.enable_compile()
