@@ -14,28 +14,28 @@ import argparse
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from public.expressions import skip
 from public.families import family_of, joined
+from public.harmony import message, text_of, tokens_of
 from public.language import Class, Module
 from public.parsers import Answer, Family, StandIn, Stream, Tokens
 from public.reader import Reader
 from public.reasons import REASONS
 from public.tests import Case, cases_of, run_case
-from public.values import OurArguments, Ours, Record, Skipped, Unknown, Unread, same
+from public.values import NotServed, OurArguments, Ours, Record, Skipped, Unknown, Unread, same
+
+from mlx_tandem.generation.reasoning.table import HARMONY
+
+TIMINGS: tuple[dict[str, bool], ...] = ({}, {"held": True}, {"cut": True}, {"held": True, "cut": True})
+"""When a streamed test gets the events of our parser. What is compared is what is said, not when."""
 
 SHOWN = 300
 """Most characters of a text that are shown."""
-
-
-class OtherFamily(Unread):
-    """A test is about a form that is not served here. The text names it."""
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Outcome:
     streamed: bool = False
     texts: list[tuple[str, Answer]] = field(default_factory=list)
     failures: list[tuple[str, Any, Any]] = field(default_factory=list)
+    only_thoughts: bool = False
 
     @property
     def name(self) -> str:
@@ -66,7 +67,7 @@ class Project:
         self.name = name
         self.root = root
         self.made: list[StandIn] = []
-        self.held = False
+        self.timing = TIMINGS[0]
         self.known: list[list[Stream]] = []
         self.heard: list[Any] = []
         self.failures: list[tuple[str, Any, Any]] = []
@@ -151,16 +152,17 @@ class Project:
         outcome = self._run(module, case, where)
         if any(each.streams for each in self.made):
             self.known = [each.streams for each in self.made]
-            for self.held in (False, True):
+            for self.timing in (*TIMINGS, TIMINGS[0]):
                 outcome = self._run(module, case, where)
                 if not self.failures:
                     break
-            self.held = False
+            self.timing = TIMINGS[0]
             outcome.streamed = True
         outcome.failures = list(self.failures)
         for family, text, answer, others in self.heard:
             outcome.texts.append((text, answer))
             outcome.family = outcome.family or family.label
+            outcome.only_thoughts = family.calls == "none"
             if others is not None:
                 outcome.failures.append(("pieces", others[0], next(each for each in others if each != others[0])))
         if outcome.state == "unread" and not self.made:
@@ -181,7 +183,7 @@ class Project:
             run_case(self.reader, module, case)
         except Skipped:
             outcome.state, outcome.why = "skipped", "skipped"
-        except OtherFamily as error:
+        except NotServed as error:
             outcome.state, outcome.why = "other", str(error)
         except Unread as error:
             outcome.state, outcome.why = "unread", str(error)
@@ -215,6 +217,10 @@ class Project:
         if name == "get_parser" and self.name == "vllm":
             calls, thoughts = (kwargs.get(f"{each}_parser_name") or "" for each in ("tool", "reasoning"))
             return Unknown(f"vllm.combined_parser:{calls}+{thoughts}", self.call)
+        if name == "from_role_and_content":
+            return message(*args)
+        if name == "get_encoding":
+            return Tokens()
         if name in ("MagicMock", "Mock", "SimpleNamespace"):
             return Record(name, dict(kwargs), open_ended=name != "SimpleNamespace")
         family = family_of(self.name, what.path, args, kwargs)
@@ -224,7 +230,7 @@ class Project:
             name.endswith(("Parser", "Detector", "Adapter", "ParserEngine"))
             and ("parser" in what.path or "detector" in what.path)
         ):
-            raise OtherFamily(what.path.rpartition("parser:")[2] or name)
+            raise NotServed(what.path.rpartition("parser:")[2] or name)
         if name[:1].isupper():
             return Record(what.path, _fields(name, args, kwargs), args)
         return Unknown(f"{what.path}()", self.call)
@@ -238,16 +244,20 @@ class Project:
             found = next((each.scope.names[name] for each in made_of.order if name in each.scope.names), None)
             parts.append(family_of(self.name, found.path, (), {}) if isinstance(found, Unknown) else None)
             if parts[-1] is None and found is not None:
-                raise OtherFamily(f"DelegatingParser with {found!r}")
+                raise NotServed(f"DelegatingParser with {found!r}")
         family = joined(*parts)
         return None if family is None else self._stand_in(family, args, kwargs)
 
     def _stand_in(self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
         """Return our parser in the place of theirs."""
+        if kwargs.get("stream_reasoning") is False:
+            raise Unread("an option of theirs, with which thoughts are not streamed")
+        if self.name == "sglang" and family == Family("openai", HARMONY):
+            kwargs = {**kwargs, "events": True}
         tools = kwargs.get("tools") or next((each for each in args if isinstance(each, list)), None)
         number = len(self.made)
         known = self.known[number] if number < len(self.known) else []
-        made = StandIn(family, tools, kwargs, known, self.heard, held=self.held)
+        made = StandIn(family, tools, kwargs, known, self.heard, **self.timing)
         self.made.append(made)
         return made
 
@@ -270,8 +280,12 @@ PLACES = {
 }
 """The parts of paths by which files with tests of parsers are known."""
 
-REPLACED = {"fix_tool_call_tokenization": lambda tokens, *args: tokens}
-"""Functions of the tests that only concern token ids, and what is called in their place."""
+REPLACED: dict[str, Callable[..., Any]] = {
+    "fix_tool_call_tokenization": lambda tokens, *args: tokens,
+    "get_model_output_str": text_of,
+    "get_model_output_tokens": tokens_of,
+}
+"""Functions of the tests that only concern tokens, and what is called in their place."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "ToolCall": {"type": "function", "id": None},
@@ -294,51 +308,74 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
 
 
-def report(outcomes: list[Outcome]) -> list[str]:
-    """Return the lines of the report."""
-    lines: list[str] = []
-    tables: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+def reason_of(outcome: Outcome) -> str:
+    """Return the reason why a difference is accepted, by the test's id with or without its parameters; "" if none."""
+    return REASONS.get(outcome.name) or REASONS.get(outcome.name.partition("[")[0], "")
+
+
+def table(outcomes: list[Outcome]) -> Iterator[str]:
+    """Yield the lines of the table of families."""
+    counts: dict[tuple[str, str], Counter[tuple[bool, str]]] = defaultdict(Counter)
     for each in outcomes:
         if each.family and each.state in ("agrees", "differs"):
-            mode = "streamed" if each.streamed else "whole"
-            tables[each.project, each.family][f"{mode} {each.state}"] += 1
-    lines.append("| project | family | whole: agree of | streamed: agree of |\n| --- | --- | --- | --- |")
-    for (project, family), counts in sorted(tables.items()):
-        cells = [
-            f"{counts[f'{mode} agrees']} of {counts[f'{mode} agrees'] + counts[f'{mode} differs']}"
-            for mode in ("whole", "streamed")
-        ]
-        lines.append(f"| {project} | {family} | {cells[0]} | {cells[1]} |")
+            counts[each.project, each.family][each.streamed, each.state] += 1
+    yield "| project | forms | whole: agree | streamed: agree |"
+    yield "| --- | --- | --- | --- |"
+    for (project, family), own in sorted(counts.items()):
+        cells = [f"{own[way, 'agrees']} of {own[way, 'agrees'] + own[way, 'differs']}" for way in (False, True)]
+        yield f"| {project} | {family} | {cells[0]} | {cells[1]} |"
+
+
+def shares(outcomes: list[Outcome]) -> Iterator[str]:
+    """Yield the lines with the shares of tests, and of their different texts, that agree."""
+    read = [each for each in outcomes if each.state in ("agrees", "differs")]
+    for project in sorted({each.project for each in outcomes}):
+        for kind in ("calls", "thoughts"):
+            for streamed in (False, True):
+                own = [
+                    each
+                    for each in read
+                    if (each.project, each.streamed) == (project, streamed)
+                    and each.only_thoughts == (kind == "thoughts")
+                ]
+                agree = sum(each.state == "agrees" for each in own)
+                reasons = sum(each.state == "differs" and bool(reason_of(each)) for each in own)
+                yield (
+                    f"{project}, {kind}, {'streamed' if streamed else 'whole'}: {agree} of {len(own)} tests agree "
+                    f"({agree / max(len(own), 1):.3f}), {reasons} differ for a reason"
+                )
+        texts: dict[tuple[str, str], bool] = {}
+        for each in (each for each in read if each.project == project):
+            for text, _ in each.texts:
+                key = each.family, text
+                texts[key] = texts.get(key, True) and each.state == "agrees"
+        agree = sum(texts.values())
+        yield f"{project}: {agree} of {len(texts)} different texts agree ({agree / max(len(texts), 1):.3f})"
+
+
+def left_out(outcomes: list[Outcome]) -> Iterator[str]:
+    """Yield the lines about the tests that are not compared."""
     for project in sorted({each.project for each in outcomes}):
         own = [each for each in outcomes if each.project == project]
         states = Counter(each.state for each in own)
-        for streamed in (False, True):
-            counts = Counter(each.state for each in own if each.streamed == streamed)
-            total = counts["agrees"] + counts["differs"]
-            lines.append(
-                f"{project}, {'streamed' if streamed else 'whole'}: {counts['agrees']} of {total} agree "
-                f"({counts['agrees'] / max(total, 1):.3f})"
-            )
-        lines.append(f"{project}: not read {states['unread']}, skipped by the project {states['skipped']}")
-        others = Counter(each.why for each in own if each.state == "other")
-        lines.append(f"{project}: forms that are not served here {sum(others.values())}: {dict(others.most_common())}")
-    return lines
+        yield f"{project}: {states['unread']} tests could not be read, {states['skipped']} are skipped by the project"
+        others = Counter(each.why.rpartition(".")[2] for each in own if each.state == "other")
+        names = ", ".join(f"{name} {count}" for name, count in others.most_common())
+        yield f"{project}: {sum(others.values())} tests are about forms that are not served here: {names}"
 
 
-def details(outcomes: list[Outcome]) -> list[str]:
-    """Return the lines that list each difference."""
-    lines: list[str] = []
+def details(outcomes: list[Outcome]) -> Iterator[str]:
+    """Yield the lines that list each difference."""
     for each in sorted(outcomes, key=lambda each: (each.family, each.name)):
         if each.state != "differs":
             continue
-        reason = REASONS.get(each.name) or REASONS.get(each.name.partition("[")[0], "")
-        lines.append(f"\n- [{each.family}] {each.name}{' (streamed)' if each.streamed else ''} {reason}")
+        reason = reason_of(each)
+        yield f"\n- [{each.family}] {each.name}{' (streamed)' if each.streamed else ''}{reason and ': '}{reason}"
         for text, answer in each.texts[:4]:
-            lines.append(f"  - text {shown(text)}")
-            lines.append(f"    ours: thoughts {shown(answer.reasoning)}, text {shown(answer.content)}, {answer.calls}")
+            yield f"  - text {shown(text)}"
+            yield f"    ours: thoughts {shown(answer.reasoning)}, text {shown(answer.content)}, {answer.calls}"
         for text, left, right in each.failures[:4]:
-            lines.append(f"  - fails: {text[:200]} — ours {shown(left)}, theirs {shown(right)}")
-    return lines
+            yield f"  - fails: {text[:200]} — ours {shown(left)}, theirs {shown(right)}"
 
 
 def main() -> None:
@@ -354,7 +391,8 @@ def main() -> None:
     for name, root in (("vllm", args.vllm), ("sglang", args.sglang)):
         if root is not None:
             outcomes += [each for each in Project(name, root).outcomes() if args.only in each.name]
-    print("\n".join([*report(outcomes), *details(outcomes)]))
+    for part in (table, shares, left_out, details):
+        print("\n".join(part(outcomes)))
     if args.unread:
         for each in outcomes:
             if each.state == "unread":
@@ -362,11 +400,12 @@ def main() -> None:
     differing = [each for each in outcomes if each.state == "differs"]
     if args.json_out:
         found = {
-            "counts": Counter(f"{each.project} {each.family} {each.state}" for each in outcomes if each.family),
-            "differences": {each.name: REASONS.get(each.name, "") for each in differing},
+            "counts": Counter(f"{each.project}, {each.family}: {each.state}" for each in outcomes if each.family),
+            "summary": [*shares(outcomes), *left_out(outcomes)],
+            "differences": {each.name: reason_of(each) for each in differing},
         }
         args.json_out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    sys.exit(any(each.name not in REASONS for each in differing))
+    sys.exit(not all(map(reason_of, differing)))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,6 @@ _THOUGHTS = {
     "Gemma4Detector": "gemma4",
     "Gemma4ParserReasoningAdapter": "gemma4",
     "Glm45Detector": "think",
-    "Glm47MoeParserReasoningAdapter": "think",
     "GptOssDetector": HARMONY,
     "GptOssReasoningParser": HARMONY,
     "GraniteReasoningParser": "granite",
@@ -83,6 +82,7 @@ _THOUGHTS = {
 
 _OPENED = {
     "DeepSeekV3ReasoningWithThinkingParser": Family(thoughts="think", opened=True),
+    "Glm47MoeParserReasoningAdapter": Family(thoughts="think", opened=True),
     "KimiK2ReasoningParser": Family(thoughts="kimi_k2", opened=True),
     "MiniMaxM2ReasoningParser": Family(thoughts="think", opened=True),
     "Qwen3ParserReasoningAdapter": Family(thoughts="think", opened=True),
@@ -122,7 +122,7 @@ _NAMES = {
 }
 """SGLang's names that are not ours."""
 
-_OPENED_NAMES = ("minimax_m2", "qwen3", "holo2", "kimi_k2", "minimax", "qwen3-thinking")
+_OPENED_NAMES = ("glm45", "glm47", "minimax_m2", "qwen3", "holo2", "kimi_k2", "minimax", "qwen3-thinking")
 """The names under which vLLM takes it that the prompt has opened a thought."""
 
 
@@ -144,6 +144,8 @@ def family_of(project: str, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     if project == "sglang" and name == "ReasoningParser":
         given = str(kwargs.get("model_type") or (args[0] if args else ""))
         return _named(given, thinking=True, opened="thinking" in given or given == "minimax")
+    if name == "HarmonyParser":
+        return Family("openai", HARMONY)
     if name == "BaseReasoningFormatDetector":
         return Family(thoughts="think")
     if name == "ParserEngine":

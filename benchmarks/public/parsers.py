@@ -163,7 +163,8 @@ class OwnParser:
 
     `tools` and `kwargs` are those that a parser of theirs was made with. `known` has the texts that an earlier reading
     of the same test has given in pieces, so that the last piece is known; `heard` hears of every text and what was
-    said of it. With `held`, a streamed call is given to the test as a whole.
+    said of it. With `held`, a streamed call is given to the test as a whole; with `cut`, a text that the test itself
+    does not end has no end.
     """
 
     def __init__(
@@ -175,9 +176,11 @@ class OwnParser:
         heard: list[Any],
         *,
         held: bool = False,
+        cut: bool = False,
     ):
         self.family = family
         self.held = held
+        self.cut = cut
         self._waiting: list[Said] = []
         self.tools = tools
         self.kwargs = kwargs
@@ -193,6 +196,9 @@ class OwnParser:
         form = AnswerReading(cast(Tokenizer, None), None, calls="none", thoughts=self.family.thoughts).form
         if form is None:
             return False
+        if self.kwargs.get("continue_final_message"):
+            continued = str(self.kwargs.get("previous_content") or "")
+            return continued.rfind(form.open) > continued.rfind(form.close)
         given = self.kwargs.get("chat_template_kwargs") or {}
         switches = [given.get(name) for name in ("enable_thinking", "thinking") if isinstance(given, dict)]
         if False in switches:
@@ -244,7 +250,7 @@ class OwnParser:
         if ended:
             stream.finished = True
         if ended or (known is not None and not known.finished and len(stream.pieces) == len(known.pieces)):
-            events += self._end()
+            events += self._end(flushed=ended or not self.cut)
         self._answer.add(events)
         return self._timed(events, last=self._parser is None)
 
@@ -276,9 +282,9 @@ class OwnParser:
         self._parser = self._make(text, tools)
         self._answer = Answer()
 
-    def _end(self) -> list[Said]:
+    def _end(self, *, flushed: bool = True) -> list[Said]:
         """Return the events of the end of a streamed text."""
-        events = list(self._parser.flush()) if self._parser is not None else []
+        events = list(self._parser.flush()) if self._parser is not None and flushed else []
         self._parser = None
         stream = self.streams[-1]
         self.heard.append((self.family, "".join(stream.pieces), self._answer, None))
@@ -317,7 +323,7 @@ class StandIn(OwnParser):
             "extract_reasoning_content": self.extract_reasoning,
             "extract_reasoning_streaming": self.extract_reasoning_streaming,
             "extract_reasoning_content_streaming": self.extract_reasoning_streaming,
-            "parse": self.parse,
+            "parse": self.events if "events" in self.kwargs else self.parse,
             "parse_delta": self.parse_delta,
             "detect_and_parse": self.detect_and_parse,
             "parse_streaming_increment": self.increment,
@@ -400,6 +406,9 @@ class StandIn(OwnParser):
     def parse(self, text: str, request: Any = None, **kwargs: Any) -> tuple[Any, Any, Any]:
         """Return the reasoning, content and calls of a whole text as vLLM does."""
         self.take(request)
+        ids = kwargs.get("model_output_token_ids")
+        if not text and isinstance(ids, list):
+            text = Tokens().decode(ids)
         answer = self.whole(text, _part(request, "tools"))
         calls = [
             Record("FunctionCall", {"name": name, "arguments": OurArguments(given)}) for name, given in answer.calls
@@ -410,6 +419,9 @@ class StandIn(OwnParser):
         """Return vLLM's description of what the next piece of a text completes."""
         request = kwargs.get("request", args[1] if len(args) > 1 else None)
         self.take(request)
+        ids = kwargs.get("delta_token_ids", args[0] if args else None)
+        if not delta_text and self.family.thoughts == HARMONY and isinstance(ids, list):
+            delta_text = Tokens().decode(ids)
         return self._delta(self.push(delta_text, _part(request, "tools"), ended=finished))
 
     def finish_delta(self, *args: Any, **kwargs: Any) -> Record | None:
@@ -448,6 +460,19 @@ class StandIn(OwnParser):
     def finish(self, *args: Any) -> Record:
         """Return SGLang's description of what the end of a text completes."""
         return self._increment(self.finished())
+
+    def events(self, chunk: str) -> list[Record]:
+        """Return the events with which SGLang describes what the next piece of a text completes."""
+        made: list[Record] = []
+        for event in self.push(chunk, None):
+            match event:
+                case TextDelta():
+                    made.append(Record("Event", {"event_type": "normal", "content": Ours(event.text)}))
+                case ReasoningDelta():
+                    made.append(Record("Event", {"event_type": "reasoning", "content": Ours(event.text)}))
+                case ToolCallArguments():
+                    made.append(Record("Event", {"event_type": "tool_call", "content": OurArguments(event.arguments)}))
+        return made
 
     def parse_non_stream(self, full_text: str) -> tuple[Any, Any]:
         """Return the two parts of a whole text as SGLang does: reasoning and content, or content and calls."""

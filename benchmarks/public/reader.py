@@ -16,7 +16,7 @@ from typing import Any
 from public.assertions import assertions
 from public.expressions import EXPRESSIONS, builtins_of, compared, is_of
 from public.language import Break, Class, Continue, Default, Function, Instance, Module, Return, Scope
-from public.values import Record, Skipped, Unknown, Unread
+from public.values import NotServed, Record, Skipped, Unknown, Unread
 
 MAX_STEPS = 3_000_000
 """Most statements and expressions that one test may take."""
@@ -146,7 +146,7 @@ class Reader:
                 continue
             try:
                 self.run([node], made)
-            except (Unread, Skipped, *_ERRORS):
+            except (Unread, Skipped, NotServed, *_ERRORS):
                 continue
         return made
 

@@ -11,6 +11,10 @@ class Unread(Exception):
     """The reader cannot follow a test. The text says why."""
 
 
+class NotServed(Exception):
+    """A test is about a form that is not served here. The text names it."""
+
+
 class Skipped(Exception):
     """A test says itself that it is not to be run."""
 
