@@ -31,7 +31,9 @@ from public.values import NotServed, OurArguments, Ours, Record, Skipped, Unknow
 
 from mlx_tandem.generation.reasoning.table import HARMONY
 
-TIMINGS: tuple[dict[str, bool], ...] = ({}, {"held": True}, {"cut": True}, {"held": True, "cut": True})
+TIMINGS: tuple[dict[str, Any], ...] = tuple(
+    {"held": held, "cut": cut} for cut in (False, True) for held in ("", "calls", "arguments")
+)
 """When a streamed test gets the events of our parser. What is compared is what is said, not when."""
 
 SHOWN = 300
@@ -162,7 +164,7 @@ class Project:
         for family, text, answer, others in self.heard:
             outcome.texts.append((text, answer))
             outcome.family = outcome.family or family.label
-            outcome.only_thoughts = family.calls == "none"
+            outcome.only_thoughts = family.raw or family.calls == "none"
             if others is not None:
                 outcome.failures.append(("pieces", others[0], next(each for each in others if each != others[0])))
         if outcome.state == "unread" and not self.made:
@@ -171,7 +173,7 @@ class Project:
             return None
         if outcome.state == "agrees" and not self.reader.asserted:
             outcome.state, outcome.why = "unread", "no assertion"
-        if outcome.state in ("agrees", "unread") and outcome.failures:
+        if outcome.state in ("agrees", "unread") and outcome.failures and self.heard:
             outcome.state = "differs"
         return outcome
 
@@ -217,6 +219,10 @@ class Project:
         if name == "get_parser" and self.name == "vllm":
             calls, thoughts = (kwargs.get(f"{each}_parser_name") or "" for each in ("tool", "reasoning"))
             return Unknown(f"vllm.combined_parser:{calls}+{thoughts}", self.call)
+        if name == "model_validate" and args and isinstance(args[0], dict):
+            return Record(what.path.rpartition(".")[0], dict(args[0]))
+        if name == "validate_python" and args:
+            return args[0]
         if name == "from_role_and_content":
             return message(*args)
         if name == "get_encoding":

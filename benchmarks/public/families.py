@@ -80,12 +80,22 @@ _THOUGHTS = {
 }
 """Our form of thoughts for each of their classes."""
 
+_CALLS_OF = {
+    "gemma4": "gemma4",
+    "glm4": "glm45",
+    "kimi": "kimi_k2",
+    "minimax": "minimax_m2",
+    "qwen3": "qwen3_coder",
+    "seed": "seed_oss",
+}
+"""Our parsers of calls by what is in the names of parsers of thoughts for the same models."""
+
 _OPENED = {
     "DeepSeekV3ReasoningWithThinkingParser": Family(thoughts="think", opened=True),
-    "Glm47MoeParserReasoningAdapter": Family(thoughts="think", opened=True),
-    "KimiK2ReasoningParser": Family(thoughts="kimi_k2", opened=True),
-    "MiniMaxM2ReasoningParser": Family(thoughts="think", opened=True),
-    "Qwen3ParserReasoningAdapter": Family(thoughts="think", opened=True),
+    "Glm47MoeParserReasoningAdapter": Family("glm45", "think", opened=True, raw=True),
+    "KimiK2ReasoningParser": Family("kimi_k2", "kimi_k2", opened=True, raw=True),
+    "MiniMaxM2ReasoningParser": Family("minimax_m2", "think", opened=True, raw=True),
+    "Qwen3ParserReasoningAdapter": Family("qwen3_coder", "think", opened=True, raw=True),
 }
 """The classes that take it that the prompt has opened a thought."""
 
@@ -156,8 +166,14 @@ def family_of(project: str, path: str, args: tuple[Any, ...], kwargs: dict[str, 
     if name in _BOTH:
         return _BOTH[name]
     if thinking:
-        return Family(thoughts=_THOUGHTS[name]) if name in _THOUGHTS else None
+        return _thoughts(_THOUGHTS[name], name) if name in _THOUGHTS else None
     return Family(_CALLS[name]) if name in _CALLS else None
+
+
+def _thoughts(form: str, name: str, *, opened: bool = False) -> Family:
+    """Return a form of thoughts, with the calls of the models that it is of."""
+    calls = next((calls for sign, calls in _CALLS_OF.items() if sign in name.lower()), "none")
+    return Family(calls, form, opened, raw=calls != "none")
 
 
 def joined(calls: Family | None, thoughts: Family | None) -> Family | None:
@@ -187,6 +203,6 @@ def _named(name: str, *, thinking: bool, opened: bool) -> Family | None:
         if name in ("gpt-oss", HARMONY):
             return Family(thoughts=HARMONY)
         found = THOUGHT_ALIASES.get(found, found)
-        return Family(thoughts=found, opened=opened and name in _OPENED_NAMES) if found in FORMS else None
+        return _thoughts(found, name, opened=opened and name in _OPENED_NAMES) if found in FORMS else None
     found = CALL_ALIASES.get(found, found)
     return Family(found) if found in PARSERS else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mlx_tandem.generation.answer_reading import AnswerReading
@@ -26,17 +26,19 @@ TOKEN = 4
 class Family:
     """The forms that one of their parsers reads, by our names.
 
-    `opened` says that the model's prompt opens a thought unless the request switches thoughts off.
+    `opened` says that the model's prompt opens a thought unless the request switches thoughts off. With `raw`, calls
+    end thoughts and are left in the text.
     """
 
     calls: str = "none"
     thoughts: str = "none"
     opened: bool = False
+    raw: bool = False
 
     @property
     def label(self) -> str:
         """The name in reports."""
-        return " and ".join(name for name in (self.calls, self.thoughts) if name != "none")
+        return " and ".join(name for name in (self.calls, self.thoughts)[self.raw :] if name != "none")
 
 
 @dataclass
@@ -158,13 +160,45 @@ def _part(owner: Any, name: str) -> Any:
     return owner.get(name) if isinstance(owner, Record | dict) else None
 
 
+class RawParser:
+    """A parser of thoughts that leaves the first call, and all behind it, in the text."""
+
+    def __init__(self, parser: Parser):
+        self._parser = parser
+        self._text = ""
+        self._reasoning = ""
+        self._called = False
+
+    def push(self, text: str) -> list[Said]:
+        """Return the events that the next piece of text completes."""
+        self._text += text
+        return [TextDelta(0, text)] if self._called and text else self._read(self._parser.push(text))
+
+    def flush(self) -> list[Said]:
+        """Return the events for the text that was held back."""
+        return [] if self._called else self._read(self._parser.flush())
+
+    def _read(self, events: Iterable[Said]) -> list[Said]:
+        """Return events with the text of a call in place of the call."""
+        said: list[Said] = []
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self._called = True
+                thought = self._reasoning.strip()
+                return [*said, TextDelta(0, self._text[self._text.find(thought) + len(thought) :])]
+            if isinstance(event, ReasoningDelta):
+                self._reasoning += event.text
+            said.append(event)
+        return said
+
+
 class OwnParser:
     """One of our parsers, which reads texts as a whole or in pieces.
 
     `tools` and `kwargs` are those that a parser of theirs was made with. `known` has the texts that an earlier reading
     of the same test has given in pieces, so that the last piece is known; `heard` hears of every text and what was
-    said of it. With `held`, a streamed call is given to the test as a whole; with `cut`, a text that the test itself
-    does not end has no end.
+    said of it. With `held`, a streamed call, or only its arguments, is given to the test as a whole; with `cut`, a text
+    that the test itself does not end has no end.
     """
 
     def __init__(
@@ -175,11 +209,12 @@ class OwnParser:
         known: list[Stream],
         heard: list[Any],
         *,
-        held: bool = False,
+        held: str = "",
         cut: bool = False,
     ):
         self.family = family
         self.held = held
+        self.silent = False
         self.cut = cut
         self._waiting: list[Said] = []
         self.tools = tools
@@ -214,9 +249,11 @@ class OwnParser:
         reading = AnswerReading(cast(Tokenizer, None), None, calls=self.family.calls, thoughts=self.family.thoughts)
         if isinstance(self.tools, list | tuple) and self.tools:
             tools = self.tools
-        offer = offered(tools, text) if self.family.calls != "none" else None
+        offer = offered(tools, text) if self.family.calls != "none" and not self.silent else None
         make = reading.parser(offer, opened=self.family.thoughts != HARMONY and self._opened(text))
-        return make(0) if make is not None else None
+        made = make(0) if make is not None else None
+        thoughts = getattr(made, "_first", None)
+        return RawParser(thoughts) if self.family.raw and thoughts is not None else made
 
     def whole(self, text: str, tools: Any = None) -> Answer:
         """Return what our parser makes of a text. Raises Unread for something that is no text."""
@@ -255,18 +292,16 @@ class OwnParser:
         return self._timed(events, last=self._parser is None)
 
     def _timed(self, events: list[Said], *, last: bool) -> list[Said]:
-        """Return the events that a test gets now: with `held`, those of a call when it is complete."""
+        """Return the events that a test gets now, by `held`."""
         if not self.held:
             return events
         self._waiting += events
         end = len(self._waiting)
         if not last and end and isinstance(self._waiting[-1], ToolCallStart | ToolCallArguments):
             call = self._waiting[-1].call
-            end = next(
-                i
-                for i, each in enumerate(self._waiting)
-                if isinstance(each, ToolCallStart | ToolCallArguments) and each.call == call
-            )
+            kinds = ToolCallArguments if self.held == "arguments" else ToolCallStart | ToolCallArguments
+            own = (i for i, each in enumerate(self._waiting) if isinstance(each, kinds) and each.call == call)
+            end = next(own, end)
         given, self._waiting = self._waiting[:end], self._waiting[end:]
         return given
 
@@ -298,7 +333,11 @@ class OwnParser:
         return self._timed(self._end(), last=True)
 
     def take(self, request: Any) -> None:
-        """Take in a request's switches of the template."""
+        """Take in a request's choices. Raises Unread for a call that the request forces: no form is written then."""
+        choice = _part(request, "tool_choice")
+        self.silent = choice == "none"
+        if choice == "required" or isinstance(choice, dict) or (isinstance(choice, Record) and not choice.open_ended):
+            raise Unread("a call that the request forces")
         given = _part(request, "chat_template_kwargs")
         if isinstance(given, dict):
             self.kwargs = {**self.kwargs, "chat_template_kwargs": given}
@@ -307,8 +346,7 @@ class OwnParser:
         """Return this parser without calls, unless calls and thoughts are one form."""
         if self.family.thoughts in ("none", HARMONY):
             return self
-        family = Family("none", self.family.thoughts, self.family.opened)
-        return OwnParser(family, None, self.kwargs, [], self.heard)
+        return OwnParser(replace(self.family, raw=True), None, self.kwargs, [], self.heard)
 
 
 class StandIn(OwnParser):
@@ -344,6 +382,7 @@ class StandIn(OwnParser):
 
     def extract_tool_calls(self, model_output: str, request: Any = None, **kwargs: Any) -> Record:
         """Return vLLM's description of the calls in a whole text."""
+        self.take(request)
         answer = self.whole(model_output, _part(request, "tools"))
         calls = [_call(name, arguments) for name, arguments in answer.calls]
         content = Ours(answer.content) if answer.content.strip() else None
@@ -354,7 +393,7 @@ class StandIn(OwnParser):
     def extract_reasoning_streaming(self, *args: Any, **kwargs: Any) -> Record | None:
         """Return vLLM's description of what the next piece of a text completes, with calls as text."""
         if self.family.thoughts not in ("none", HARMONY):
-            self.family = Family("none", self.family.thoughts, self.family.opened)
+            self.family = replace(self.family, raw=True)
         return self.extract_streaming(*args, **kwargs)
 
     def extract_streaming(self, *args: Any, **kwargs: Any) -> Record | None:
@@ -362,6 +401,7 @@ class StandIn(OwnParser):
         names = ("previous_text", "current_text", "delta_text")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         request = given.get("request", args[-1] if args else None)
+        self.take(request)
         tools = _part(request, "tools")
         text, begins = given["delta_text"], given.get("previous_text") == "" != given.get("current_text")
         if not self.streams or (begins and any(self.streams[-1].pieces)):
@@ -485,7 +525,7 @@ class StandIn(OwnParser):
 
     def _pair(self, found: Record) -> tuple[Any, Any]:
         """Return the two parts of a description as SGLang does."""
-        if self.family.calls == "none":
+        if self.family.calls == "none" or self.family.raw:
             return found.fields["reasoning_text"], found.fields["normal_text"]
         return found.fields["normal_text"], found.fields["calls"]
 

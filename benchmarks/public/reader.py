@@ -307,7 +307,7 @@ def _with(reader: Reader, node: ast.With, scope: Scope) -> None:
             raise Unread("a patch")
         raising |= "raises" in text or "assertRaises" in text
         if item.optional_vars is not None:
-            _assign(reader, item.optional_vars, reader.unknown(text), scope)
+            _assign(reader, item.optional_vars, [] if "catch_warnings" in text else reader.unknown(text), scope)
     if raising:
         raise Unread("an expected exception")
     reader.run(node.body, scope)
