@@ -315,8 +315,8 @@ def shown(value: Any) -> str:
 
 
 def reason_of(outcome: Outcome) -> str:
-    """Return the reason why a difference is accepted, by the test's id with or without its parameters; "" if none."""
-    return REASONS.get(outcome.name) or REASONS.get(outcome.name.partition("[")[0], "")
+    """Return the reason why a difference is accepted; empty if there is none."""
+    return next((reason for start, reason in REASONS.items() if outcome.name.startswith(start)), "")
 
 
 def table(outcomes: list[Outcome]) -> Iterator[str]:

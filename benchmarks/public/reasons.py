@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 REASONS: dict[str, str] = {}
-"""The reason of a difference by the test's id, with or without its parameters."""
+"""The reason of each accepted difference by the test's id, or by the beginning of the ids of several."""

@@ -69,6 +69,8 @@ class Record:
         """Return an attribute; None for one that was not given."""
         if name in self.fields:
             return self.fields[name]
+        if name == "model_copy":
+            return lambda update=None, **kwargs: Record(self.kind, {**self.fields, **(update or {})}, self.args)
         if self.open_ended:
             made = self.fields[name] = Record(f"{self.kind}.{name}", {}, open_ended=True)
             return made
