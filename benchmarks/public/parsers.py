@@ -174,9 +174,9 @@ class RawParser:
         self._text += text
         return [TextDelta(0, text)] if self._called and text else self._read(self._parser.push(text))
 
-    def flush(self) -> list[Said]:
+    def flush(self, *, cut: bool = False) -> list[Said]:
         """Return the events for the text that was held back."""
-        return [] if self._called else self._read(self._parser.flush())
+        return [] if self._called else self._read(self._parser.flush(cut=cut))
 
     def _read(self, events: Iterable[Said]) -> list[Said]:
         """Return events with the text of a call in place of the call."""
