@@ -159,7 +159,13 @@ def _check_written(codec: Codec, turns: Turns, tools: Sequence[Mapping[str, Any]
         raise InvalidRequest("this model's chat template has no place for tools", param="tools")
     place = next((i for i, turn in enumerate(turns) if turn.get("tool_calls")), None)
     silent = [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in turns]
-    if place is not None and codec.chat(silent, asks=False, tools=tools) == ids:
+    if place is None:
+        return
+    try:
+        written = codec.chat(silent, asks=False, tools=tools)
+    except InvalidRequest:
+        return  # The template refuses a message that says nothing, so it looks at the calls.
+    if written == ids:
         where = f"messages[{place}].tool_calls"
         raise InvalidRequest("this model's chat template has no place for tool calls", param=where)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -12,7 +13,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from mlx_tandem.generation.parts import Part
-from mlx_tandem.generation.templates.messages import Rendered, Setup
+from mlx_tandem.generation.templates.client import ChatTemplate
+from mlx_tandem.generation.templates.messages import Failed, Rendered, Setup, decode_values
 from mlx_tandem.generation.templates.rendering import Renderer
 from mlx_tandem.generation.tokenizer import Tokenizer
 
@@ -84,3 +86,21 @@ def render_with(
         return answer.parts
 
     return render
+
+
+class Here:
+    """The program of a chat template's worker, without its process."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer):
+        self._renderer = Renderer(Setup(source, tokenizer.special_texts(), tuple(tokenizer.special_tokens)))
+
+    async def ask(self, item: bytes) -> Rendered | Failed:
+        return self._renderer.render(decode_values(item))
+
+
+def template_here(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return a chat template that has been checked and is rendered in this process."""
+    made = ChatTemplate(source, tokenizer)
+    made._pool = Here(source, tokenizer)  # type: ignore[assignment]
+    asyncio.run(made.check())
+    return made

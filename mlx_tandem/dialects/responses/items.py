@@ -45,7 +45,7 @@ class _Output(Struct):
     """The result of a call."""
 
     call_id: str
-    output: str | list[_Part]
+    output: str | list[_Part] | None = None
 
 
 class _CustomCall(Struct):
@@ -159,7 +159,7 @@ def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 
             case _Call(call_id, name, arguments):
                 turns.call(call_id, name, arguments)
             case _Output(call_id, output):
-                turns.result(call_id, _result(output, f"{where}.output"))
+                turns.result(call_id, _result(output or "", f"{where}.output"))
             case _CustomCall(call_id, name, text):
                 turns.call(call_id, name, {INPUT: text})
             case _Reasoning(summary, content):

@@ -240,6 +240,7 @@ def test_a_conversation_of_an_agent() -> None:
         {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "1"},
         {"type": "function_call_output", "call_id": "c2", "output": [part("noon")]},
+        {"type": "function_call_output", "call_id": "c2", "output": None},
         {"type": "reasoning", "summary": [], "content": [part("long", "reasoning_text")]},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
@@ -255,6 +256,7 @@ def test_a_conversation_of_an_agent() -> None:
         {"role": "assistant", "content": "Sure.", "reasoning_content": "short", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
         {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+        {"role": "tool", "tool_call_id": "c2", "content": ""},
         {"role": "assistant", "content": "No.", "reasoning_content": "long"},
     ]
     assert chat_form(None, input_items("Hi", lambda _: None)).messages == [{"role": "user", "content": "Hi"}]

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from mlx_tandem.generation.messages import chat_messages
 from mlx_tandem.generation.templates.client import ChatTemplate
-from mlx_tandem.generation.templates.messages import Failed, Rendered, Setup, decode_values
-from mlx_tandem.generation.templates.rendering import Renderer
 from mlx_tandem.generation.templates.turn_forms import TurnForm
 from tests.unit.generation import family_templates as families
-from tests.unit.text_tools import byte_level
+from tests.unit.text_tools import byte_level, template_here
 
 FORMS = {
     "TOLERANT": TurnForm(),
@@ -33,23 +31,9 @@ FORMS = {
 }
 
 
-class Here:
-    """The program of a template's worker, without its process."""
-
-    def __init__(self, source: str):
-        tokenizer = byte_level()
-        self._renderer = Renderer(Setup(source, tokenizer.special_texts(), tuple(tokenizer.special_tokens)))
-
-    async def ask(self, item: bytes) -> Rendered | Failed:
-        return self._renderer.render(decode_values(item))
-
-
 @cache
 def template(family: str) -> ChatTemplate:
-    made = ChatTemplate(getattr(families, family), byte_level())
-    made._pool = Here(made.source)  # type: ignore[assignment]
-    asyncio.run(made.check())
-    return made
+    return template_here(getattr(families, family), byte_level())
 
 
 def rendered(family: str, messages: Sequence[Any], **options: Any) -> str:
@@ -275,11 +259,8 @@ def test_the_last_message_is_continued_whatever_it_joins(family: str) -> None:
 
 
 def test_a_template_whose_form_cannot_be_told_gets_what_was_sent() -> None:
-    tokenizer = byte_level()
     for source in ("{{ messages[0].content }}", "{{ raise_exception('no') }}", "fixed"):
-        made = ChatTemplate(source, tokenizer)
-        made._pool = Here(source)  # type: ignore[assignment]
-        asyncio.run(made.check())
+        made = template_here(source, byte_level())
         assert made._turns == TurnForm(calls="none")
         conversation = [said("user", "a"), said("system", "b"), said("user", "c")]
         assert made._turns.messages(conversation) == conversation

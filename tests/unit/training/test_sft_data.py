@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from itertools import pairwise
@@ -20,7 +21,7 @@ from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.training.examples import conversation, cut, parse
 from mlx_tandem.training.fit import rate
 from mlx_tandem.training.sft import SftConfig, batches, encode, read, split
-from tests.unit.text_tools import render_with
+from tests.unit.text_tools import render_with, template_here
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
 
@@ -121,6 +122,20 @@ def test_a_template_without_a_place_for_tools_refuses_them():
     with pytest.raises(InvalidRequest) as e:
         datum(agent() | {"tools": None}, plain)
     assert e.value.param == "messages[1].tool_calls"
+
+
+def test_a_template_that_refuses_answers_without_a_word_is_taught_with_calls():
+    asking = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>"
+    strict = "{% if not m.content and not m.tool_calls %}{{ raise_exception('say something') }}{% endif %}{% endfor %}"
+    template = template_here(asking + strict + "{% if add_generation_prompt %}[assistant]{% endif %}", TOKENIZER)
+    found = ServedCodec(
+        TOKENIZER,
+        lambda messages, options: asyncio.run(template.render(messages, options)),
+        vocab_size=1024,
+        longest=512,
+        eos_token_ids=(2, 0),
+    )
+    assert len(taught(datum(agent() | {"tools": None}, found))) == 3
 
 
 def test_an_earlier_answer_that_the_template_rewrites_is_not_taught():
