@@ -20,8 +20,8 @@ from tests.unit.generation.family_templates import ALTERNATING
 CUT = '{"city": "Os'
 PROMPT = (
     "[SYSTEM]Be kind.\n\nBe brief.[/SYSTEM][INST]Hi.\n\nWeather?[/INST]"
-    '[call weather {"city": "Os"}][call now {}]<|im_end|>[RESULT]rain[/RESULT][RESULT]noon[/RESULT]'
-    "OK.<|im_end|>[INST]<system>\nHurry.\n</system>[/INST]"
+    '[call weather {"city": "Os"}][call now {}]<|im_end|>[RESULT]rain[/RESULT]'
+    "[RESULT]noon\n\n<system>\nHurry.\n</system>[/RESULT]"
 )
 """The prompt of every one of these requests."""
 

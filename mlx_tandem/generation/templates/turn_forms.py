@@ -51,36 +51,41 @@ class TurnForm(NamedTuple):
             return messages
         if self.ids != "any":
             messages = with_ids(messages, short=self.ids == "short")
-        turns = list(self._in_roles(_apart(messages) if self.calls == "one" else messages))
+        turns = self._in_roles(_apart(messages) if self.calls == "one" else messages)
         if self.alternates:
             turns = self._alternating(turns)
         elif self.needs_user and all(turn["role"] != "user" for turn in turns):
             turns.insert(_beginning(turns), _EMPTY)
         return turns
 
-    def _in_roles(self, messages: Iterable[Message]) -> Iterator[Message]:
-        """Yield the messages, of which those in a place where the template cannot take their role are the user's."""
-        is_opening = {"anywhere": False, "beginning": True, "first": True, "nowhere": True}[self.systems]
-        opening: list[Message] = []  # the system messages at the beginning, which are joined
-        has_called = False
+    def _in_roles(self, messages: Iterable[Message]) -> list[Message]:
+        """Return the messages, of which those in a place where the template cannot take their role have another one.
+
+        A later system message is text of the user, or of the result that it follows: many templates leave out thoughts
+        of the steps before the user's last turn.
+        """
+        turns: list[list[Message]] = []  # each with the messages that are joined
+        is_opening, has_called = self.systems != "anywhere", False
         for message in messages:
             role = message["role"]
-            if role == "system" and is_opening and self.systems != "beginning":
-                opening.append(message)
-                continue
-            yield from self._opened(opening)
-            opening = []
             is_opening = is_opening and role == "system"
+            if role == "system" and self.systems != "anywhere":
+                follows = turns[-1][0]["role"] if turns else ""
+                if is_opening and follows and self.systems != "beginning":
+                    turns[-1].append(message)
+                elif not is_opening and follows == "tool":
+                    turns[-1].append({**_of_user(message), "role": "tool"})
+                    continue
+                else:
+                    turns.append([message if is_opening else _of_user(message)])
+            else:
+                is_early = role == "tool" and not (self.early_results or has_called)
+                turns.append([_of_user(message) if is_early else message])
             has_called = self._calls(message) or (role == "tool" and has_called)
-            is_late = role == "system" and self.systems != "anywhere" and not is_opening
-            is_early = role == "tool" and not (self.early_results or has_called)
-            yield _of_user(message) if is_late or is_early else message
-        yield from self._opened(opening)
-
-    def _opened(self, systems: Sequence[Message]) -> Iterator[Message]:
-        """Yield the system messages at the beginning as one, if there are any."""
-        if systems:
-            yield _of_user(_joined(systems)) if self.systems == "nowhere" else _joined(systems)
+        made = [_joined(turn) for turn in turns]
+        if self.systems == "nowhere" and made[0]["role"] == "system":
+            made[0] = _of_user(made[0])
+        return made
 
     def _alternating(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages with turns of one role joined, or with turns of the other role between them."""

@@ -172,6 +172,29 @@ def test_a_template_that_gathers_system_messages_gets_later_ones_in_their_place(
     assert rendered("GATHERING", conversation) == "a\n\nb<user>c<user><system>\nd\n</system>"
 
 
+def test_a_system_message_behind_a_result_does_not_end_the_steps_of_an_answer() -> None:
+    """Templates leave out the thoughts before the last turn of the user, and a prompt that changes is read again."""
+    source = (
+        "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.asked = loop.index %}{% endif %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('not here') }}{% endif %}"
+        "{% endfor %}{% for m in messages %}[{{ m.role }}]"
+        "{% if loop.index > ns.asked and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    )
+    made = template_here(source, byte_level())
+    steps = [said("user", "Go."), call("x", reasoning_content="Hm."), result("x", "3")]
+
+    def text(*more: dict[str, Any]) -> str:
+        parts = asyncio.run(made.render(chat_messages([*steps, *more]), {}))
+        return "".join(text for text, _ in parts)
+
+    assert text(said("system", "Hurry."), said("developer", "Now.")) == (
+        text() + "\n\n<system>\nHurry.\n</system>\n\n<system>\nNow.\n</system>"
+    )
+    assert "Hm." in text() and "Hm." not in text(said("user", "And?"))
+
+
 def test_turns_alternate_around_calls() -> None:
     conversation = [
         said("assistant", "Hello!"),
