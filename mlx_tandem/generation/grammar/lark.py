@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from mlx_tandem.generation.grammar.constraint import Call, Calls, Constraint, OneOf, Pattern, Rules, Schema, Thought
+from mlx_tandem.generation.grammar.free import with_depth
 from mlx_tandem.generation.grammar.schemas import SchemaError, checked
 from mlx_tandem.generation.templates.shields import texts
 
@@ -51,7 +53,7 @@ def grammar_of(constraint: Constraint, added: Mapping[str, int]) -> str:
     writer = _Writer(added, constraint.is_compact)
     match form:
         case Schema():
-            answer = writer.json(form)
+            answer = writer.json(form, with_depth)
         case Pattern(regex):
             if not regex:
                 raise Unwritable("the pattern is empty")
@@ -92,8 +94,8 @@ class _Writer:
         self.text += f"{name}: {body}\n"
         return name.partition("[")[0]
 
-    def json(self, schema: Schema) -> str:
-        """Return the expression for JSON under a schema. Raises Unwritable."""
+    def json(self, schema: Schema, bounded: Callable[[Any], Any] = dict) -> str:
+        """Return the expression for JSON under a schema, which `bounded` may bound further. Raises Unwritable."""
         try:
             value = checked(json.loads(schema.json), is_lenient=schema.is_lenient)
         except ValueError as e:
@@ -102,10 +104,12 @@ class _Writer:
             raise Unwritable(str(e), schema.where + e.where) from e
         if value is False:
             raise Unwritable("nothing is valid under this schema", schema.where)
-        made = {} if value is True else value
-        self.may_spell(*texts(made))
-        options = {**self._options, "lenient": schema.is_lenient}
-        return f"%json {json.dumps({**made, 'x-guidance': options}, ensure_ascii=False)}"
+        self.may_spell(*texts(value))
+        made = {
+            **bounded({} if value is True else value),
+            "x-guidance": {**self._options, "lenient": schema.is_lenient},
+        }
+        return f"%json {json.dumps(made, ensure_ascii=False)}"
 
     def literal(self, text: str) -> str:
         """Return the expression for a text, in which the texts of added tokens stand for the tokens."""
@@ -156,6 +160,7 @@ class _Writer:
         )
 
     def _arguments(self, call: Call) -> str:
+        # A thousand tools that take any object would make a grammar of more than it may have, were its depth limited.
         return self.rule(f"arguments_{self.text.count(chr(10))}", self.json(call.arguments))
 
 

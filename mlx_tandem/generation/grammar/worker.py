@@ -85,12 +85,20 @@ class Worker:
         return grammar
 
 
+def _key(schema: Schema) -> tuple[bytes, bool]:
+    """Return what a schema says, without the place where it says so."""
+    return schema.json, schema.is_lenient
+
+
 def _schemas(constraint: Constraint) -> list[Schema]:
-    """Return the schemas in a constraint."""
+    """Return the schemas in a constraint, of equal ones the first."""
     forms = (constraint.form, constraint.calls)
     calls = [call for form in forms if isinstance(form, Calls) for call in form.calls]
     own = [constraint.form] if isinstance(constraint.form, Schema) else []
-    return own + [call.arguments for call in calls]
+    found: dict[tuple[bytes, bool], Schema] = {}
+    for schema in [*own, *(call.arguments for call in calls)]:
+        found.setdefault(_key(schema), schema)
+    return list(found.values())
 
 
 def _with_any_object(constraint: Constraint, schema: Schema) -> Constraint:
@@ -100,7 +108,9 @@ def _with_any_object(constraint: Constraint, schema: Schema) -> Constraint:
         loosened = structs.replace(schema, json=ANY_OBJECT)
         return structs.replace(
             form,
-            calls=tuple(structs.replace(c, arguments=loosened) if c.arguments == schema else c for c in form.calls),
+            calls=tuple(
+                structs.replace(c, arguments=loosened) if _key(c.arguments) == _key(schema) else c for c in form.calls
+            ),
         )
 
     calls = None if constraint.calls is None else loose(constraint.calls)

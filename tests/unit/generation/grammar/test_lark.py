@@ -22,6 +22,7 @@ from mlx_tandem.generation.grammar.constraint import (
 )
 from mlx_tandem.generation.grammar.lark import Unwritable, grammar_of
 from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.limits import MAX_JSON_DEPTH
 
 FOLDER = Path(demo.MODEL_PATH)
 BACKEND = Backend.from_file(str(FOLDER / "tokenizer.json"))
@@ -62,6 +63,30 @@ OBJECT = schema({"type": "object", "properties": {"a": {"type": "integer"}}, "re
 def test_whitespace_between_parts_of_json_is_bounded(text: str, valid: bool) -> None:
     assert accepts(OBJECT, text) == valid
     assert accepts(OBJECT, text, compact=True) == (text == '{"a":1}')
+
+
+FREE: list[tuple[object, str]] = [
+    ({}, "[]"),
+    (True, "[]"),
+    ({"description": "x", "$schema": "https://json-schema.org/draft/2020-12/schema"}, '{"a":}'),
+    ({"type": "object", "additionalProperties": True}, '{"a":}'),
+    ({"type": "object"}, '{"a":}'),
+    ({"type": "array", "items": {}}, "[]"),
+]
+
+
+@pytest.mark.parametrize(("free", "brackets"), FREE, ids=str)
+def test_any_json_is_nested_to_a_limit(free: object, brackets: str) -> None:
+    opened, closed = brackets[:-1], brackets[-1]
+    deepest = opened * MAX_JSON_DEPTH + "1" + closed * MAX_JSON_DEPTH
+    assert accepts(schema(free), deepest)
+    assert not accepts(schema(free), opened + deepest + closed)
+    some = [1, -2.5e-3, "é\n", True, None, [], {}, {"": [{"a": [[]]}]}]
+    for value in (some, {"a": some}, 1):
+        for text in (json.dumps(value, ensure_ascii=False), json.dumps(value, indent=2, ensure_ascii=False)):
+            kind = free.get("type") if isinstance(free, dict) else None
+            fits = kind is None or isinstance(value, {"object": dict, "array": list}[kind])
+            assert accepts(schema(free), text) == fits
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,19 @@ def test_a_lenient_contradiction_leaves_any_object() -> None:
         assert compiled(TOKENIZER, made.grammar).try_consume_tokens(ids) == len(ids)
 
 
+def test_as_many_tools_as_a_request_may_have_are_compiled() -> None:
+    """Most tools of some servers take no arguments, or any object."""
+    forms = [Form(text, f"tools[{i}]", is_lenient=i % 2 > 0) for i, text in enumerate([b'{"type":"object"}'] * 1024)]
+    calls = tuple(Call(f"<f{i}>", form, ";") for i, form in enumerate(forms))
+    assert isinstance(WORKER.answer(encode(Constraint(Calls(calls), "tools"))), Compiled)
+    wrong = Form(b'{"type":"object","properties":{"a":false},"required":["a"]}', "tools[1024]")
+    for strict in (True, False):
+        last = Call("<g>", wrong if strict else Form(wrong.json, wrong.where, is_lenient=True), ";")
+        made = WORKER.answer(encode(Constraint(Calls((*calls[:9], last)), "tools")))
+        assert isinstance(made, Refused if strict else Compiled)
+        assert not strict or made.where == "tools[1024]"  # type: ignore[union-attr]
+
+
 def test_a_schema_may_be_deep_and_is_refused_when_it_is_too_deep() -> None:
     deep: Any = {"type": "integer"}
     for _ in range(5000):
