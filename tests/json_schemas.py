@@ -308,6 +308,7 @@ def idle() -> list[Schema]:
         obj({"a": INT}, ["a"], dependentRequired={"a": []}, propertyNames={"type": "string"}),
         {"type": "array", "items": INT, "maxItems": 2, "unevaluatedItems": {}, "not": False},
         obj({"a": {"not": {}}, "b": INT}, ["b"]),
+        obj({"a": INT, "": INT}, patternProperties={"^(a|b|é)?$": INT}, maxProperties=3),
         {
             "type": "object",
             "propertyNames": {"enum": ["x", "y"]},
@@ -372,6 +373,14 @@ REFUSED: dict[str, tuple[Schema, str]] = {
     "equal tags": (
         obj({"v": {"oneOf": [obj({"t": {"const": 1}}), obj({"t": {"enum": [1.0]}})]}}),
         ".properties.v.oneOf",
+    ),
+    "pattern of listed keys": (
+        obj({"a": INT, "b": INT}, ["a"], patternProperties={"^(a|b)$": INT}),
+        ".patternProperties.^(a|b)$",
+    ),
+    "pattern of required keys": (
+        {"patternProperties": {"^é$": INT}, "required": ["é"], "additionalProperties": False},
+        ".patternProperties.^é$",
     ),
     "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, ".pattern"),
     "endless": ({"$ref": "#"}, ""),

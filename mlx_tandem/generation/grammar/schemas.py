@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -141,7 +141,11 @@ class _Walk:
         """Raise SchemaError for a keyword of this object that cannot be enforced, and drop those without effect."""
         drop_idle(part)
         for pattern in list(part.get("patternProperties", ())):
-            if why := _problem_of_pattern(pattern):
+            why = _problem_of_pattern(pattern)
+            if part.get("additionalProperties") is False and not why:
+                listed = {*part.get("properties", ()), *part.get("required", ())}
+                why = "" if _allows_others(pattern, frozenset(listed)) else _NO_OTHERS
+            if why:
                 self._leave_out(part["patternProperties"], pattern, why, (*path, "patternProperties"))
         for keyword in list(part):
             if why := self._problem(part, keyword, path):
@@ -262,6 +266,28 @@ def _problem_of_text(pattern: str, form: str = "") -> str:
     schema = {"type": "string", "pattern": pattern} | ({"format": form} if form else {})
     return str(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}")))
 
+
+@lru_cache(1024)
+def _allows_others(pattern: str, names: frozenset[str]) -> bool:
+    """Return whether a pattern matches other texts than these."""
+    if not names:
+        return True
+    both = {"type": "string", "allOf": [{"pattern": pattern}, {"pattern": f"^{_other_than(names)}$"}]}
+    return "empty" not in LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: %json {json.dumps(both)}"))
+
+
+def _other_than(texts: Collection[str]) -> str:
+    """Return a pattern of every text but these."""
+    by_first: dict[str, set[str]] = {}
+    for text in filter(None, texts):
+        by_first.setdefault(text[0], set()).add(text[1:])
+    firsts = [f"\\u{{{ord(first):x}}}" for first in by_first]
+    ways = [f"{first}{_other_than(rests)}" for first, rests in zip(firsts, by_first.values(), strict=True)]
+    ways.append(f"[^{''.join(firsts)}][\\s\\S]*" if firsts else "[\\s\\S]+")
+    return f"(?:{'|'.join([*([] if '' in texts else ['']), *ways])})"
+
+
+_NO_OTHERS = "the pattern allows no other names than those that are listed"
 
 _REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
 """The reason in the regex library's report of several lines."""

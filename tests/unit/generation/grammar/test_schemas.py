@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from mlx_tandem import demo
 from mlx_tandem.engine.grammars.compiling import compiled, open_tokenizer
+from mlx_tandem.generation.grammar import schemas
 from mlx_tandem.generation.grammar.alternatives import are_disjoint
 from mlx_tandem.generation.grammar.constraint import Call, Calls, Constraint
 from mlx_tandem.generation.grammar.constraint import Schema as Form
@@ -196,6 +198,13 @@ def test_a_lenient_contradiction_leaves_any_object() -> None:
         assert isinstance(made, Compiled)
         ids = BACKEND.encode('f({"x": [1]})').ids
         assert compiled(TOKENIZER, made.grammar).try_consume_tokens(ids) == len(ids)
+
+
+@given(st.sets(st.text("ab.é\n", max_size=4), max_size=5), st.text("ab.é\n", max_size=4))
+def test_a_pattern_of_every_text_but_some(texts: set[str], text: str) -> None:
+    pattern = re.sub(r"\\u\{(\w+)\}", lambda m: rf"\U{int(m[1], 16):08x}", schemas._other_than(texts))
+    assert bool(re.fullmatch(pattern, text)) == (text not in texts)
+    assert all(not re.fullmatch(pattern, each) for each in texts)
 
 
 def test_as_many_tools_as_a_request_may_have_are_compiled() -> None:
