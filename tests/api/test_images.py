@@ -16,6 +16,7 @@ from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_tandem.config import Config
+from mlx_tandem.dialects.turns import FOLLOWS
 from mlx_tandem.generation.vision.client import _setup
 from mlx_tandem.generation.vision.layouts import LAYOUTS
 from mlx_tandem.generation.vision.messages import GroupJob, Job, Made
@@ -225,3 +226,27 @@ def test_every_api_reads_the_same_image(seeing: Seeing) -> None:
     reply = seeing.server.client.post("/v1/responses", json=greedy | asked)
     assert reply.status_code == 200, reply.text
     assert reply.json()["output"][-1]["content"][0]["text"].startswith(text)
+
+
+def test_an_image_of_a_tool_s_result_is_seen(seeing: Seeing) -> None:
+    """It follows the results, as if the user showed it."""
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE).decode()}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "image", "source": source}]}
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [call]}]
+    asked: dict[str, Any] = {"model": "tandem-demo", "temperature": 0, "max_tokens": 5}
+    body = asked | {"messages": [*talk, {"role": "user", "content": [result]}]}
+    reply = seeing.server.client.post("/v1/messages", json=body)
+    assert reply.status_code == 200, reply.text
+    assert "x-tandem-skipped" not in reply.headers
+    told = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    shown = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [told]},
+        {"role": "tool", "tool_call_id": "t1", "content": FOLLOWS},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(ONE)}}]},
+    ]
+    same = seeing.server.client.post("/v1/chat/completions", json=asked | {"messages": shown}).json()
+    assert reply.json()["content"][0]["text"] == same["choices"][0]["message"]["content"]
+    usage = reply.json()["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == same["usage"]["prompt_tokens"]

@@ -58,11 +58,17 @@ class Metadata(Struct):
     user_id: str | None = None  # keeps a caller on the same arm of an alias
 
 
+class AllTurns(Struct):
+    """All turns with thoughts."""
+
+    type: Literal["all"]
+
+
 class Edit(Struct):
     """An edit of the context. Keeping all thoughts is the only one that changes nothing."""
 
     type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
+    keep: Literal["all"] | AllTurns
 
 
 class ContextManagement(Struct, forbid_unknown_fields=True):

@@ -479,6 +479,7 @@ REQUEST = {"model": "base", "messages": [], "max_tokens": 5}
         ("cache_control", {"type": "ephemeral"}),
         ("container", None),
         ("context_management", {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        ("context_management", {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]}),
         ("diagnostics", {"previous_message_id": None}),
         ("mcp_servers", []),
         ("metadata", {"user_id": "u", "other": 1}),
@@ -498,7 +499,13 @@ def test_accepted(field: str, value: Any) -> None:
     [
         ("container", "c", "container"),
         ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "context_management.edits[0].type"),
+        (
+            "context_management",
+            {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 2}}]},
+            "context_management.edits[0].keep.type",
+        ),
         ("inference_geo", "eu", "inference_geo"),
+        ("output_config", {"task_budget": {"type": "tokens", "total": 9}}, "output_config.task_budget"),
         ("mcp_servers", [{"type": "url"}], "mcp_servers"),
         ("output_config", {"format": {"type": "json_schema"}}, "output_config.format.schema"),
         ("thinking", {"type": "between_tools"}, "thinking.type"),
