@@ -213,7 +213,7 @@ def test_a_namespace(client, stream):
 
 def test_what_is_wrong_in_a_namespace_is_named(client):
     for inner, param in (
-        ({"type": "custom", "name": "x"}, "tools[1].tools[0].type"),
+        ({"type": "customs", "name": "x"}, "tools[1].tools[0].type"),
         (TOOL | {"name": "a b"}, "tools[1].tools[0].name"),
         (TOOL, "tools[1].tools[0].name"),
     ):
@@ -226,7 +226,8 @@ def test_what_is_wrong_in_a_namespace_is_named(client):
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_searches"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 99}, "top_logprobs"),
         ({"text": {"format": {"type": "nonsense"}}}, "text.format.type"),
         ({"background": True}, "background"),
@@ -247,6 +248,26 @@ def test_refusals(client, asked, param):
     with pytest.raises(openai.APIStatusError) as refused:
         client.responses.create(**options)
     assert refused.value.param == param
+
+
+def test_a_stored_response_is_streamed_again_and_its_input_listed(client):
+    with client.responses.create(model="base", input=SUM, temperature=0, stream=True) as stream:
+        first = list(stream)
+    name = first[0].response.id
+    with client.responses.retrieve(name, stream=True) as stream:
+        assert list(stream) == first
+    with client.responses.retrieve(name, stream=True, starting_after=3) as stream:
+        assert list(stream) == first[4:]
+    second = client.responses.create(model="base", input=SUM, previous_response_id=name)
+    pages = client.responses.input_items.list(second.id, limit=1, order="asc")
+    assert [item.content[0].text for item in pages] == [SUM, first[-1].response.output_text, SUM]
+
+
+def test_a_custom_tool_is_offered_and_a_search_left_out(client):
+    tools = [{"type": "custom", "name": "run", "format": {"type": "text"}}, {"type": "web_search"}]
+    reply = client.responses.with_raw_response.create(model="base", input=SUM, tools=tools)
+    assert reply.headers["x-tandem-skipped"] == "tools[1] web_search"
+    assert [tool.type for tool in reply.parse().tools] == ["custom", "web_search"]
 
 
 def test_every_field_of_the_published_api_is_known():
