@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class Origins(CORSMiddleware):
-    """ASGI middleware that lets web pages of `origins` use the server and read the `X-Request-Id` of replies.
+    """ASGI middleware that lets web pages of `origins` use the server and read the headers of its own in replies.
 
     It runs before the key is checked, because a preflight (OPTIONS) carries no key. It allows no cookies, since the
     server uses none. A preflight that is not granted is passed on, and is refused like any other OPTIONS.
@@ -21,7 +21,7 @@ class Origins(CORSMiddleware):
             allow_methods=["*"],
             allow_headers=["*"],
             allow_private_network=True,  # A page from the internet may ask a server in the user's own network.
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "X-Tandem-Skipped", "Retry-After"],
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -258,7 +258,8 @@ def test_a_page_may_use_the_server(proxied, origin):
         reply = proxied.client.post("/v1/chat/completions", headers={"origin": origin, **headers}, json=CHAT)
         assert reply.status_code == status, "a page can read why it was refused"
         assert reply.headers["access-control-allow-origin"] == origin
-        assert "x-request-id" in reply.headers["access-control-expose-headers"].lower()
+        exposed = reply.headers["access-control-expose-headers"].lower()
+        assert "x-request-id" in exposed and "x-tandem-skipped" in exposed
         assert "access-control-allow-credentials" not in reply.headers
         assert "Origin" in reply.headers["vary"]
 

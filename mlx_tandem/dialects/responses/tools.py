@@ -69,6 +69,9 @@ class _Place(NamedTuple):
     namespace: str
 
 
+_SERVED = ("function", "custom")
+"""Types of tools that are offered to the model."""
+
 _OWN = re.compile(
     r"web_search(?:_preview)?(?:_20\d\d_\d\d_\d\d)?|file_search|computer(?:_use_preview)?|mcp|code_interpreter"
     r"|image_generation|local_shell|shell|apply_patch|tool_search|programmatic_tool_calling"
@@ -96,8 +99,8 @@ def offer(given: Iterable[tuple[str, Sequence[Any]]], choice: Any, parallel: boo
     Tools of OpenAI's own types are left out. Raises InvalidRequest naming the tool or the choice.
     """
     places = [place for where, tools in given for place in _places(tools, where, nested=True)]
-    own = [place for place in places if place.kind in ("function", "custom")]
-    skipped = tuple(f"{place.where} {place.kind}" for place in places if place not in own)
+    own = [place for place in places if place.kind in _SERVED]
+    skipped = tuple(f"{place.where} {place.kind}" for place in places if place.kind not in _SERVED)
     tools = [_described(place) for place in own]
     schemas = {tool["function"]["name"]: f"{place.where}.parameters" for tool, place in zip(tools, own, strict=True)}
     if isinstance(choice, dict):
@@ -123,7 +126,7 @@ def _places(tools: Sequence[Any], param: str, *, nested: bool) -> Iterator[_Plac
             inner = _places(group.tools, f"{where}.tools", nested=False)
             yield from (place._replace(namespace=group.name) for place in inner)
             continue
-        if kind not in ("function", "custom") and not (isinstance(kind, str) and _OWN.fullmatch(kind)):
+        if kind not in _SERVED and not (isinstance(kind, str) and _OWN.fullmatch(kind)):
             raise InvalidRequest(
                 f"{where}.type is {str(kind)[:64]!a}, which is no type of tools{'' if nested else ' in a namespace'}",
                 param=f"{where}.type",
