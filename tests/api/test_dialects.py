@@ -133,14 +133,14 @@ def test_the_refusal_of_an_unknown_model_names_those_that_exist(keyed: httpx.Cli
     said = reply.json()["error"]
     words = said if isinstance(said, str) else said["message"]
     assert reply.status_code == 404
-    assert "Models here: 'base'. A request without a model gets 'base'" in words
+    assert "Models here: 'base'. The model may be left out: then 'base' answers" in words
 
 
 def test_a_refusal_lists_few_of_many_models() -> None:
     names = ("x" * 200, *(f"name-{i}" for i in range(20)))
     with scripted_server(served_model_names=names) as (client, _, _):
         words = client.post("/v1/completions", json={"model": "nobody", "prompt": "hi"}).json()["error"]["message"]
-    assert "'name-6' and 14 more. A request" in words
+    assert "'name-6' and 14 more. The model" in words
     assert "x" * 141 not in words and "name-7" not in words
 
 

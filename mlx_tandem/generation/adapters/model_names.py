@@ -196,7 +196,7 @@ class Models:
         listed = ", ".join(repr(name[:140]) for name in islice(names, NAMED))
         more = f" and {total - NAMED} more" if total > NAMED else ""
         default = self._config.server.default_adapter or BASE
-        says = f"{near or '.'} Models here: {listed}{more}. A request without a model gets {default!r}"
+        says = f"{near or '.'} Models here: {listed}{more}. The model may be left out: then {default!r} answers"
         return NotFound(error.message + says, param=error.param, code=error.code)
 
     async def _first_read(self, name: str, source: AdapterSource) -> None:
