@@ -39,11 +39,16 @@ from tests.waiting import until
 LONG = structs.replace(scripted.INFO, max_model_len=200_000, num_blocks=20_000)
 ANSWER = "The command printed tandem-42."
 COMMAND = "echo tandem-$((40+2))"
+FOUND = "The tool was found."
+KNOWN = "gpt-6.2-sol"
+"""A model that Codex knows: it then offers other tools, and most of them within a message."""
+
+PROGRAM = f"text((await tools.exec_command({{cmd: '{COMMAND}'}})).output);"
 SEEN, UNSEEN = "I see the image.", "I cannot see the image."
 EDIT = "sums.py\n```python\n<<<<<<< SEARCH\n    return a - b\n=======\n    return a + b\n>>>>>>> REPLACE\n```\n"
 
 
-def call(name: str, **arguments: str | list[str]) -> str:
+def call(name: str, **arguments: object) -> str:
     """What a model says to call a tool."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -54,6 +59,8 @@ AGENTS = Script(
         "Execute the command": [call("exec_command", cmd=COMMAND), "No result came."],
         "Read the picture": [call("Read", file_path="dot.png"), "No image came."],
         "View the picture": [call("view_image", path="dot.png"), "No image came."],
+        "Find the tool": [call("ToolSearch", query="select:WebFetch", max_results=1), FOUND],
+        "Run the script": [call("exec", input=PROGRAM), "No result came."],
         "a-late-place": "The system message came late.",
         "danger-full-access": [call("exec_command", cmd=COMMAND), "No result came."],
         scripted_model.IMAGE: SEEN,
@@ -73,7 +80,8 @@ def needs(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def agents(scripted_folder):
-    with serving(scripted_model.config(scripted_folder(AGENTS))) as running:
+    config = scripted_model.config(scripted_folder(AGENTS), served_model_names=("agents", KNOWN))
+    with serving(config) as running:
         yield running
 
 
@@ -144,11 +152,11 @@ def is_up(client: httpx.Client) -> bool:
 class Codex:
     """Codex in a folder of its own."""
 
-    def __init__(self, home: Path, server: RunningServer, elsewhere: Elsewhere) -> None:
+    def __init__(self, home: Path, server: RunningServer, elsewhere: Elsewhere, model: str = "base") -> None:
         self._program = needs("codex")
         self._home = home
         self._environment = elsewhere.environment
-        first = 'model = "base"\nmodel_provider = "tandem"\ncheck_for_update_on_startup = false\n'
+        first = f'model = "{model}"\nmodel_provider = "tandem"\ncheck_for_update_on_startup = false\n'
         quiet = "[analytics]\nenabled = false\n\n[features]\nplugins = false\n"
         provider = f'name = "tandem"\nbase_url = "{server.url}/v1"\nwire_api = "responses"\n'
         provider += "request_max_retries = 0\nstream_max_retries = 0\n"
@@ -166,6 +174,10 @@ FREELY = "--dangerously-bypass-approvals-and-sandbox"
 
 def test_codex_a_turn_with_a_tool(tmp_path, agents, elsewhere):
     assert ANSWER in Codex(tmp_path, agents, elsewhere).say("Execute the command", FREELY)
+
+
+def test_codex_a_script_as_a_custom_tool(tmp_path, agents, elsewhere):
+    assert ANSWER in Codex(tmp_path, agents, elsewhere, KNOWN).say("Run the script", FREELY)
 
 
 def test_codex_a_late_developer_message(tmp_path, agents, elsewhere):
@@ -198,6 +210,11 @@ def claude_code(text: str, home: Path, server: RunningServer, elsewhere: Elsewhe
 
 def test_claude_code_a_turn_with_a_tool(tmp_path, agents, elsewhere):
     assert ANSWER in claude_code("Run the command", tmp_path, agents, elsewhere)
+
+
+def test_claude_code_a_search_for_a_tool(tmp_path, agents, elsewhere):
+    """It offers tools that a model has to find first, and the result refers to one of them."""
+    assert FOUND in claude_code("Find the tool", tmp_path, agents, elsewhere)
 
 
 def test_claude_code_a_late_system_message(tmp_path, agents, elsewhere):

@@ -178,7 +178,7 @@ def _images(item: _Item) -> int:
     """Return the number of images in an item."""
     match item:
         case _Message(_, content) | _Output(_, content) if not isinstance(content, str):
-            return sum(map(_is_image, content))
+            return sum(map(_is_image, content or ()))
         case _:
             return 0
 
