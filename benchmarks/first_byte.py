@@ -4,8 +4,8 @@
 
 Streams of every dialect are sent prompts of 7,000 tokens of which nothing is cached, one after the other: from the
 request to the first byte, and to the end of an answer of one token. The former includes that the prompt is tokenised,
-the latter that it is read. Then clients leave after 70 % of the time that such a prompt takes, and ask again at once:
-the share of the prompt that is found.
+the latter that it is read. Then clients leave when the server says that 70 % of their prompts are read, which it says
+twice a second, and ask again at once: the share of the prompt that is found.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--shape", default="4m")
     parser.add_argument("--tokens", type=int, default=7000, help="tokens of a prompt, about")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--leave", type=float, default=0.7, help="part of a prompt's time after which clients leave")
+    parser.add_argument("--leave", type=float, default=0.7, help="part of a prompt after which clients leave")
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-first-") as scratch:
@@ -72,12 +72,12 @@ def main() -> None:
         times = (row["first_byte_ms"], max(r["first_byte_ms"] for r in row["rounds"]), row["answer_ms"])
         table.add_row(row["route"], *(f"{ms:,.1f} ms" for ms in times))
     show(table)
-    found = ", ".join(f"{share:.1%}" for share in results["found"])
-    show(f"found of the prompt by clients that left after {args.leave:.0%} of its time: {found}")
+    shares = [", ".join(f"{left[what]:.1%}" for left in results["left"]) for what in ("read", "found")]
+    show("of the prompts of clients that left, {} had been read, and {} were found".format(*shares))
 
 
 async def measure(url: str, tokens: int, repeats: int, leave: float) -> dict[str, Any]:
-    """Return the times of each route, and the share of its prompt that each client found who had left."""
+    """Return the times of each route, and what clients found who had left."""
     seeds = iter(range(10_000))
     await _ask(url, "/v1/completions", tokens, next(seeds))  # every shape is traced before it is timed
     rounds: dict[str, list[dict[str, float]]] = {path: [] for path in ROUTES}
@@ -88,9 +88,7 @@ async def measure(url: str, tokens: int, repeats: int, leave: float) -> dict[str
         {"route": path} | {key: statistics.median(r[key] for r in own) for key in own[0]} | {"rounds": own}
         for path, own in rounds.items()
     ]
-    usual = statistics.median(r["answer_ms"] for r in rounds["/v1/chat/completions"]) / 1e3
-    found = [await _come_back(url, tokens, next(seeds), leave * usual) for _ in range(repeats)]
-    return {"routes": routes, "found": found}
+    return {"routes": routes, "left": [await _come_back(url, tokens, next(seeds), leave) for _ in range(repeats)]}
 
 
 async def _ask(url: str, path: str, tokens: int, seed: int) -> dict[str, float]:
@@ -106,22 +104,30 @@ async def _ask(url: str, path: str, tokens: int, seed: int) -> dict[str, float]:
     return {"first_byte_ms": round((connection.first - began) * 1e3, 2), "answer_ms": round((ended - began) * 1e3, 1)}
 
 
-async def _come_back(url: str, tokens: int, seed: int, seconds: float) -> float:
-    """Return the share of a prompt that is found after a client left that had waited for so many seconds."""
+async def _come_back(url: str, tokens: int, seed: int, leave: float) -> dict[str, float]:
+    """Return the shares of a prompt that had been read when its client left, and that it found when it asked again."""
     path = "/v1/chat/completions"
     body = ROUTES[path] | _prompt(path, tokens, seed)
-    leaving = Connection.to(url)
+    leaving, connection = Connection.to(url), Connection.to(url)
+    before = await _computed(connection)
     asking = asyncio.create_task(leaving.request("POST", path, body))
-    await asyncio.sleep(seconds)
+    while (read := await _computed(connection) - before) < leave * tokens:
+        await asyncio.sleep(0.02)
     if asking.done():
         raise RuntimeError("the answer came before the client left")
     asking.cancel()  # which closes the connection
     await asyncio.wait({asking})
-    connection = Connection.to(url)
     _, reply = await connection.json("POST", path, body | {"stream": False})
     connection.close()
     usage = reply["usage"]
-    return round(float(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"]), 4)
+    cached, whole = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+    return {"read": round(read / whole, 4), "found": round(cached / whole, 4)}
+
+
+async def _computed(connection: Connection) -> int:
+    """Return the number of tokens in all steps so far, as the engine said it last."""
+    _, metrics = await connection.json("GET", "/v1/engine/metrics")
+    return int(metrics["engine"]["step_tokens_sum"])
 
 
 def _prompt(path: str, tokens: int, seed: int) -> dict[str, Any]:

@@ -247,8 +247,8 @@ def first_byte(name: str, result: dict[str, Any]) -> str:
         latest = max(each["first_byte_ms"] for each in row["rounds"])
         ms = f"{row['first_byte_ms']:.0f} ms", f"{latest:.0f} ms"
         text += _row(f"`{row['route']}`", *ms, f"{row['answer_ms'] / 1e3:.1f} s")
-    found = ", ".join(f"{share:.0%}" for share in result["found"])
-    return text + f"\nClients that left after {result['leave']:.0%} of that time found {found} of their prompts.\n"
+    read, found = (", ".join(f"{left[what]:.0%}" for left in result["left"]) for what in ("read", "found"))
+    return text + f"\nWhen clients left, {read} of their prompts had been read. They asked again and found {found}.\n"
 
 
 def registry(name: str, result: dict[str, Any]) -> str:
