@@ -6,14 +6,17 @@ import contextlib
 import re
 from collections.abc import Sequence
 
-from mlx_tandem.generation.events import ReasoningDelta, Said
+from mlx_tandem.generation.events import ReasoningDelta, Said, TextDelta
 from mlx_tandem.generation.scanner import Malformed, Markers, Routine
 from mlx_tandem.generation.tools.calls import CallForm, CallParser
+from mlx_tandem.generation.tools.offer import Tools
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 _LONGEST_HEADER = 256
+_WORDS = ("assistant", "analysis", "commentary", "final")
+_LONGEST_WORD = 16
 _HEADER_PART = re.compile(r"[^<]+")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]{1,128})")
 _HEADER = re.compile(
@@ -35,6 +38,10 @@ class HarmonyParser(CallParser):
     form = CallForm(f"{_CHANNEL}commentary to=functions.", f" {_CONSTRAIN}json{_MESSAGE}", "<|call|>")
     _bodies = Markers(_START, _CHANNEL, *_ENDS)
 
+    def __init__(self, choice: int, tools: Tools):
+        super().__init__(choice, tools)
+        self._said: set[type[Said]] = set()  # the kinds of messages that have come, each on a line of its own
+
     def read(self) -> Routine[None]:
         """Read the whole text of the choice."""
         opener: str | None = ""
@@ -42,7 +49,7 @@ class HarmonyParser(CallParser):
             opener = yield from self.upto(self.openers, self.text)
         while opener is not None:
             if opener in _ENDS:
-                opener = yield from self.upto(self.openers, self.text)
+                opener = yield from self._between()
                 continue
             self.scan.hold()
             try:
@@ -89,7 +96,35 @@ class HarmonyParser(CallParser):
             self.scan.unread()
             return (yield from self.upto(self._bodies, self.text))
         is_thought = channel is not None and channel.group(1) == "analysis"
-        return (yield from self.upto(self._bodies, self._thought if is_thought else self.text))
+        kind = ReasoningDelta if is_thought else TextDelta
+        is_first = True
+
+        def say(text: str) -> Sequence[Said]:
+            nonlocal is_first
+            line = "\n" if is_first and kind in self._said else ""
+            is_first = False
+            self._said.add(kind)
+            return (kind(self.choice, line + text),)
+
+        return (yield from self.upto(self._bodies, say))
+
+    def _between(self) -> Routine[str | None]:
+        """Read what stands between two messages, and the marker behind it; return the marker.
+
+        A word of a header without its markers, which models write there, is left out.
+        """
+        kept: str | None = ""  # None: it is more than a word
+
+        def keep(text: str) -> Sequence[Said]:
+            nonlocal kept
+            said = text if kept is None else kept + text
+            kept = said if kept is not None and len(said) <= _LONGEST_WORD else None
+            return self.text(said) if kept is None else ()
+
+        marker = yield from self.upto(self.openers, keep)
+        if kept and (marker is None or kept.strip() not in _WORDS):
+            yield from self.text(kept)
+        return marker
 
     def _call_of(self, name: str) -> Routine[None]:
         """Read the arguments of a call, which are an object or nothing. Raises Malformed."""
@@ -100,7 +135,3 @@ class HarmonyParser(CallParser):
             yield from self.object(name, "", self.values())
         yield from self.gap()
         self.end()
-
-    def _thought(self, text: str) -> Sequence[Said]:
-        """Return the event for a piece of a thought."""
-        return (ReasoningDelta(self.choice, text),)

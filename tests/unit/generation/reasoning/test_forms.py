@@ -181,7 +181,7 @@ def test_messages_of_harmony_keep_their_channels_apart() -> None:
     )
     expected: Heard = [("thought", "Hm."), ("text", "I look."), ("call", "now", "{}")]
     assert heard(parser(HARMONY, calls="openai"), text) == expected
-    assert heard(parser(HARMONY), text) == [("thought", "Hm."), ("text", "I look.{}")], "no tools were offered"
+    assert heard(parser(HARMONY), text) == [("thought", "Hm."), ("text", "I look.\n{}")], "no tools were offered"
 
 
 TEMPLATES = {

@@ -214,7 +214,14 @@ SAMPLES = [
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>"
         "commentary<|message|>{ }<|call|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
         [("now", {})],
-        "I look.Done.",
+        "I look.\nDone.",
+    ),
+    Sample(
+        "openai",
+        "<|channel|>commentary to=functions.now<|message|>{}<|call|>commentary<|start|>assistant<|channel|>final"
+        "<|message|>Done.<|return|>",
+        [("now", {})],
+        "Done.",
     ),
     Sample("openai", "<|channel|>commentary to=functions.unknown<|message|>{}<|call|>", [], "{}"),
 ]
