@@ -85,7 +85,7 @@ async def measure(url: str, tokens: int, repeats: int, leave: float) -> dict[str
         for path, own in rounds.items():
             own.append(await _ask(url, path, tokens, next(seeds)))
     routes = [
-        {"route": path} | {key: statistics.median(r[key] for r in own) for key in own[0]} | {"rounds": own}
+        {"route": path} | {key: round(statistics.median(r[key] for r in own), 2) for key in own[0]} | {"rounds": own}
         for path, own in rounds.items()
     ]
     return {"routes": routes, "left": [await _come_back(url, tokens, next(seeds), leave) for _ in range(repeats)]}
