@@ -254,7 +254,8 @@ class RoutineParser(ABC):
                 continue
             at = start + spaces
             following = self.scan.peek(at, max(map(len, texts), default=1))
-            if not self.scan.ended and any(text != following and text.startswith(following) for text in texts):
+            is_begun = not following or any(text != following and text.startswith(following) for text in texts)
+            if is_begun and not self.scan.ended:
                 yield None
                 continue
             self.scan.scanned += spaces + 1

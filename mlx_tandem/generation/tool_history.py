@@ -117,8 +117,9 @@ _DECODER = json.JSONDecoder(strict=False, parse_int=_whole, parse_float=_finite,
 def pairs(calls: Sequence[Any], results: Sequence[Any]) -> list[int | None]:
     """Return for each result the number of its call among the calls of one message; None for a surplus result.
 
-    A result belongs to the first call with its id that has none, or with its name where it has no id. What is left and
-    has an id that no call has belongs to the calls that are left, in their order.
+    A result belongs to the first call with its id that has no result yet; a result without an id, to the first such
+    call of the same function. Results that match no call belong to the remaining calls, in their order. A result whose
+    id is that of a call that has its result already is surplus.
     """
     by_id, by_name = (_places(calls, key) for key in (_id, _name))
     taken: set[int] = set()

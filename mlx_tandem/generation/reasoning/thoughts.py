@@ -138,18 +138,22 @@ class ThoughtParser(RoutineParser):
         read is no call and the thought goes on, and None at the end of the text, where a call is said as one.
         """
         assert self._calls is not None
-        parser, pieces = self._calls(), [opener]
-        said = [*parser.push(opener)]
+        parser, pieces, said = self._calls(), [opener], list[Said]()
+        size = plain = 0  # the characters of all that was read, and of what is text to the parser of calls
+        text, marker = opener, None
         while True:
+            if text:
+                events = parser.push(text)
+                said += events
+                size += len(text)
+                plain += sum(len(event.text) for event in events if isinstance(event, TextDelta))
             text, marker = self.scan.upto(self._ends)
             if text:
                 pieces.append(text)
-                said += parser.push(text)
+                continue
             if marker is not None or self.scan.ended:
                 break
-            size = sum(map(len, pieces))
-            no_call = sum(len(event.text) for event in said if isinstance(event, TextDelta)) == size
-            if no_call or size > LONGEST_KEPT:
+            if plain == size or size > LONGEST_KEPT:
                 yield from self._thought("".join(pieces))
                 return ""
             yield None

@@ -72,11 +72,12 @@ class CallParser(RoutineParser):
         self.tools = tools
         self._call = -1
         self._reread = 0
+        self._is_at_line = True  # whether the content ends with a line break, or is empty
         self._followers = (*self.openers.texts, *self.closers, *self.others)
 
     @abstractmethod
     def calls(self, opener: str) -> Routine[None]:
-        """Read one or more calls behind `opener`. Raises Malformed."""
+        """Read one or more calls behind `opener`, or an empty section that means nothing. Raises Malformed."""
 
     def read(self) -> Routine[None]:
         """Read the whole text of the choice."""
@@ -87,7 +88,7 @@ class CallParser(RoutineParser):
 
     def _attempt(self, opener: str) -> Routine[None]:
         """Read what follows an opener, as calls or as text. Without an opener, only `starts` may follow."""
-        before, is_part = self._call, opener in self.inline
+        before, is_part, is_read = self._call, opener in self.inline, False
         if is_part:
             self.scan.back(len(opener))
         self.scan.hold()
@@ -96,9 +97,10 @@ class CallParser(RoutineParser):
                 pass
             if opener or self._begins((yield from self.gap())):
                 yield from self.calls("" if is_part else opener)
+                is_read = True
         except Malformed:
             pass
-        is_text = self._call == before
+        is_text = self._call == before and not is_read
         if is_text and not is_part:
             yield from self.text(opener)
         if self._may_reread():
@@ -138,6 +140,12 @@ class CallParser(RoutineParser):
         return self.cut and self.is_at_end
 
     # -- parts of calls -----------------------------------------------------------------------------------------
+
+    def text(self, text: str) -> Sequence[Said]:
+        """Return the events of text that belongs to the answer."""
+        if text:
+            self._is_at_line = text.endswith("\n")
+        return super().text(text)
 
     def new_id(self, name: str) -> str:
         """Return an id for the call that begins."""
@@ -196,6 +204,17 @@ class CallParser(RoutineParser):
                 self.end()
             raise
         self.end()
+
+    def end_section(self, before: int) -> Routine[None]:
+        """Read the closer of a section, which may be missing. There were `before` calls when the section began.
+
+        An empty section on a line of its own means nothing. Raises Malformed for another section without a call.
+        """
+        closer = yield from self.passed(*self.closers)
+        if self.begun == before and not (closer and self._is_at_line):
+            raise Malformed
+        if closer:
+            self.end()
 
     def gap(self) -> Routine[str]:
         """Read white space inside a call; return the character behind it, an empty string at the end of the text."""

@@ -18,6 +18,7 @@ class DeepSeekParser(CallParser):
 
     def calls(self, opener: str) -> Routine[None]:
         """Read the calls of one section, or one call without a section."""
+        before = self.begun
         while opener == _BEGIN or (yield from self.passed(_BEGIN)):
             opener = ""
             yield from self.gap()
@@ -35,8 +36,7 @@ class DeepSeekParser(CallParser):
                 yield from self.passed("```")
             yield from self.passed(_END)
             self.end()
-        if (yield from self.passed(_CLOSE)):
-            self.end()
+        yield from self.end_section(before)
 
 
 class DeepSeek31Parser(DeepSeekParser):

@@ -18,6 +18,9 @@ IDS = ("id", "tool_call_id", "call_id")
 _OTHERS = ("type", "index")
 """Keys beside them that say nothing."""
 
+_MOST_OPEN = 2
+"""Most brackets that are open where the object with the name and the arguments begins: a list's and one object's."""
+
 FENCES = ("```json", "```python", "```tool_call", "```")
 
 
@@ -91,6 +94,8 @@ def _read_object(parser: CallParser, reader: ValueReader, parts: _Parts, *, offe
         yield from _read_pairs(parser, reader, parts, offered_only=offered_only)
     except Malformed:
         known = parts.arguments is not None or parts.name in parser.tools.functions
+        if parts.begun:
+            yield from parser.text(", ".join(parts.others))
         if parts.begun or parts.in_pair or not known or not parser.is_at_end:
             raise
     if parts.begun:
@@ -123,7 +128,7 @@ def _read_pairs(parser: CallParser, reader: ValueReader, parts: _Parts, *, offer
         parts.in_pair = True
         key = yield from reader.key()
         first = yield from parser.gap()
-        if key in NAMES and first == "{":
+        if key in NAMES and first == "{" and len(reader.open) <= _MOST_OPEN:
             yield from _read_pairs(parser, reader, parts, offered_only=offered_only)
         elif key in NAMES and not parts.name:
             parts.name = text_of((yield from _kept(reader)))

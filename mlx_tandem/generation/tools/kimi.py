@@ -22,6 +22,7 @@ class KimiParser(CallParser):
 
     def calls(self, opener: str) -> Routine[None]:
         """Read the calls of one section, or one call without a section."""
+        before = self.begun
         while opener == _BEGIN or (yield from self.passed(_BEGIN)):
             opener = ""
             yield from self.gap()
@@ -33,5 +34,4 @@ class KimiParser(CallParser):
             yield from self.object(name, id if ":" in id else "", self.values())
             yield from self.passed(_END)
             self.end()
-        if (yield from self.passed(CLOSE)):
-            self.end()
+        yield from self.end_section(before)

@@ -13,6 +13,8 @@ from mlx_tandem.generation.tools.json_writer import JsonWriter
 from mlx_tandem.generation.tools.schema_types import properties_of, types_of
 from mlx_tandem.generation.tools.values import as_json, quoted
 
+WRAPPERS = ("arguments", "input", "parameters")
+"""Parameters in which models of DeepSeek write all arguments as one object."""
 _NULLS = ("null", "none")
 _BOOLEANS = {"true": "true", "false": "false"}
 _CODE = re.compile(r"[-+]?0[0-9]")
@@ -38,6 +40,7 @@ class Parameters:
         self._out = JsonWriter(parser.arguments, spaced=True)
         self._has_begun = False
         self._seen: set[str] = set()
+        self._wrapped: _Wrapped | None = None
         parser.end()
 
     def may_follow(self, key: str) -> bool:
@@ -46,8 +49,11 @@ class Parameters:
 
     def close(self) -> Sequence[Said]:
         """Return the event for the end of the object; none where something else than the model has ended the text."""
+        wrapped = self._unwrap(True)
+        if wrapped and not self._has_begun:
+            return wrapped
         said = () if self._has_begun or self._parser.is_cut else self._begin()
-        return (*said, *self._parser.complete(self._out))
+        return (*wrapped, *said, *self._parser.complete(self._out))
 
     def value(
         self,
@@ -69,11 +75,17 @@ class Parameters:
         if said == "true" and ("string" in types or not types):
             types = {"string"}
         parser.scan.release()
-        if not self._has_begun:
-            yield from self._begin()
+        is_first = not self._seen
         self._seen.add(key)
-        out.key(quoted(key))
-        value = _Value(out, types, is_guess=not types)
+        yield from self._unwrap(False)
+        if is_first and key in WRAPPERS and self._properties and key not in self._properties:
+            value: _Value | _Wrapped
+            value = self._wrapped = _Wrapped(key)
+        else:
+            if not self._has_begun:
+                yield from self._begin()
+            out.key(quoted(key))
+            value = _Value(out, types, is_guess=not types)
         while True:
             closer = yield from parser.upto(closers, value.push)
             if closer is None:
@@ -89,6 +101,21 @@ class Parameters:
             raise Malformed
         return closer.lstrip("\n")
 
+    def _unwrap(self, is_all: bool) -> Sequence[Said]:
+        """Return the event of the arguments in the one parameter that may hold them all, if there was one.
+
+        If it is not an object, or other parameters follow, it is a parameter like others.
+        """
+        wrapped, self._wrapped = self._wrapped, None
+        if wrapped is None:
+            return ()
+        made = as_json(wrapped.text)
+        if is_all and made is not None and made[0] == "{":
+            return self._parser.arguments(made)
+        begun = self._begin()
+        self._out.key(quoted(wrapped.key))
+        return (*begun, *self._out.atom(json_of(wrapped.text, set())))
+
     def _begin(self) -> Sequence[Said]:
         """Return the event for the beginning of the object."""
         self._has_begun = True
@@ -97,6 +124,28 @@ class Parameters:
     def _schema_of(self, key: str) -> Any:
         """Return the schema of a parameter, which may be that of all parameters that have no own."""
         return self._properties.get(key, self._schema.get("additionalProperties"))
+
+
+class _Wrapped:
+    """The value of a parameter that the function does not have, and that may hold all of the arguments."""
+
+    def __init__(self, key: str):
+        self.key = key
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The value so far."""
+        return "".join(self._pieces)
+
+    def push(self, piece: str) -> Sequence[Said]:
+        """Keep the next piece of the value."""
+        self._pieces.append(piece)
+        return ()
+
+    def close(self, *, is_cut: bool) -> Sequence[Said]:
+        """Return no event: what the value is, is not known yet."""
+        return ()
 
 
 class _Value:
@@ -156,8 +205,7 @@ def json_of(text: str, types: set[str]) -> str:
     if made is not None and made[0] == '"' and value[0] not in "\"'":
         made = None
     if made is not None and (not types or _fits(made, types)):
-        is_whole = "integer" in types and "number" not in types and _WHOLE.fullmatch(made)
-        return made.partition(".")[0] if is_whole else made
+        return made.partition(".")[0] if types and _WHOLE.fullmatch(made) else made
     return quoted(text)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_MOST_DEPTH = 8
-"""Levels of references and combinations in which types are looked for."""
+_MOST_SCHEMAS = 256
+"""Most schemas that references and combinations lead to in the search for the types of one parameter."""
 
 _IMPLIED = {
     "object": ("properties", "patternProperties", "additionalProperties", "required", "propertyNames"),
@@ -19,28 +19,39 @@ _IMPLIED = {
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = _MOST_DEPTH) -> set[str]:
-    """Return the types that a schema allows, as far as it says so. References begin at `root`."""
-    if not isinstance(schema, dict) or not depth:
+def types_of(schema: Any, root: Mapping[str, Any], seen: set[int] | None = None) -> set[str]:
+    """Return the types that a schema allows, as far as it says so. References begin at `root`.
+
+    `seen` has the identities of the schemas that were looked at already, each of which counts once.
+    """
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict) or id(schema) in seen or len(seen) > _MOST_SCHEMAS:
         return set()
+    seen.add(id(schema))
     given = schema.get("type")
-    types = {given} if isinstance(given, str) else {t for t in given if isinstance(t, str)} if given else set()
+    types = {given} if isinstance(given, str) else set()
+    if isinstance(given, list):
+        types = {kind for kind in given if isinstance(kind, str)}
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not types and isinstance(values, list):
         types = {_NAMES.get(type(value), "null") for value in values}
     for inner in _inner(schema, root):
-        types |= types_of(inner, root, depth - 1)
+        types |= types_of(inner, root, seen)
     return types or {kind for kind, keywords in _IMPLIED.items() if any(keyword in schema for keyword in keywords)}
 
 
-def properties_of(schema: Any, depth: int = _MOST_DEPTH, root: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Return the schema of each property that an object may have, by name."""
-    if not isinstance(schema, dict) or not depth:
+def properties_of(
+    schema: Any, root: Mapping[str, Any] | None = None, seen: set[int] | None = None
+) -> Mapping[str, Any]:
+    """Return the schema of each property that an object may have, by name. References begin at `root`."""
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict) or id(schema) in seen or len(seen) > _MOST_SCHEMAS:
         return {}
+    seen.add(id(schema))
     root = schema if root is None else root
     found: dict[str, Any] = {}
     for inner in _inner(schema, root):
-        found |= properties_of(inner, depth - 1, root)
+        found |= properties_of(inner, root, seen)
     own = schema.get("properties")
     return found | own if isinstance(own, dict) else found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_tandem.generation.scanner import Malformed, Routine
+from mlx_tandem.generation.scanner import Routine
 from mlx_tandem.generation.tools.calls import LONGEST_NAME, NAME_CHARACTERS, CallParser
 from mlx_tandem.generation.tools.glm_calls import KEY, read_keyed
 from mlx_tandem.generation.tools.json_calls import read_calls
@@ -40,14 +40,9 @@ class SectionParser(CallParser):
     def _section(self) -> Routine[None]:
         """Read calls up to the closer, or as long as they come."""
         before = self.begun
-        while not (yield from self.passed(*self.closers)):
-            if not (yield from self._body()):
-                if self.begun == before:
-                    raise Malformed
-                return
-        if self.begun == before:
-            raise Malformed
-        self.end()
+        while not (yield from self.ahead(self.closers))[0] and (yield from self._body()):
+            pass
+        yield from self.end_section(before)
 
     def _body(self) -> Routine[bool]:
         """Read the calls that come next in their form; return whether one came."""

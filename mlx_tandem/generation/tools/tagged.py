@@ -73,7 +73,7 @@ class TaggedCall:
         self._closers = Markers(
             *(f"{space}{tag}" for space in ("", "\n") for tag in (tags.closer, tags.opener, tags.call_closer))
         )
-        self._call_ends = (*parser.closers, *parser.openers.texts, *(f"{other.call_opener}" for other in ALL))
+        self._call_ends = (*parser.closers, *parser.openers.texts, *OPENERS)
         self._parameters: Parameters | None = None
 
     def read(self) -> Routine[None]:
@@ -137,14 +137,11 @@ class TaggedCall:
         """Return whether a tag that was read ends the value before it."""
         parser, tags = self._parser, self._tags
         assert self._parameters is not None
-        start = 0
         if closer == tags.closer:
-            found, at = yield from parser.ahead((tags.opener, tags.call_closer, *self._call_ends))
-            if found != tags.call_closer:
-                return found is not None
-            closer, start = found, at + len(found)
+            ends = (tags.opener, tags.call_closer, *self._call_ends)
+            return (yield from parser.ahead(ends))[0] is not None
         if closer == tags.call_closer:
-            return self._is_bare or (yield from parser.ahead(self._call_ends, start))[0] is not None
+            return (yield from parser.ahead(self._call_ends))[0] is not None
         size = 0
         while (character := (yield from parser.peek(size))) not in ("", ">", "\n", "<") and size < _LONGEST_TAG:
             size += 1

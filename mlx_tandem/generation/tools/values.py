@@ -228,7 +228,10 @@ class ValueReader:
     def _follows_key(self, at: int, dividers: Sequence[str]) -> Routine[bool]:
         """Return whether a key and one of `dividers`, or the end of the text, come `at` characters ahead."""
         first = yield from self._parser.peek(at)
-        mark = next((mark for mark in self._marks if mark[0] == first), "")
+        mark = ""
+        for each in self._marks:
+            if first == each[0] and (yield from self._parser.peek(at, len(each))) == each:
+                mark = each
         start = at = at + len(mark)
         while at - start < _LONGEST_KEY_AHEAD:
             character = yield from self._parser.peek(at)
@@ -408,7 +411,7 @@ def scalar(word: str) -> str | None:
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):
-        return word
+        return "null" if "e" in word.lower() and not math.isfinite(float(word)) else word
     if _OTHER_NUMBER.fullmatch(word) is None:
         return None
     for base in (0, 10):  # the second one for zeros at the beginning
@@ -420,15 +423,17 @@ def scalar(word: str) -> str | None:
         number = float(word)
     except ValueError:
         return None
-    return repr(number) if math.isfinite(number) else None
+    return repr(number) if math.isfinite(number) else "null"
 
 
 def text_of(value: str) -> str:
-    """Return the text that a JSON string stands for. Raises Malformed for another value."""
+    """Return the text that a JSON string stands for, without halves of surrogate pairs. Raises Malformed for another
+    value.
+    """
     text: object = json.loads(value)
     if not isinstance(text, str):
         raise Malformed
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def quoted(text: str) -> str:

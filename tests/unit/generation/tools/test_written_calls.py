@@ -229,6 +229,12 @@ SPELLINGS: list[tuple[str, str, list[Call]]] = [
         "<tool_call><function=write><parameter=tags>['a', 'b']</parameter></function></tool_call>",
         [("write", {"tags": ["a", "b"]})],
     ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=write><parameter=path>\na\n</parameter>\n</function>\nDone.",
+        [("write", {"path": "a"})],
+    ),
+    ("hermes", '<tool_call>{"name": "write", "arguments": {"count": 1e999}}</tool_call>', [("write", {"count": None})]),
     ("deepseek_v32", '<｜DSML｜invoke name="stop"/>', [STOP]),
     (
         "minimax_m2",
@@ -288,5 +294,79 @@ def test_the_first_of_two_arguments_before_the_name_counts() -> None:
     assert text_of(found) == '"arguments": {"path": "b"}'
 
 
+def test_a_call_that_breaks_off_keeps_what_stands_beside_its_arguments() -> None:
+    found = read("hermes", '<tool_call>{"note": "x", "name": "write", "arguments": {"path": "a')
+    assert calls_of(found) == [("write", {"path": "a"})]
+    assert text_of(found) == '"note": "x"'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": ' * 3000,
+        '<tool_call>{"name": "write", "arguments": ' + '{"a": ' * 3000,
+        "<tool_call><function=write><parameter=place>" + "[" * 3000 + "</parameter></function></tool_call>",
+    ],
+)
+def test_nesting_is_bounded(text: str) -> None:
+    for family in ("hermes", "llama3_json", "qwen3_coder"):
+        parser = PARSERS[family](0, TOOLS)
+        found = joined([*parser.push(text), *parser.flush()])
+        assert all(isinstance(arguments, dict) for _, arguments in calls_of(found))
+
+
+def test_halves_of_surrogate_pairs_stay_escapes() -> None:
+    for arguments in ('{"path": "\\ud800"}', r'"{\"path\": \"\ud800\"}"'):
+        found = read("hermes", f'<tool_call>{{"name": "write", "\\udfff": 1, "arguments": {arguments}}}</tool_call>')
+        assert found[0][:2] == ("call", "write")
+        for event in found:
+            "".join(event).encode()
+
+
+def test_a_schema_that_refers_to_itself_is_looked_at_once() -> None:
+    union = {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "integer"}] * 200}
+    for schema in (union, {"type": 5}, {"$ref": "#/$defs/n"}, {"allOf": [[]]}, {"enum": 3}):
+        function = {
+            "name": "write",
+            "parameters": {"$defs": {"n": schema}, "properties": {"count": {"$ref": "#/$defs/n"}}},
+        }
+        tools = tools_of([{"type": "function", "function": function}], None, None)
+        assert tools is not None
+        parser = PARSERS["qwen3_coder"](0, tools)
+        said = [*parser.push(WRITERS["qwen3_coder"]([("write", {"count": 3})])), *parser.flush()]
+        assert calls_of(joined(said)) == [("write", {"count": 3})]
+
+
+def test_white_space_as_long_as_a_look_ahead_does_not_change_what_is_read() -> None:
+    for size in (254, 255, 256, 257, 300):
+        read(
+            "hermes", '<tool_call>{"name": "write", "arguments": {"path": "x",' + " " * size + 'and more", "count": 1}}'
+        )
+
+
 def test_every_family_is_written() -> None:
     assert WRITERS.keys() == ENDS.keys() == MARKUP.keys() == BROKEN.keys() == PARSERS.keys()
+
+
+def test_an_empty_section_on_a_line_of_its_own_means_nothing() -> None:
+    for text, said in (
+        ("<tool_call></tool_call>\nDone.", "Done."),
+        ("So.\n<tool_call>\n</tool_call>", "So.\n"),
+        ("Write <tool_call></tool_call>.", "Write <tool_call></tool_call>."),
+    ):
+        assert text_of(read("qwen3_coder", text)) == said
+
+
+WRAPPED = [
+    ('{"path": "a"}', "", {"path": "a"}),
+    ("[1]", "", {"arguments": [1]}),
+    ("", "", {"arguments": ""}),
+    ('{"path": "a"}', '<parameter name="path">b</parameter>', {"arguments": {"path": "a"}, "path": "b"}),
+]
+
+
+@pytest.mark.parametrize(("value", "more", "arguments"), WRAPPED)
+def test_arguments_in_one_parameter_that_the_function_does_not_have(value: str, more: str, arguments: Any) -> None:
+    inner = f'<parameter name="arguments">{value}</parameter>{more}'
+    text = f'<minimax:tool_call><invoke name="write">{inner}</invoke></minimax:tool_call>'
+    assert calls_of(read("minimax_m2", text)) == [("write", arguments)]
