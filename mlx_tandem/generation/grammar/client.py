@@ -25,6 +25,9 @@ BOUNDS = Bounds(items=256, bytes=64 * MAX_GRAMMAR_BYTES, seconds=30.0)
 MOST_KEPT = 256
 """Most grammars that are kept, the last used ones."""
 
+MOST_KEPT_BYTES = 32 << 20
+"""Most bytes of the texts of the grammars that are kept."""
+
 LOST: Mapping[LostKind, str] = {
     "timeout": "takes too long to compile",
     "memory": f"needs more than {MAX_GRAMMAR_MEMORY >> 20} MB of memory to compile",
@@ -47,6 +50,7 @@ class Constraints:
         self._info = info
         self._pool: WorkerPool[_Answer] | None = None
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()  # grammars by the digest of their constraint
+        self._kept_bytes = 0
 
     async def grammar(self, constraint: Constraint) -> Grammar:
         """Return the grammar of a constraint. Raises InvalidRequest naming the field or the keyword in it.
@@ -63,11 +67,18 @@ class Constraints:
         digest = sha256(item).digest()
         text = self._kept.get(digest)
         if text is None:
-            text = self._kept[digest] = await self._compiled(item, param)
-            while len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(digest)
+            text = await self._compiled(item, param)
+            self._keep(digest, text)
+        else:
+            self._kept.move_to_end(digest)
         return Grammar(text, param)
+
+    def _keep(self, digest: bytes, text: bytes) -> None:
+        """Keep a grammar, and drop those that were not used for longest while there are too many or too large ones."""
+        self._kept_bytes += len(text) - len(self._kept.pop(digest, b""))  # another request may have kept it meanwhile
+        self._kept[digest] = text
+        while len(self._kept) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popitem(last=False)[1])
 
     async def close(self) -> None:
         """End the processes."""

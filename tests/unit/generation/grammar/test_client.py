@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.grammar import client
@@ -97,6 +99,26 @@ def test_those_that_were_used_last_are_kept(constraints: Constraints, monkeypatc
         assert asked(constraints)[4:] == [ALL[1]]
 
     asyncio.run(run())
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 60)), max_size=40))
+@settings(max_examples=60)
+def test_the_bytes_of_those_that_are_kept_are_bounded(uses: list[tuple[int, int]]) -> None:
+    """The grammar that was used last is kept if it fits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "WorkerPool", Pool)
+        patch.setattr(client, "MOST_KEPT_BYTES", 50)
+        constraints = Constraints(Path("folder"), lambda: INFO)
+
+        async def run() -> None:
+            for number, size in uses:
+                patch.setattr(Pool, "answer", Compiled("x" * size))
+                grammar = await constraints.grammar(Constraint(Pattern(str(number)), "guided_regex"))
+                kept = constraints._kept.values()
+                assert sum(map(len, kept)) == constraints._kept_bytes <= 50
+                assert grammar.text in kept or len(grammar.text) > 50
+
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize(
