@@ -354,6 +354,7 @@ MAX_IMAGE_MEMORY = 2 << 30  # bytes of memory that decoding and processing one i
 MAX_WAITING_IMAGES = 128 << 20  # bytes of images that wait to be decoded or are being decoded
 MAX_GRAMMAR_BYTES = 512 << 10  # bytes of a JSON schema, a pattern, choices or a grammar of one request
 MAX_GRAMMAR_MEMORY = 512 << 20  # bytes of memory that compiling a grammar may use
+MAX_COMPILED_GRAMMARS = 384 << 20  # bytes of all compiled grammars in the engine, with their lexers
 MAX_GUIDED_CHOICES = 1024
 MAX_REWARD_PARTS = 8
 MAX_REWARD_BYTES = 16 << 20  # bytes of one completion with its prompt and metadata

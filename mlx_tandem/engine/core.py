@@ -38,7 +38,7 @@ LAST_SECONDS = 3.0
 """Seconds that the end of the engine waits for blocks to be saved, and then again for the drive to write them."""
 
 _POLL_SECONDS = 0.001  # between two looks at what other threads have done
-_DRIVE_SECONDS = 0.02  # between two looks at a read from the drive
+_DRIVE_SECONDS = 0.02  # between two looks at a read from the drive or at masks
 
 
 class EngineFailure(Exception):
@@ -90,7 +90,7 @@ class EngineCore:
         self._next_heartbeat = 0.0
         self._is_draining = False
         self._step_failures = 0
-        self._waits = False  # all work that there is waits for the drive
+        self._waits = False  # all work that there is waits for the drive or for masks
 
     def run(self) -> None:
         """Run the loop until it is drained or the front is gone. Raises EngineFailure when the engine must end."""
@@ -363,7 +363,8 @@ class EngineCore:
             self._strike(f"learning: {failure}")
         # Nothing was in flight, and nothing could be launched.
         idle = was_empty and self._pipeline.is_empty and not self._trainers.has_work
-        self._waits = idle and self._offload is not None and self._offload.reads.is_reading
+        reading = self._offload is not None and self._offload.reads.is_reading
+        self._waits = idle and (reading or self._grammars.is_making)
         if self._adapters.holds.has_left:
             self._adapters.holds.let_go(self._scheduler.digests)
 

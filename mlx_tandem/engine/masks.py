@@ -30,10 +30,21 @@ class MaskMaker(Protocol):
     def constrains(self, request: Request) -> bool:
         """Return whether every token of the request needs a mask."""
 
-    def masks(self, places: Sequence[Place]) -> list[Mask]:
+    def masks(self, places: Sequence[Place]) -> Sequence[Mask | None]:
         """Return which tokens may follow at each place. No choice has two places. A request fails when its mask is
         empty.
+
+        A mask that is late is None. The scheduler asks for it again when `is_ready` says that it has been prepared.
         """
+
+    def is_slow(self, request: int, choice: int) -> bool:
+        """Return whether no row of a choice should be launched before its mask is ready. Asked of masked choices."""
+
+    def prepare(self, place: Place) -> None:
+        """Begin to make the mask of a place. Nothing may be asked of this choice until it `is_ready`, but `masks`."""
+
+    def is_ready(self, request: int, choice: int) -> bool:
+        """Return whether the mask that was prepared last is there."""
 
     def forget(self, request: int, choice: int) -> None:
         """Drop what is kept of a choice that has ended."""
@@ -45,8 +56,8 @@ def masks_of_plan(
     sequences: Mapping[int, EngineSequence],
     vocab_size: int,
     drawn: Mapping[int, Tokens] = MappingProxyType({}),
-) -> list[list[Mask]]:
-    """Return the masks of each masked row of a plan, whose sequences are looked up by their id.
+) -> list[list[Mask] | None]:
+    """Return the masks of each masked row of a plan, whose sequences are looked up by their id; None where one is late.
 
     A row has one mask for what follows its newest token, and one for each of its drafts. After a draft that its own
     mask forbids or that ends the text, no draft is accepted, so the maker is not asked for the masks after it. `drawn`
@@ -54,31 +65,35 @@ def masks_of_plan(
     that have ended since the launch, or end with these tokens, are dropped, so every token is allowed for them.
     """
     everything = b"\xff" * (mask_words(vocab_size) * 4)
-    made: list[list[Mask]] = []
-    waiting: list[tuple[EngineSequence, tuple[int, ...], list[Mask]]] = []
-    for row in (plan.rows[i] for i in plan.masked):
+    made: list[list[Mask] | None] = []
+    waiting: list[tuple[int, EngineSequence, tuple[int, ...], list[Mask]]] = []
+    for at, row in enumerate([plan.rows[i] for i in plan.masked]):
         s, newest = sequences.get(row.sequence), drawn.get(row.sequence, ())
         if s is None or NOT_A_NUMBER in newest or not s.stop_ids.isdisjoint(newest):
             made.append([everything] * row.draws)
             continue
-        made.append([])
-        waiting.append((s, row.tokens[1:] if row.kind is RowKind.VERIFY else (), made[-1]))
+        own: list[Mask] = []
+        made.append(own)
+        waiting.append((at, s, row.tokens[1:] if row.kind is RowKind.VERIFY else (), own))
     depth = 0
     while waiting:
-        behind = [(*drawn.get(s.id, ()), *drafts[:depth]) for s, drafts, _ in waiting]
+        behind = [(*drawn.get(s.id, ()), *drafts[:depth]) for _, s, drafts, _ in waiting]
         places = [
             Place(s.request, s.choice, ExtendedTokens(s.tokens, new) if new else s.tokens)
-            for (s, _, _), new in zip(waiting, behind, strict=True)
+            for (_, s, _, _), new in zip(waiting, behind, strict=True)
         ]
         following = []
-        for (s, drafts, own), mask in zip(waiting, maker.masks(places), strict=True):
+        for (at, s, drafts, own), mask in zip(waiting, maker.masks(places), strict=True):
+            if mask is None:
+                made[at] = None
+                continue
             rest = len(drafts) - depth
             if rest and (drafts[depth] in s.stop_ids or not allows(mask, drafts[depth])):
                 own += [mask] * (1 + rest)
                 continue
             own.append(mask)
             if rest:
-                following.append((s, drafts, own))
+                following.append((at, s, drafts, own))
         waiting = following
         depth += 1
     return made

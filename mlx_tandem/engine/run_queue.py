@@ -31,6 +31,7 @@ class RunQueue:
         waiting: Sequences without a seat, by priority, then first come first. Their siblings are not in it.
         running: Sequences with a seat, in the same order.
         moving: Running sequences that wait for a slot to continue under another version, by id.
+        parked: Sequences without a seat that wait for something else, by id.
         preemptions: Number of preemptions since the start.
     """
 
@@ -38,6 +39,7 @@ class RunQueue:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.moving: dict[int, Sequence] = {}
+        self.parked: dict[int, Sequence] = {}
         self.preemptions = 0
         self._config = config
         self._blocks = blocks
@@ -54,7 +56,7 @@ class RunQueue:
     @property
     def num_waiting(self) -> int:
         """Number of choices that wait for a seat."""
-        return sum(1 + len(s.siblings) for s in self.waiting)
+        return sum(1 + len(s.siblings) for s in self.waiting) + len(self.parked)
 
     def add(self, s: Sequence) -> None:
         """Let a new sequence wait, before those of its priority whose requests came later.
@@ -242,14 +244,24 @@ class RunQueue:
                 return False
         return True
 
-    def preempt(self, s: Sequence) -> None:
-        """Let a running sequence give everything back and wait again. What it has read is set aside for it."""
+    def preempt(self, s: Sequence, *, parks: bool = False) -> None:
+        """Let a running sequence give everything back and wait again; with `parks`, not before `resume`.
+
+        What it has read is set aside for it.
+        """
         self._blocks.unpublished.set_aside(s)
         self.preemptions += 1
         self._preempted.append(s.request.id)
         self.running.remove(s)
         for x in (s, *s.siblings):
             self._leave(x)
+        self.parked[s.id] = s
+        if not parks:
+            self.resume(s)
+
+    def resume(self, s: Sequence) -> None:
+        """Let a parked sequence wait for a seat."""
+        del self.parked[s.id]
         # A sequence that was admitted and had no row yet comes after those that had one.
         insort_left(self.waiting, s, key=lambda x: (x.priority, x.cached is None))
 
@@ -276,6 +288,8 @@ class RunQueue:
         place = bisect_left(self.waiting, s.priority, key=_PRIORITY)  # for the sibling that takes its place
         if s in self.running:
             self.running.remove(s)
+        elif s.id in self.parked:
+            del self.parked[s.id]
         elif s in self.waiting:
             place = self.waiting.index(s)
             del self.waiting[place]
@@ -303,10 +317,11 @@ class RunQueue:
         held = [s.seat for s in sequences if s.seat >= 0]
         assert sorted(held + self._seats) == list(range(self._config.max_num_seqs)), "a seat is lost or shared"
         siblings = [f for s in (*self.running, *self.waiting) for f in s.siblings]
-        everyone = [*self.running, *self.waiting, *siblings]
+        everyone = [*self.running, *self.waiting, *self.parked.values(), *siblings]
         assert sorted(s.id for s in everyone) == sorted(s.id for s in sequences), "a sequence is lost or doubled"
         assert all(s.seat >= 0 for s in self.running)
-        assert all(s.seat < 0 for s in self.waiting)
+        assert all(s.seat < 0 for s in (*self.waiting, *self.parked.values()))
+        assert not any(s.siblings for s in self.parked.values()), "the prompt is shared that a row has read to its end"
         assert all(s.seat >= 0 and s.next_adapter is not None for s in self.moving.values())
         assert self.moving.keys() == {s.id for s in sequences if s.next_adapter is not None}
         for queue in (self.waiting, self.running):

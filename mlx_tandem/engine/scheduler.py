@@ -29,6 +29,7 @@ from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.drafting import Drafting, predicted_of
 from mlx_tandem.engine.images import Images, Work, shift_at, shown
 from mlx_tandem.engine.kv_offload.offload import KVOffload
+from mlx_tandem.engine.late_rows import LateRows
 from mlx_tandem.engine.leavers import Leavers
 from mlx_tandem.engine.masks import MaskMaker, masks_of_plan
 from mlx_tandem.engine.outcome import StepOutcome
@@ -74,6 +75,7 @@ class Scheduler:
         self.images: Images | None = None  # the owner sets it before the first request; None: none are served
         self.queue = RunQueue(config, blocks, slots)
         self._leavers = Leavers(blocks)
+        self._late = LateRows(self.queue, vocab_size)
         self._sequences: dict[int, Sequence] = {}
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
         self._background: set[int] = set()  # requests made for training
@@ -96,7 +98,8 @@ class Scheduler:
         if request.images and self.images is None:
             raise InvalidRequest("this server takes no images with this model", param="images")
         runs = () if self.images is None else self.images.runs(request)
-        is_masked = self.mask_maker is not None and self.mask_maker.constrains(request)
+        maker = self.mask_maker
+        is_masked = maker is not None and maker.constrains(request)
         choices = sequences_of(request, self._next_id, stop_ids, is_masked, runs)
         self._next_id += request.n
         self._num_masked += is_masked and request.n
@@ -104,6 +107,9 @@ class Scheduler:
         self._choices[request.id] = {s.choice: s for s in choices}
         if request.background:
             self._background.add(request.id)
+        if is_masked and maker is not None:
+            for s in choices:
+                self._late.prepare(maker, s)
         self.queue.add(choices[0])
         self._blocks.read_ahead(choices[0])
         self.prompt_tokens += len(request.prompt)
@@ -193,13 +199,16 @@ class Scheduler:
         for s in self._leavers.lost():
             self._end(s)
         self._blocks.poll()
+        if self._num_masked:
+            self._late.hold_back(self.mask_maker, self._sequences)
+            self._late.resume(self.mask_maker)
         self.queue.move()
         self.queue.begin_waiting(left_out)
         loads = self._blocks.take_loads()
         for s in [s for s in self._wanted(left_out) if s.siblings and s.scheduled == s.prompt_length - 1]:
             self.queue.fork(s)
-        drafting = self.drafting
-        wanted = self._wanted(left_out)
+        drafting, late = self.drafting, self._late
+        wanted = late.without_waiting(self.mask_maker, self._wanted(left_out))
         drafting.begin(self.queue.running, wanted)
         for s in wanted:
             # A row before this one may have taken the sequence's blocks, and then the sequence has lost its seat.
@@ -208,7 +217,7 @@ class Scheduler:
             if not self.queue.reserve(s, s.scheduled + 1, rows):
                 continue
             newest = _CARRIED if s.pending else (s.tokens[-1],)
-            drafts = () if drafting.proposes is None else drafting.drafts(s, rows)
+            drafts = () if drafting.proposes is None or late.is_slow(s) else drafting.drafts(s, rows)
             rows.append(self._row(s, _VERIFY if drafts else _DECODE, newest + drafts))
         pictures = self._plan_prefill(rows, left_out)
         saves = self._blocks.take_saves()
@@ -231,7 +240,7 @@ class Scheduler:
         thread may call this while nothing else is asked of the scheduler.
         """
         assert self.mask_maker is not None
-        return masks_of_plan(self.mask_maker, plan, self._sequences, self.vocab_size, drawn)
+        return self._late.take(plan, masks_of_plan(self.mask_maker, plan, self._sequences, self.vocab_size, drawn))
 
     def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
         """Return the running sequences whose requests are not left out and whose blocks are loaded."""
@@ -306,6 +315,7 @@ class Scheduler:
             self._num_masked -= 1
             self.mask_maker.forget(s.request.id, s.choice)
         self.drafting.forget(s)
+        self._late.forget(s)
         choices = self._choices[s.request.id]
         del self._sequences[s.id], choices[s.choice]
         if not choices:
@@ -317,6 +327,8 @@ class Scheduler:
         """Take in the result of a step and return its outcome. Sequences that ended meanwhile are skipped."""
         outcome = StepOutcome()
         sequences, deltas, logprobs = self._sequences, outcome.deltas, result.logprobs
+        if plan.masked:
+            self._late.hold_back(self.mask_maker, sequences, plan)
         spoiled: set[int] = set()
         for i, (row, drawn) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             is_finite = not drawn or drawn[-1] != NOT_A_NUMBER
@@ -340,6 +352,8 @@ class Scheduler:
                     x.is_pure = False
                 self.cancel(s.request.id)
                 continue
+            if plan.masked and self._late.drops(plan, s):
+                continue
             s.pending -= 1
             if row.kind is _VERIFY:
                 self.drafting.settle(s, row, len(drawn))
@@ -355,10 +369,8 @@ class Scheduler:
             scores = () if s.scores is None else self._hand_out_scores(s)
             hidden = b"" if row.pooling is None else s.embedding
             predicted = predicted_of(row, result.tokens[i], drawn) if row.predicted else None
-            cached = s.cached or 0
-            deltas.append(
-                Delta(s.request.id, s.choice, drawn, known, finish, scores, row.version, cached, hidden, predicted)
-            )
+            own = drawn, known, finish, scores, row.version, s.cached or 0, hidden, predicted
+            deltas.append(Delta(s.request.id, s.choice, *own))
             if finish:
                 self._end(s)
             elif i in result.drafts:
@@ -366,6 +378,8 @@ class Scheduler:
         self.generated_tokens += sum([len(delta.tokens) for delta in deltas])
         if plan.encodes:
             outcome.unencoded = self._fail_unencoded(plan, result)
+        if plan.masked:
+            self._late.prepare_all(self.mask_maker, sequences, plan)
         if spoiled:
             self._blocks.spoil(spoiled)
         if plan.saves:
@@ -408,6 +422,7 @@ class Scheduler:
         self._blocks.distrust()
         for s in self._leavers.here():
             self._end(s)
+        self._late.clear()
         if self.images is not None:
             self.images.clear()
         sequences = [self._sequences.get(row.sequence) for plan in plans for row in plan.rows]

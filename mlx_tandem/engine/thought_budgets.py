@@ -80,14 +80,27 @@ class ThoughtBudgets:
         """Return whether the request has a budget or is constrained otherwise."""
         return request.params.thoughts is not None or self._others.constrains(request)
 
-    def masks(self, places: Sequence[Place]) -> list[Mask]:
+    def masks(self, places: Sequence[Place]) -> list[Mask | None]:
         """Return which tokens may follow at each place: a single one where a thought has to end."""
-        made = [self._of_thought(place) for place in places]
-        others = [at for at, place in enumerate(places) if made[at] is None and self._others.constrains(place.request)]
+        forced = [self._of_thought(place) for place in places]
+        made: list[Mask | None] = [self._everything if mask is None else mask for mask in forced]
+        others = [at for at, mask in enumerate(forced) if mask is None and self._others.constrains(places[at].request)]
         if others:
             for at, mask in zip(others, self._others.masks([places[at] for at in others]), strict=True):
                 made[at] = mask
-        return [self._everything if mask is None else mask for mask in made]
+        return made
+
+    def is_slow(self, request: int, choice: int) -> bool:
+        """Return whether the other maker's masks of a choice should be ready before its rows."""
+        return self._others.is_slow(request, choice)
+
+    def prepare(self, place: Place) -> None:
+        """Let the other maker begin to make the mask of a place."""
+        self._others.prepare(place)
+
+    def is_ready(self, request: int, choice: int) -> bool:
+        """Return whether the mask that the other maker has prepared is there."""
+        return self._others.is_ready(request, choice)
 
     def _of_thought(self, place: Place) -> Mask | None:
         """Return the mask of the only token that may follow; None if the thoughts leave it open."""

@@ -118,9 +118,10 @@ class Loop:
         if plan is None and not self._flights:
             offload = self.scheduler.offload
             waits = offload is not None and (offload.reads.is_reading or offload.saves.is_saving)
+            waits = waits or self._waits_for_masks
             assert waits or not self.scheduler.requests, "there is work and no plan for it"
             self.waits += waits
-            assert self.waits <= 2000, "the drive is waited for without an end"
+            assert self.waits <= 2000, "the drive or a mask is waited for without an end"
             self.scheduler.check()
             return waits
         plans = [p for p, _ in self._flights] + ([plan] if plan is not None else [])
@@ -194,7 +195,8 @@ class Loop:
 
     def _look_at_running(self, before: list[Sequence]) -> None:
         running = self.scheduler.queue.running
-        preempted = [s.priority for s in before if s not in running and s.seat < 0]
+        parked = self.scheduler.queue.parked
+        preempted = [s.priority for s in before if s not in running and s.seat < 0 and s.id not in parked]
         kept = [s.priority for s in before if s in running]
         assert not preempted or not kept or max(kept) <= min(preempted), "one that mattered more was preempted"
         everyone = [x for s in running for x in (s, *s.siblings)]
@@ -203,6 +205,11 @@ class Loop:
         tokens = sum(x.most_tokens if x.id in left else most_of[x.id] for x in everyone)
         most = self.scheduler._config.max_inflight_tokens
         assert not most or tokens <= most or len({x.request.id for x in everyone}) == 1, "too many tokens in flight"
+
+    @property
+    def _waits_for_masks(self) -> bool:
+        slow = [s for s in self.scheduler._sequences.values() if self.scheduler._late.is_slow(s)]
+        return bool(slow or self.scheduler.queue.parked)
 
     def _masks_before_reading(self, plan: StepPlan) -> list[list[Mask]] | None:
         """As the pipeline's other thread makes them, for every second plan; None for masks that are made later."""

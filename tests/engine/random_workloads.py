@@ -23,6 +23,7 @@ from tests.engine import drive as drives
 from tests.engine.guessing import RowByRow
 from tests.engine.harness import Choice, Loop
 from tests.engine.hosts import Learning
+from tests.engine.late import LateMasks
 from tests.engine.reference import ReferenceRunner, open_groups
 from tests.engine.toy_model import STATE, Windows
 from tests.engine.workloads import (
@@ -128,6 +129,7 @@ class Settings:
     faults: bool = True
     spoils: float = 0.03  # how often a step of a workload with faults has a row that is not finite
     masks: float = 0.4  # how often some requests need masks
+    late: float = 0.0  # how often a mask is late
     drafts: float = 0.5  # how often there is a proposer that knows what will be said
     predictions: float = 0.4  # how often a request says what its answer may contain
     ngrams: float = 0.5  # how often there is the server's own proposer, if there is no such
@@ -276,6 +278,8 @@ def play(
     if rng.random() < 0.8:
         scheduler.prefill.cost = OddChunks(rng, rng.choice((1, 3, 7)))
     masks = scheduler.mask_maker = Masks(eos, rng.choice((1, 2, 4))) if rng.random() < settings.masks else None
+    if masks is not None and settings.late:
+        masks = scheduler.mask_maker = LateMasks(Random(f"late {rng.getstate()}"), settings.late, eos, masks.share)
     if rng.random() < settings.drafts:
         scheduler.drafting.proposer = Guesses(rng, eos, windows, masks)
         scheduler.drafting.most_tokens = rng.choice((engine.max_num_seqs, 64, 64))
@@ -318,7 +322,8 @@ def play(
             learning.turn(due)
         held_back += not due and scheduler.has_users and scheduler.has_background
         busy = loop.step(due)
-        assert loop.steps <= 30 + 2 * work * (1 + bool(scheduler.drafting.proposer or masks)), "no progress"
+        most = 2 * work * (1 + bool(scheduler.drafting.proposer or masks))
+        assert loop.steps <= 30 + (10 * most if settings.late else most), "no progress"
         if not busy and len(loop.requests) == total:
             break
     loop.assert_idle()

@@ -12,9 +12,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from msgspec import structs
 
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.grammars import masks
+from mlx_tandem.engine.grammars import masks, shared
 from mlx_tandem.engine.grammars.compiling import compiled
 from mlx_tandem.engine.grammars.masks import Grammars
+from mlx_tandem.engine.grammars.matching import Matching
 from mlx_tandem.engine.masks import Place
 from mlx_tandem.engine.plan import Mask
 from mlx_tandem.errors import InvalidRequest
@@ -128,7 +129,7 @@ def play(rng: Random) -> tuple[int, int, int, int]:
         if not busy and len(loop.requests) == total:
             break
     loop.assert_idle()
-    assert not grammars._states, "states of choices that have ended are kept"
+    assert not grammars._places, "states of choices that have ended are kept"
     matched = 0
     for (request, choice), tokens in loop.tokens.items():
         asked = loop.requests[request]
@@ -171,13 +172,10 @@ def test_constrained_rows_say_what_they_say_alone_and_match() -> None:
 def _no_rollback(patch: pytest.MonkeyPatch) -> None:
     """Drafts that were not accepted stay in the matcher."""
 
-    def advance(self: masks._State, tokens: Sequence[int], begin: int) -> None:
-        new = list(tokens[begin + len(self.consumed) :])
-        if new:
-            self.matcher.consume_tokens(new)
-            self.consumed += new
+    def change(self: Matching, tokens: Sequence[int], begin: int) -> tuple[int, list[int]]:
+        return 0, list(tokens[begin + len(self.consumed) :])
 
-    patch.setattr(masks._State, "advance", advance)
+    patch.setattr(Matching, "change", change)
 
 
 def _places(patch: pytest.MonkeyPatch, change: Callable[[Place], Place]) -> None:
@@ -211,8 +209,8 @@ def _forget_all(patch: pytest.MonkeyPatch) -> None:
     """The end of one choice forgets all choices."""
 
     def forget(self: Grammars, request: int, choice: int) -> None:
-        for key in [key for key in self._states if key[0] == request]:
-            del self._states[key]
+        for key in [key for key in self._places if key[0] == request]:
+            del self._places[key]
 
     patch.setattr(Grammars, "forget", forget)
 
@@ -254,13 +252,13 @@ def test_a_grammar_that_cannot_be_compiled_refuses_its_requests() -> None:
     with pytest.raises(InvalidRequest) as e:
         admit(grammars, request("(a"))
     assert e.value.param == "guided_regex"
-    assert grammars.is_idle and not grammars._states
+    assert grammars.is_idle and not grammars._places
     admit(grammars, request("a", 1))  # others go on
 
 
 def test_requests_with_one_grammar_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr(masks, "compiled", lambda opened, text: (made.append(text), compiled(opened, text))[1])
+    monkeypatch.setattr(masks, "compiled", lambda opened, *own: (made.append(own[0]), compiled(opened, *own))[1])
     grammars = store()
     assert not grammars.hold(request("ab", 0))
     assert not grammars.hold(request("ab", 1, n=2))
@@ -270,7 +268,7 @@ def test_requests_with_one_grammar_wait_for_one_compilation(monkeypatch: pytest.
         ready += grammars.poll()
     assert all(map(grammars.hold, ready)) and made == ["start: /ab/"]
     assert grammars.hold(request("ab", 2)), "compiled grammars are kept"
-    assert len(grammars._states) == 4
+    assert len(grammars._places) == 4
 
 
 def test_a_request_that_is_cancelled_while_it_waits_is_gone() -> None:
@@ -284,11 +282,12 @@ def test_a_request_that_is_cancelled_while_it_waits_is_gone() -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MOST_GRAMMARS", 2)
+    monkeypatch.setattr(shared, "MOST_GRAMMARS", 2)
     grammars = store()
     for number, pattern in enumerate(("a", "b", "a", "c")):
         admit(grammars, request(pattern, number))
-    assert len(grammars._cache) == 2
+        grammars.release(request(pattern, number))
+    assert len(grammars._store._kept) == 2
     assert grammars.hold(request("a", 9)), "the last used ones are kept"
     assert not grammars.hold(request("b", 10))
 

@@ -15,6 +15,7 @@ from tests import tiny_models
 from tests.engine.harness import Loop
 from tests.engine.mlx_engine import Engine, make_engine
 from tests.engine.test_verify import PARAMS, PROMPTS, Oracle, assert_same, requests
+from tests.engine.workloads import NeverLate
 
 ALLOWED = tuple(range(3, tiny_models.VOCAB, 3))
 
@@ -24,7 +25,7 @@ def mask_of(tokens: Sequence[int]) -> bytes:
     return bits.to_bytes(-(-tiny_models.VOCAB // 32) * 4, "little")
 
 
-class Same:
+class Same(NeverLate):
     """Always the same mask, for requests of odd numbers."""
 
     def constrains(self, request: Request) -> bool:

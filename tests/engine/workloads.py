@@ -163,17 +163,30 @@ def expected(
     return alone(request.prompt, request.params, choice, digest, VOCAB, stops, windows, mask_of, begins)
 
 
-class Masks:
+class NeverLate:
+    """What makers have in common whose masks always come in time."""
+
+    def is_slow(self, request: int, choice: int) -> bool:
+        return False
+
+    def prepare(self, place: Place) -> None:
+        raise AssertionError("no mask is late")
+
+    def is_ready(self, request: int, choice: int) -> bool:
+        raise AssertionError("no mask is late")
+
+
+class Masks(NeverLate):
     """Masks that depend on every token before them, for about every other request; none of them allows nothing."""
 
     def __init__(self, eos: tuple[int, ...] = (), share: int = 2):
-        self._eos, self._share = eos, share
+        self._eos, self.share = eos, share
         self.open: set[tuple[int, int]] = set()  # choices that drew by masks and were not forgotten
 
     def constrains(self, request: Request) -> bool:
-        return request.params.seed % self._share == 0
+        return request.params.seed % self.share == 0
 
-    def masks(self, places: Several[Place]) -> list[Mask]:
+    def masks(self, places: Several[Place]) -> Several[Mask | None]:
         self.open |= {(request.id, choice) for request, choice, _ in places}
         for request, choice, tokens in places:
             output = tokens[len(request.prompt) :]

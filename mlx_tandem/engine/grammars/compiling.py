@@ -11,16 +11,24 @@ from tokenizers import Tokenizer as Backend
 
 from mlx_tandem.errors import InvalidRequest
 
-LIMITS = LLParserLimits(
-    max_items_in_row=2000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
-"""Limits of one grammar. A lexer state takes up to 2 KB, and the fuel of one mask lasts for about 15 ms."""
+STATES = (4096, 16_384, 50_000)
+"""Numbers of states that a lexer may have. One that needs more of them is replaced by one of the next size."""
+
+LIMITS = {
+    states: LLParserLimits(
+        max_items_in_row=2000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=states,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+    for states in STATES
+}
+"""Limits of one grammar, by the number of its lexer's states. The fuel of one mask lasts for about 15 ms; the items of
+an ambiguous grammar are no such bound, and a mask of one was seen to take two seconds.
+"""
 
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 _SPACE = r"[\x20\x0A\x0D\x09]"
@@ -61,18 +69,28 @@ def open_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Collection[int]
         raise InvalidRequest(f"this model's tokenizer allows no structured output: {reason(str(e))}") from e
 
 
-def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher at the beginning of a text. It releases the interpreter.
+class LexerFull(InvalidRequest):
+    """Raised when a lexer needs more states than it may have."""
 
-    Raises InvalidRequest for a grammar that is not valid, is over LIMITS, or allows no text.
+
+def compiled(tokenizer: LLTokenizer, grammar: str, states: int = STATES[-1]) -> LLMatcher:
+    """Return a matcher at the beginning of a text, whose lexer may have so many states. It releases the interpreter.
+
+    Raises InvalidRequest for a grammar that is not valid, is over LIMITS, or allows no text, and LexerFull.
     """
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS[states])
     if matcher.is_error():
         raise InvalidRequest(reason(matcher.get_error()))
     matcher.compute_bitmask()  # a rule that never ends is found by the first mask
     if matcher.is_error():
-        raise InvalidRequest(f"no text begins to match ({reason(matcher.get_error())})")
+        error = LexerFull if has_broken_lexer(matcher) else InvalidRequest
+        raise error(f"no text begins to match ({reason(matcher.get_error())})")
     return matcher
+
+
+def has_broken_lexer(matcher: LLMatcher) -> bool:
+    """Return whether a matcher fails because of its lexer, which then fails for all copies of the matcher."""
+    return bool(matcher.get_error().startswith("lexer error"))
 
 
 def reason(words: str) -> str:

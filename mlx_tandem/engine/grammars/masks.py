@@ -1,68 +1,63 @@
-"""The engine's grammars: compiled on a thread of their own, cached, and turned into masks."""
+"""The engine's grammars: compiled on a thread of their own, cached, and turned into masks.
+
+The masks of a step are made within the step, for at most STEP_SECONDS. One that is late waits a turn: its row draws
+nothing, and the mask is made ahead of the step in which the row draws again. So are the following masks of a slow
+grammar. A mask that stays late, and masks that take too long in all, end their request.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
-from mlx_tandem.engine.grammars.compiling import compiled, reason
+from mlx_tandem.engine.grammars.compiling import STATES, LexerFull, compiled
+from mlx_tandem.engine.grammars.matching import WAITING_SECONDS, Clock, Job, Matching
+from mlx_tandem.engine.grammars.shared import SharedGrammar, Store, size_of
+from mlx_tandem.engine.grammars.threads import Lanes, StepMasks
 from mlx_tandem.engine.masks import Place
 from mlx_tandem.engine.plan import Mask, mask_words
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.limits import MAX_COMPILED_GRAMMARS
 from mlx_tandem.types import Grammar, Request
 
 log = logging.getLogger(__name__)
 
-MOST_GRAMMARS = 64
-"""Most compiled grammars that are kept for requests to come, the last used ones."""
 
-MOST_DRAFTS = 64
-"""Most tokens at the end of a text that may differ from those of the mask before: drafts that were not accepted."""
+class _Compilation(NamedTuple):
+    """A text to compile, for a lexer of STATES[level] states at least, and the room that is reserved for it."""
 
-Compiled = LLMatcher | InvalidRequest
-"""A matcher at the beginning of a text, or the reason why there is none."""
-
-
-class _State:
-    """The state of one choice: a matcher and the output tokens that it has consumed."""
-
-    __slots__ = ("consumed", "matcher")
-
-    def __init__(self, matcher: LLMatcher):
-        self.matcher = matcher
-        self.consumed: list[int] = []
-
-    def advance(self, tokens: Sequence[int], begin: int) -> None:
-        """Bring the matcher behind the output, which is `tokens` from `begin` on."""
-        consumed = self.consumed
-        same = min(len(consumed), len(tokens) - begin)
-        first = max(same - MOST_DRAFTS, 0)
-        if consumed[first:same] != list(tokens[begin + first : begin + same]):
-            same = next(i for i in range(first, same) if consumed[i] != tokens[begin + i])
-        if same < len(consumed):
-            self.matcher.rollback(len(consumed) - same)
-            del consumed[same:]
-        new = list(tokens[begin + same :])
-        if new:
-            self.matcher.consume_tokens(new)
-            consumed += new
+    digest: bytes
+    text: str
+    level: int
+    reserved: int
 
 
 class Grammars:
     """The grammars of open requests. It is the scheduler's maker of masks.
 
-    A request waits here while its grammar is compiled. One thread compiles; everything else belongs to the loop.
+    A request waits here while its grammar is compiled, or while those in use leave no memory for it. One thread
+    compiles, and others make masks; everything else belongs to the loop.
     """
 
-    def __init__(self, open_tokenizer: Callable[[], LLTokenizer], vocab_size: int, wake: Callable[[], None]):
-        """Make a store without grammars; `wake` is called on the thread whenever it has compiled one.
+    def __init__(
+        self,
+        open_tokenizer: Callable[[], LLTokenizer],
+        vocab_size: int,
+        wake: Callable[[], None],
+        *,
+        most_bytes: int = MAX_COMPILED_GRAMMARS,
+        clock: Clock = time.monotonic,
+    ):
+        """Make a store without grammars; `wake` is called on a thread whenever it has compiled one, or made a mask
+        ahead of a step.
 
         `open_tokenizer` is called on the thread before the first grammar. It may raise InvalidRequest.
         """
@@ -70,13 +65,18 @@ class Grammars:
         self._mask_words = mask_words(vocab_size)
         self._computed_words = 0  # of a mask as llguidance computes it; the thread sets it before the first grammar
         self._wake = wake
-        self._cache: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._clock = clock
+        self._store = Store(most_bytes)
         self._waiting: dict[bytes, list[Request]] = {}
-        self._states: dict[tuple[int, int], _State] = {}  # by request and choice
+        self._unstarted: dict[bytes, Grammar] = {}  # of those, the grammars for which there was no room
+        self._places: dict[tuple[int, int], Matching] = {}  # by request and choice
+        self._left: list[Matching] = []  # those of choices that have ended, with which a thread is not finished
         self._failures: dict[int, InvalidRequest] = {}  # by request
-        self._jobs: SimpleQueue[tuple[bytes, str] | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[bytes, Compiled]] = SimpleQueue()
+        self._jobs: SimpleQueue[_Compilation | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[_Compilation, SharedGrammar | InvalidRequest]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._in_steps = StepMasks()
+        self._ahead: Lanes | None = None  # the thread makes them before the first grammar
 
     # requests, until they are scheduled
 
@@ -90,6 +90,11 @@ class Grammars:
         """Whether no request waits for its grammar."""
         return not self._waiting
 
+    @property
+    def is_making(self) -> bool:
+        """Whether masks are being made ahead of steps."""
+        return any(place.job is not None and place.job.is_open for place in self._places.values())
+
     def hold(self, request: Request) -> bool:
         """Return whether a request may be scheduled, which has no grammar or a compiled one.
 
@@ -99,30 +104,35 @@ class Grammars:
         if grammar is None:
             return True
         digest = sha256(grammar.text).digest()
-        found = self._cache.get(digest)
-        if found is None:
+        found = self._store.find(digest, request.n)
+        if isinstance(found, InvalidRequest):
+            raise InvalidRequest(found.message, param=grammar.param)
+        if found is None or found.is_exhausted:
             if digest not in self._waiting:
                 self._start(digest, grammar)
             self._waiting.setdefault(digest, []).append(request)
             return False
-        self._cache.move_to_end(digest)
-        if isinstance(found, InvalidRequest):
-            raise InvalidRequest(found.message, param=grammar.param)
         for choice in range(request.n):
-            self._states[request.id, choice] = _State(found.deep_copy())
+            self._places[request.id, choice] = Matching(found)
         return True
 
     def poll(self) -> Iterator[Request]:
         """Yield the requests whose grammars have been compiled since the last call; `hold` decides on each again."""
+        if self._left:
+            self._leave()
+        for digest, grammar in list(self._unstarted.items()):
+            del self._unstarted[digest]
+            if self._waiting[digest]:
+                self._start(digest, grammar)
+            else:
+                del self._waiting[digest]
         while self._waiting:
             try:
-                digest, made = self._done.get_nowait()
+                job, made = self._done.get_nowait()
             except Empty:
                 return
-            self._cache[digest] = made
-            while len(self._cache) > MOST_GRAMMARS:
-                self._cache.popitem(last=False)
-            yield from self._waiting.pop(digest, [])
+            self._store.add(job.digest, made, job.reserved)
+            yield from self._waiting.pop(job.digest, [])
 
     def cancel(self, request: int) -> None:
         """Drop a request that waits. Unknown ids are ignored."""
@@ -139,8 +149,11 @@ class Grammars:
         return self._failures.pop(request, None)
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Let the threads end."""
         self._jobs.put(None)
+        self._in_steps.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
     # the scheduler's maker of masks
 
@@ -148,52 +161,141 @@ class Grammars:
         """Return whether the request has a grammar."""
         return request.grammar is not None
 
-    def masks(self, places: Sequence[Place]) -> list[Mask]:
-        """Return which tokens may follow at each place; an empty mask where the grammar fails."""
+    def masks(self, places: Sequence[Place]) -> list[Mask | None]:
+        """Return which tokens may follow at each place; an empty mask where the grammar fails, and None where it is
+        late.
+        """
         made = np.empty((len(places), self._computed_words), np.int32)
-        first, size = made.ctypes.data, self._computed_words * made.itemsize
+        found: list[Job | None] = []
+        fresh: list[Job] = []
+        now = self._clock()
         for at, (request, choice, tokens) in enumerate(places):
-            state = self._states[request.id, choice]
-            state.advance(tokens, len(request.prompt))
-            state.matcher.unsafe_compute_mask_ptr(first + at * size, size)
-            if state.matcher.is_error():
-                made[at] = 0
-                self._fail(request, state.matcher)
-        return [memoryview(row).cast("B") for row in made[:, : self._mask_words]]
+            place = self._places[request.id, choice]
+            begin = len(request.prompt)
+            job = self._made_ahead(place, tokens, begin)
+            if job is None and (not place.grammar.is_slow):
+                job = Job(place, place.change(tokens, begin), made[at], now)
+                if job.is_open:
+                    fresh.append(job)
+            found.append(job)
+        if fresh:
+            self._in_steps.run(fresh)
+        for job in fresh:
+            job.place.job = None if job.is_done else job
+        return [self._mask(place.request, job) for place, job in zip(places, found, strict=True)]
 
-    def _fail(self, request: Request, matcher: LLMatcher) -> None:
-        """Note why a request has an empty mask."""
-        why = reason(matcher.get_error())
-        param = None if request.grammar is None else request.grammar.param
-        self._failures[request.id] = InvalidRequest(f"the text became too complex for its grammar: {why}", param=param)
+    def _made_ahead(self, place: Matching, tokens: Sequence[int], begin: int) -> Job | None:
+        """Return the job that has made the mask behind these tokens, or that keeps others from being made."""
+        job = place.job
+        if job is None or job.is_open or job.renews:
+            return job
+        return job if job.is_done and place.change(tokens, begin) == (0, []) else None
+
+    def _mask(self, request: Request, job: Job | None) -> Mask | None:
+        """Return the mask that a job has made; None if it has not made it yet."""
+        if job is None:
+            return None
+        if not job.is_done:
+            if not self._is_overdue(job):
+                return None
+            mask: Any = np.zeros(self._computed_words, np.int32)
+            why = "the next mask takes too long"
+        else:
+            mask, why = job.mask, job.why
+        if why:
+            param = None if request.grammar is None else request.grammar.param
+            message = f"the text became too complex for its grammar: {why}"
+            self._failures[request.id] = InvalidRequest(message, param=param)
+        return memoryview(mask[: self._mask_words]).cast("B")
+
+    def _is_overdue(self, job: Job) -> bool:
+        """Return whether a choice has waited for a mask for too long."""
+        return self._clock() - job.asked > WAITING_SECONDS
+
+    def is_slow(self, request: int, choice: int) -> bool:
+        """Return whether the masks of a choice are made ahead of its steps."""
+        place = self._places.get((request, choice))
+        return place is not None and place.grammar.is_slow
+
+    def prepare(self, place: Place) -> None:
+        """Begin to make the mask of a place ahead of the step."""
+        at = self._places[place.request.id, place.choice]
+        job = at.job
+        if job is not None and job.is_open:
+            return
+        if job is None or not job.renews:
+            if job is not None and job.is_done and at.change(place.tokens, len(place.request.prompt)) == (0, []):
+                return
+            mask = np.empty(self._computed_words, np.int32)
+            at.job = job = Job(at, at.change(place.tokens, len(place.request.prompt)), mask, self._clock())
+            if job.is_done:
+                return
+        assert self._ahead is not None
+        self._ahead.submit(job)
+
+    def is_ready(self, request: int, choice: int) -> bool:
+        """Return whether the mask that `prepare` has begun is there, or there will be none."""
+        job = self._places[request, choice].job
+        return job is None or not job.is_open or self._is_overdue(job)
 
     def forget(self, request: int, choice: int) -> None:
         """Drop the state of a choice that has ended."""
-        self._states.pop((request, choice), None)
+        place = self._places.pop((request, choice), None)
+        if place is not None:
+            self._left.append(place)
+            self._leave()
+
+    def _leave(self) -> None:
+        """Give back the grammars of choices that have ended, unless a thread is at work on them."""
+        busy = [place for place in self._left if place.job is not None and place.job.is_open]
+        for place in self._left:
+            if place not in busy:
+                self._store.leave(place.grammar)
+        self._left = busy
 
     # compiling
 
     def _start(self, digest: bytes, grammar: Grammar) -> None:
-        """Queue a grammar for the thread."""
+        """Queue a grammar for the thread, if there is room for it."""
+        text, before = grammar.text.decode(), self._store.find(digest)
+        level = min(before.level + 1, len(STATES) - 1) if isinstance(before, SharedGrammar) else 0
+        size = size_of(text, level)
+        if not self._store.reserve(size):
+            self._unstarted[digest] = grammar
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tandem-grammars", daemon=True)
             self._thread.start()
-        self._jobs.put((digest, grammar.text.decode()))
+        self._jobs.put(_Compilation(digest, text, level, size))
 
     def _work(self) -> None:
         tokenizer: LLTokenizer | None = None
         while (job := self._jobs.get()) is not None:
-            digest, text = job
-            made: Compiled
+            made: SharedGrammar | InvalidRequest
             try:
                 if tokenizer is None:
                     tokenizer = self._open_tokenizer()
                     self._computed_words = mask_words(tokenizer.vocab_size)
-                made = compiled(tokenizer, text)
+                    self._ahead = Lanes(tokenizer, self._store, self._clock, self._wake)
+                made = _compiled(tokenizer, job)
             except InvalidRequest as e:
                 made = e
             except Exception as e:
                 log.exception("a grammar could not be compiled")
                 made = InvalidRequest(f"the grammar cannot be compiled: {type(e).__name__}")
-            self._done.put((digest, made))
+            self._done.put((job, made))
             self._wake()
+
+
+def _compiled(tokenizer: LLTokenizer, job: _Compilation) -> SharedGrammar:
+    """Return a compiled grammar with the smallest lexer in which the beginning of a text fits."""
+    level = job.level
+    while True:
+        try:
+            root = compiled(tokenizer, job.text, STATES[level])
+        except LexerFull:
+            if level == len(STATES) - 1:
+                raise
+            level += 1
+        else:
+            return SharedGrammar(job.digest, job.text, level, root)

@@ -11,11 +11,12 @@ from mlx_tandem.engine.masks import Place, allows
 from mlx_tandem.engine.plan import Mask
 from mlx_tandem.engine.thought_budgets import ThoughtBudgets
 from mlx_tandem.types import Request, SamplingParams, ThoughtBudget
+from tests.engine.workloads import NeverLate
 
 OPEN, CLOSE, END, VOCAB = 30, 31, 32, 40
 
 
-class NoGrammars:
+class NoGrammars(NeverLate):
     """A maker that constrains nothing."""
 
     def constrains(self, request: Request) -> bool:
@@ -40,6 +41,7 @@ def drawn(budget: int, wanted: list[int], *, is_open: bool) -> list[int]:
     rest = list(wanted)
     while rest:
         (mask,) = maker.masks([Place(asked, 0, [*asked.prompt, *output])])
+        assert mask is not None
         allowed = [token for token in range(VOCAB) if allows(mask, token)]
         assert len(allowed) in (1, VOCAB)
         output.append(rest.pop(0) if len(allowed) == VOCAB else allowed[0])
