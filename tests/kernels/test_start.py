@@ -67,6 +67,15 @@ def short_blocks(engine: Engine) -> bool:
     return any(isinstance(m, FusedBlock) for m in engine.built.runner.module.modules())
 
 
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "rwkv7"])
+def test_models_without_attention_start_and_serve(metal: Gpu, tmp_path: Path, family: str) -> None:
+    """They have a pool without layers, so that nothing in it is ordered."""
+    engine = make_engine(tiny_models.make(tmp_path / "model", family), num_blocks=12)
+    engine.built.warm_up(CostModel())
+    assert inplace.writing().by_outputs
+    assert_serves(engine, tmp_path)
+
+
 def test_all_kernels_are_taken_where_they_are_right_and_faster(metal: Gpu, tmp_path: Path) -> None:
     engine = start(tmp_path)
     info = engine.built.info

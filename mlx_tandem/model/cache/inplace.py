@@ -103,8 +103,11 @@ class Order:
         self.zeros = [mx.zeros((1,), mx.int32)] if writing().by_outputs else []
 
     def follow(self, made: Sequence[mx.array]) -> None:
-        """Order later users after the kernels that made these arrays, all of which depend on `zeros`."""
-        if self.zeros:
+        """Order later users after the kernels that made these arrays, all of which depend on `zeros`.
+
+        Without arrays there was no user: a pool of a model without attention has none.
+        """
+        if self.zeros and made:
             self.zeros = [zero_of(made)]
 
     def wait(self) -> None:
