@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -355,6 +356,33 @@ def test_an_engine_that_hangs_is_killed():
         assert peer.killed.is_set()
 
     run(body, stall_seconds=0.3)
+
+
+def test_a_loop_whose_clock_jumps_an_hour_ends_nothing():
+    """As uvloop's does on macOS when the machine has slept."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with ScriptedEngine() as engine:
+            client = EngineClient(engine.launch, backoff_seconds=0.0, stall_seconds=60.0)
+            await client.start()
+            peer = (await asyncio.to_thread(engine.peer)).ready()
+            await client.wait_ready()
+            r = request(client)
+            async with client.submit(r) as stream:
+                slept = loop.time() + 3600
+                loop.time = lambda: slept + time.monotonic()  # type: ignore[method-assign]
+                for _ in range(20):  # all timers are due
+                    await asyncio.sleep(0)
+                peer.say(Heartbeat(EngineStats(running=7)))
+                while client.stats.running != 7 and client.state == "ready":
+                    await asyncio.sleep(0.01)
+                assert (client.state, client.restarts, engine.launches) == ("ready", 0, 1)
+                peer.say(Output([Delta(r.id, 0, (1,), None, "length")]))
+                assert await tokens(stream) == [(0, (1,))]
+            await client.close()
+
+    asyncio.run(main())
 
 
 def test_heartbeats_keep_it_alive_and_carry_the_statistics():

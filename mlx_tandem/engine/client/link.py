@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,18 +14,18 @@ from mlx_tandem.engine.wire import FrameReader, WireError, decode_outbound, enco
 class Link(asyncio.Protocol):
     """The connection to one engine, which decodes whole frames and hands on their messages.
 
-    `ended` says when it is over, `why` for what reason, and `heard` when data last came (seconds of the loop's clock).
+    `ended` says when it is over, `why` for what reason, and `heard` when data last came, in
+    seconds of the monotonic clock. The loop's own clock goes on on macOS while the machine sleeps, under uvloop.
     """
 
     def __init__(self, on_messages: Callable[[list[Any]], None]):
         self._on_messages = on_messages
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
-        self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._open = True
         self._closing = False
-        self.heard = self._loop.time()
+        self.heard = time.monotonic()
         self.why = "the engine closed its socket"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -33,7 +34,7 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Hand on the messages of the frames that are complete now; close the connection on what is not a frame."""
-        self.heard = self._loop.time()
+        self.heard = time.monotonic()
         try:
             for frame in self._reader.feed(data):
                 self._on_messages(decode_outbound(frame))

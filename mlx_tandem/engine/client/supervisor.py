@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -127,7 +128,6 @@ class Supervisor(ABC):
     async def _supervise(self) -> None:
         """Run engines one after the other until draining, or until they have died too often."""
         deaths: deque[float] = deque()
-        loop = asyncio.get_running_loop()
         while True:
             self._was_ready = False
             reason = await self._run_once()
@@ -136,7 +136,7 @@ class Supervisor(ABC):
             if self._fatal is not None and not self._settled.is_set():
                 self._die(self._fatal)  # the engine said that it cannot serve this; another would say the same
                 return
-            now = loop.time()
+            now = time.monotonic()
             if self._was_ready:
                 deaths.clear()
             deaths.append(now)
@@ -197,7 +197,7 @@ class Supervisor(ABC):
                 if process.wait(0.0) is not None:  # the socket may stay open in a compiler that the engine had started
                     await link.ended(WATCH_SECONDS)
                     break
-                silent = asyncio.get_running_loop().time() - link.heard
+                silent = time.monotonic() - link.heard
                 if self._said_ready() and silent > self._stall_seconds:
                     return f"no sign of life for {silent:.0f} s"
             return link.why
