@@ -99,6 +99,12 @@ def test_a_slow_grammar_is_slow_until_its_masks_are_quick_again(gate: Gate, gram
     assert not grammars.is_slow(1, 0) and turn + 1 >= QUICK_MASKS
     place = Place(asked, 0, (1, A, A, A))
     assert grammars.masks([place]) == [oracle(place)]
+    gate.opened.clear()
+    assert grammars.masks([Place(asked, 0, (1, A))]) == [None]
+    gate.opened.set()
+    for turn in range(4 * QUICK_MASKS - 1):
+        prepared(grammars, Place(asked, 0, (1, *[A] * (1 + turn % 2))))
+        assert grammars.is_slow(1, 0), "it is as soon quick again as the first time"
 
 
 def test_tokens_are_consumed_ahead_of_steps_as_within_them(gate: Gate, grammars: Grammars) -> None:

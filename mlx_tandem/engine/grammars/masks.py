@@ -168,13 +168,13 @@ class Grammars:
         made = np.empty((len(places), self._computed_words), np.int32)
         found: list[Job | None] = []
         fresh: list[Job] = []
-        now = self._clock()
+        now, address, size = self._clock(), made.ctypes.data, self._computed_words * made.itemsize
         for at, (request, choice, tokens) in enumerate(places):
             place = self._places[request.id, choice]
             begin = len(request.prompt)
             job = self._made_ahead(place, tokens, begin)
             if job is None and (not place.grammar.is_slow):
-                job = Job(place, place.change(tokens, begin), made[at], now)
+                job = Job(place, place.change(tokens, begin), made[at], address + at * size, now)
                 if job.is_open:
                     fresh.append(job)
             found.append(job)
@@ -227,7 +227,8 @@ class Grammars:
             if job is not None and job.is_done and at.change(place.tokens, len(place.request.prompt)) == (0, []):
                 return
             mask = np.empty(self._computed_words, np.int32)
-            at.job = job = Job(at, at.change(place.tokens, len(place.request.prompt)), mask, self._clock())
+            change = at.change(place.tokens, len(place.request.prompt))
+            at.job = job = Job(at, change, mask, mask.ctypes.data, self._clock())
             if job.is_done:
                 return
         assert self._ahead is not None

@@ -75,13 +75,14 @@ class Job:
         asked: When it was asked for, in seconds of the clock.
     """
 
-    __slots__ = ("asked", "back", "is_done", "is_open", "mask", "new", "place", "renews", "why")
+    __slots__ = ("address", "asked", "back", "is_done", "is_open", "mask", "new", "place", "renews", "why")
 
-    def __init__(self, place: Matching, change: tuple[int, list[int]], mask: Any, asked: float):
-        """Make the mask of a place in the array `mask`, [words] int32."""
+    def __init__(self, place: Matching, change: tuple[int, list[int]], mask: Any, address: int, asked: float):
+        """Make the mask of a place in the array `mask`, [words] int32, which lies at this address."""
         self.place = place
         self.back, self.new = change
         self.mask = mask
+        self.address = address
         self.asked = asked
         self.why = ""
         self.is_done = not (place.consumed or self.new)  # all texts begin with one mask
@@ -115,7 +116,7 @@ class Job:
     def make(self) -> None:
         """Make the mask there."""
         matcher = self.place.matcher
-        matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        matcher.unsafe_compute_mask_ptr(self.address, self.mask.nbytes)
         if matcher.is_error():
             grammar = self.place.grammar
             if has_broken_lexer(matcher) or grammar.has_broken_lexer():

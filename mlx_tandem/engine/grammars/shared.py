@@ -29,7 +29,9 @@ SLOW_SECONDS = 0.001
 """Seconds from which on a mask is not quick."""
 
 QUICK_MASKS = 16
-"""Number of quick masks in a row after which a grammar is not slow any more."""
+"""Number of quick masks in a row after which a grammar is not slow any more. Each time that it becomes slow again, it
+has to make four times as many.
+"""
 
 Compile = Callable[[str, int], LLMatcher]
 """A function that compiles a text for a lexer of so many states. It may raise InvalidRequest."""
@@ -63,6 +65,7 @@ class SharedGrammar:
         self.queue: deque[Callable[[], None]] = deque()
         self.ms = 0.0
         self._quick = 0
+        self._wanted = QUICK_MASKS  # quick masks, for it to be quick again
 
     @property
     def size(self) -> int:
@@ -81,8 +84,9 @@ class SharedGrammar:
         """Note how long a mask took."""
         self.ms += (seconds * 1e3 - self.ms) / 8
         self._quick = 0 if seconds >= SLOW_SECONDS else self._quick + 1
-        if self._quick >= QUICK_MASKS:
+        if self.is_slow and self._quick >= self._wanted:
             self.is_slow = False
+            self._wanted *= 4
 
 
 def size_of(text: str, level: int) -> int:

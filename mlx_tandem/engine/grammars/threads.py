@@ -82,7 +82,9 @@ class StepMasks:
         A grammar that keeps the others waiting is slow from then on. Jobs that did not begin are not open afterwards.
         """
         seconds = STEP_SECONDS
-        left = sorted(jobs, key=lambda job: job.place.grammar.ms)
+        left = list(jobs)
+        if len({id(job.place.grammar) for job in left}) > 1:
+            left.sort(key=lambda job: job.place.grammar.ms)
         while left:
             batch = _Batch(left)
             if self._batches is None:
