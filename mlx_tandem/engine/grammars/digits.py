@@ -78,15 +78,15 @@ class EndingGrammars(Grammars):
 
         super().__init__(opened, vocab_size, wake)
 
-    def masks(self, places: Sequence[Place]) -> list[Mask]:
-        """Return which tokens may follow at each place; an empty mask where the grammar fails."""
+    def masks(self, places: Sequence[Place]) -> list[Mask | None]:
+        """Return which tokens may follow at each place, as `Grammars` does."""
         return [self._ended(place, mask) for place, mask in zip(places, super().masks(places), strict=True)]
 
-    def _ended(self, place: Place, mask: Mask) -> Mask:
+    def _ended(self, place: Place, mask: Mask | None) -> Mask | None:
         """Return a mask in which a number that has many digits gets no more of them."""
         digits = self._digits
         assert digits is not None
-        if digits.are_many(place.tokens, len(place.request.prompt)) and _has_json(place.request):
+        if mask and digits.are_many(place.tokens, len(place.request.prompt)) and _has_json(place.request):
             return digits.without(mask)
         return mask
 
