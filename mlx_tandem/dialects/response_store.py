@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,28 @@ from typing import Any
 
 import msgspec
 
-from mlx_tandem.errors import NotFound
-from mlx_tandem.limits import MAX_STORED_BYTES, MAX_STORED_RESPONSES
+from mlx_tandem.errors import NotFound, TooLarge
+from mlx_tandem.limits import MAX_MESSAGES, MAX_STORED_BYTES, MAX_STORED_RESPONSES
 from mlx_tandem.strict_json import dumps
 
 Item = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The items of a conversation as JSON: a list of items for each request, shared with the responses before it."""
+
+    requests: tuple[bytes, ...] = ()
+    count: int = 0  # items
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return sum(map(len, self.requests))
+
+    def followed_by(self, items: Sequence[Item]) -> Conversation:
+        """Return the conversation with the items of one more request, or with those of the answer to its last one."""
+        return Conversation((*self.requests, dumps(items)), self.count + len(items)) if items else self
 
 
 @dataclass(frozen=True)
@@ -24,18 +42,27 @@ class Stored:
     """
 
     body: bytes
-    conversation: bytes
+    conversation: Conversation
     items: Mapping[str, bytes]
     deltas: bytes = b""
 
     @property
+    def input(self) -> tuple[bytes, ...]:
+        """The items that the response was made from: the lists of the conversation without that of the answer."""
+        return self.conversation.requests[:-1] if self.items else self.conversation.requests
+
+    @property
     def size(self) -> int:
-        """The number of bytes."""
-        return len(self.body) + len(self.conversation) + sum(map(len, self.items.values())) + len(self.deltas)
+        """The number of bytes. What a conversation shares with other responses counts for each of them."""
+        return len(self.body) + self.conversation.size + sum(map(len, self.items.values())) + len(self.deltas)
 
 
 class ResponseStore:
-    """The newest responses, at most `MAX_STORED_RESPONSES` in at most `MAX_STORED_BYTES`."""
+    """The newest responses, at most `MAX_STORED_RESPONSES` in at most `MAX_STORED_BYTES`. It belongs to one event loop.
+
+    Nothing is decoded before its size is known, and conversations are decoded one after another, so that other work of
+    the loop comes between them.
+    """
 
     def __init__(self, most: int = MAX_STORED_RESPONSES, most_bytes: int = MAX_STORED_BYTES):
         self._most = most
@@ -43,13 +70,19 @@ class ResponseStore:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._owners: dict[str, str] = {}  # the response of each item
         self._bytes = 0
+        self._turn = asyncio.Lock()
 
     def put(
-        self, id: str, body: bytes, conversation: Sequence[Item], output: Sequence[Item], deltas: bytes = b""
+        self, id: str, body: bytes, conversation: Conversation, output: Sequence[Item], deltas: bytes = b""
     ) -> None:
-        """Keep a response, and forget the oldest ones that no longer fit. One that is too large is not kept."""
-        items = {item["id"]: dumps(item) for item in output}
-        stored = Stored(body, dumps([*conversation, *output]), items, deltas)
+        """Keep a response, and forget the oldest ones that no longer fit. One that is too large is not kept.
+
+        `conversation` ends with the items of the request. The logprobs of `output` are kept in `body` only, since no
+        prompt has them.
+        """
+        kept = [_without_logprobs(item) for item in output]
+        items = {item["id"]: dumps(item) for item in kept}
+        stored = Stored(body, conversation.followed_by(kept), items, deltas)
         if stored.size > self._most_bytes:
             return
         self._stored[id] = stored
@@ -66,18 +99,29 @@ class ResponseStore:
         """Return the JSON of a response. Raises NotFound."""
         return self.get(id).body
 
-    def conversation(self, id: str) -> list[Item]:
-        """Return all items up to the end of a response. Raises NotFound."""
-        found: list[Item] = msgspec.json.decode(self._get(id, "previous_response_id").conversation)
+    def conversation(self, id: str, most_bytes: int) -> Conversation:
+        """Return all items up to the end of a response. Raises NotFound, and TooLarge for a longer conversation."""
+        param = "previous_response_id"
+        found = self._get(id, param).conversation
+        if found.count > MAX_MESSAGES:
+            raise TooLarge(f"{param}: the conversation has over {MAX_MESSAGES} items", param=param)
+        if found.size > most_bytes:
+            raise TooLarge(f"{param}: the conversation has over {most_bytes} bytes", param=param)
         return found
 
-    def item(self, id: str) -> Item | None:
-        """Return an item of a response's output; None if no response has it."""
+    async def decoded(self, conversation: Conversation) -> list[Item]:
+        """Return the items of a conversation."""
+        items: list[Item] = []
+        async with self._turn:
+            for request in conversation.requests:
+                items += msgspec.json.decode(request)
+                await asyncio.sleep(0)
+        return items
+
+    def item(self, id: str) -> bytes | None:
+        """Return the JSON of an item of a response's output; None if no response has it."""
         owner = self._owners.get(id)
-        if owner is None:
-            return None
-        found: Item = msgspec.json.decode(self._stored[owner].items[id])
-        return found
+        return None if owner is None else self._stored[owner].items[id]
 
     def delete(self, id: str) -> None:
         """Forget a response. Raises NotFound."""
@@ -95,3 +139,10 @@ class ResponseStore:
         self._bytes -= stored.size
         for item in stored.items:
             del self._owners[item]
+
+
+def _without_logprobs(item: Item) -> Item:
+    """Return an item of an answer without the logprobs of its parts."""
+    if "content" not in item:
+        return item
+    return item | {"content": [{k: v for k, v in part.items() if k != "logprobs"} for part in item["content"]]}

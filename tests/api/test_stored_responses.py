@@ -137,7 +137,8 @@ def test_the_input_of_a_response_comes_in_pages(served: tuple[httpx.Client, Peer
 
 def test_the_input_has_what_came_before(served: tuple[httpx.Client, Peer]) -> None:
     first = asked(served, "Yes.", input="one").json()
+    assert listed(served, first["id"])["data"][0]["content"][0]["text"] == "one", "the answer is no part of it"
     second = asked(served, input="two", previous_response_id=first["id"]).json()["id"]
     found = listed(served, second, order="asc")["data"]
     assert [item["content"][0]["text"] for item in found] == ["one", "Yes.", "two"]
-    assert found[1]["id"] == first["output"][0]["id"], "it is an item of the earlier response"
+    assert found[1] == first["output"][0], "it is an item of the earlier response"

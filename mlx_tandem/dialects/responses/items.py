@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.responses.tools import INPUT
 from mlx_tandem.dialects.turns import Piece, Turns, Unread
-from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.errors import InvalidRequest, TooLarge
 from mlx_tandem.generation.messages import ImageSource
 from mlx_tandem.strict_json import check_nested, convert
 
 Item = dict[str, Any]
+
+ToolList = tuple[str, list[Any]]
+"""A list of tools, behind its field."""
 
 
 class _Part(Struct):
@@ -106,10 +110,13 @@ _ITEMS: dict[str, type[_Item]] = {
 """The types of items. Those of OpenAI's own tools are left out: a conversation that began elsewhere may have them."""
 
 
-def input_items(given: str | Sequence[Any] | None, find: Callable[[str], Item | None]) -> list[Item]:
+def input_items(
+    given: str | Sequence[Any] | None, find: Callable[[str], bytes | None], most_bytes: int = 1 << 20
+) -> list[Item]:
     """Return the items of a request's input, of which a text is one. Raises InvalidRequest naming the item.
 
-    `find` returns the item of a stored response that a reference names.
+    `find` returns the JSON of the item of a stored response that a reference names. All items that references name have
+    at most `most_bytes` bytes, each counted as often as it is named; TooLarge is raised for more.
     """
     if given is None:
         return []
@@ -120,21 +127,42 @@ def input_items(given: str | Sequence[Any] | None, find: Callable[[str], Item | 
     depth = 2 + limits.MAX_MESSAGE_DEPTH
     check_nested(list(given), "input", depth=depth, values=limits.MAX_MESSAGE_VALUES)
     items: list[Item] = []
+    named: dict[int, str] = {}  # the id that is named at each place
     for i, item in enumerate(given):
         read = _item(item, f"input[{i}]")
         if isinstance(read, _Reference):
-            item = find(read.id)
-            if item is None:
-                where = f"input[{i}].id"
-                raise InvalidRequest(f"{where}: no stored response has the item {read.id[:64]!a}", param=where)
+            named[i] = read.id
         items.append(item)
+    found = _found(named, find, most_bytes)
+    for i, id in named.items():
+        items[i] = found[id]
     return items
 
 
-def added_tools(items: Sequence[Item], *, before: int = 0) -> list[tuple[str, list[Any]]]:
+def added_tools(items: Sequence[Item], *, before: int = 0) -> list[ToolList]:
     """Return the lists of tools among items that `chat_form` has read, each with its field."""
     lists = [(i, item) for i, item in enumerate(items) if item.get("type") == "additional_tools"]
     return [(f"input[{i - before}].tools", item["tools"]) for i, item in lists]
+
+
+def _found(named: Mapping[int, str], find: Callable[[str], bytes | None], most_bytes: int) -> dict[str, Item]:
+    """Return the stored items by their ids, each decoded once and only after the size of all of them is known.
+
+    `named` has the ids by their places in the input. Raises InvalidRequest and TooLarge naming the place.
+    """
+    stored: dict[str, bytes] = {}
+    size = 0
+    for i, id in named.items():
+        where = f"input[{i}].id"
+        if id not in stored:
+            item = find(id)
+            if item is None:
+                raise InvalidRequest(f"{where}: no stored response has the item {id[:64]!a}", param=where)
+            stored[id] = item
+        size += len(stored[id])
+        if size > most_bytes:
+            raise TooLarge(f"{where}: the items that input refers to have over {most_bytes} bytes", param=where)
+    return {id: msgspec.json.decode(item) for id, item in stored.items()}
 
 
 def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 0, sees: bool = False) -> Turns:

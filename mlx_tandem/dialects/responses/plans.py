@@ -11,10 +11,12 @@ from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.openai.collect import check_metadata
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Plan
+from mlx_tandem.dialects.response_store import Conversation
 from mlx_tandem.dialects.responses.bodies import Format, ResponseBody, Text, logprobs_of
-from mlx_tandem.dialects.responses.items import added_tools, chat_form, input_items
+from mlx_tandem.dialects.responses.items import ToolList, added_tools, chat_form, input_items
 from mlx_tandem.dialects.responses.renderer import Item, ResponseRenderer, new_id
 from mlx_tandem.dialects.responses.tools import offer
+from mlx_tandem.dialects.turns import Turns
 from mlx_tandem.errors import InvalidRequest, renamed
 from mlx_tandem.generation.chats import ChatRequest, Thinking
 from mlx_tandem.generation.grammar.constraint import Constraint
@@ -30,13 +32,8 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
     check_metadata(body.metadata)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
-    before = [] if body.previous_response_id is None else front.responses.conversation(body.previous_response_id)
-    items = [*before, *input_items(body.input, front.responses.item)]
-    if not items:
-        raise InvalidRequest("input is required", param="input", code="missing_required_parameter")
-    turns = chat_form(body.instructions, items, before=len(before), sees=front.reads_images)
-    lists = [("tools", body.tools or []), *added_tools(items, before=len(before))]
-    offered = offer(lists, body.tool_choice, body.parallel_tool_calls)
+    conversation, turns, added = await _conversation(front, body)
+    offered = offer([("tools", body.tools or []), *added], body.tool_choice, body.parallel_tool_calls)
     effort = None if body.reasoning is None else body.reasoning.effort
     with renamed(messages="input", reasoning_effort="reasoning.effort"):
         variables = body.chat_template_kwargs or {}
@@ -56,7 +53,7 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
     prompted = await prompted_chat(front, model, chat, params, text_options(sampling), _constraint(body))
 
     def keep(id: str, whole: bytes, output: Sequence[Item], deltas: bytes) -> None:
-        front.responses.put(id, whole, items, output, deltas)
+        front.responses.put(id, whole, conversation, output, deltas)
 
     settings = _settings(body, front.models.label(model.ref), params)
     renderer = ResponseRenderer(
@@ -69,6 +66,27 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
     )
     skipped = (*offered.skipped, *turns.skipped)
     return Plan(prompted, model, renderer, bool(body.stream), skipped=skipped)
+
+
+async def _conversation(front: ServerFront, body: ResponseBody) -> tuple[Conversation, Turns, list[ToolList]]:
+    """Return the conversation that ends with the request's input, as it is stored and as it is sent to the template.
+
+    The lists of tools among its items come last. It may be as large as a body that has all of it. Raises
+    InvalidRequest, NotFound and TooLarge.
+    """
+    server, responses = front.config.server, front.responses
+    most = max(server.max_request_bytes, server.max_image_request_bytes if front.reads_images else 0)
+    earlier = Conversation()
+    if body.previous_response_id is not None:
+        earlier = responses.conversation(body.previous_response_id, most)
+    items = input_items(body.input, responses.item, server.max_request_bytes)
+    if not items and not earlier.count:
+        raise InvalidRequest("input is required", param="input", code="missing_required_parameter")
+    before = await responses.decoded(earlier)
+    every = [*before, *items]
+    turns = chat_form(body.instructions, every, before=len(before), sees=front.reads_images)
+    conversation = earlier if body.store is False else earlier.followed_by(items)
+    return conversation, turns, added_tools(every, before=len(before))
 
 
 def _constraint(body: ResponseBody) -> Constraint | None:

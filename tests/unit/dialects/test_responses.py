@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
+from mlx_tandem import limits
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
-from mlx_tandem.dialects.response_store import ResponseStore, Stored
+from mlx_tandem.dialects.response_store import Conversation, ResponseStore, Stored
 from mlx_tandem.dialects.responses.bodies import ResponseBody
 from mlx_tandem.dialects.responses.items import added_tools, chat_form, input_items
 from mlx_tandem.dialects.responses.plans import _settings
@@ -21,7 +23,7 @@ from mlx_tandem.dialects.responses.renderer import ResponseRenderer
 from mlx_tandem.dialects.responses.replay import replayed
 from mlx_tandem.dialects.responses.tools import offer
 from mlx_tandem.dialects.turns import FOLLOWS, UNREAD, UNSEEN
-from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound
+from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound, TooLarge
 from mlx_tandem.generation.events import (
     Event,
     Finish,
@@ -133,7 +135,7 @@ def test_a_stream_tells_what_a_whole_response_tells(answer: Said, with_logprobs:
 def stored(answer: Said, renderer: Callable[[Any], ResponseRenderer], *, stream: bool) -> tuple[bytes, Stored]:
     """The bytes of a reply, and what the store keeps of it."""
     store = ResponseStore()
-    made = renderer(lambda id, body, output, deltas: store.put(id, body, [], output, deltas))
+    made = renderer(lambda id, body, output, deltas: store.put(id, body, Conversation(), output, deltas))
     return answer.stream(made) if stream else answer.whole(made), store.get("resp_1")
 
 
@@ -264,10 +266,45 @@ def test_a_conversation_of_an_agent() -> None:
 
 def test_references_are_replaced_by_what_the_store_has() -> None:
     item = {"type": "message", "role": "assistant", "id": "msg_1", "content": "a"}
+    stored = {"msg_1": _json(item).encode()}
     for reference in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
-        assert input_items([reference], {"msg_1": item}.get) == [item]
+        assert input_items([reference], stored.get) == [item]
+    mixed: list[Any] = [{"id": "msg_1"}, {"role": "user", "content": "b"}, {"id": "msg_1"}]
+    found = input_items(mixed, stored.get)
+    assert found == [item, mixed[1], item]
+    assert found[0] is found[2], "an item that is named twice is decoded once"
     with pytest.raises(InvalidRequest, match=r"input\[0\]\.id"):
-        input_items([{"type": "item_reference", "id": "msg_2"}], {"msg_1": item}.get)
+        input_items([{"type": "item_reference", "id": "msg_2"}], stored.get)
+
+
+def test_references_are_counted_before_anything_is_decoded() -> None:
+    stored = {"a": b"not JSON " * 4, "b": b'{"type": "message", "role": "user", "content": ""}'}
+    with pytest.raises(TooLarge) as found:
+        input_items([{"id": "b"}, {"id": "a"}, {"id": "b"}], stored.get, len(stored["a"]) + 2 * len(stored["b"]) - 1)
+    assert found.value.param == "input[2].id"
+    assert len(input_items([{"id": "b"}] * 3, stored.get, 3 * len(stored["b"]))) == 3
+
+
+def test_a_long_conversation_is_refused_before_it_is_decoded() -> None:
+    store = ResponseStore()
+    store.put("a", b"", Conversation((b"not JSON",), limits.MAX_MESSAGES - 1), [{"id": "i", "text": "x"}])
+    assert store.conversation("a", 31).count == limits.MAX_MESSAGES
+    with pytest.raises(TooLarge, match="has over 30 bytes") as found:
+        store.conversation("a", 30)
+    assert found.value.param == "previous_response_id"
+    store.put("b", b"", Conversation((b"",), limits.MAX_MESSAGES), [{"id": "j"}])
+    with pytest.raises(TooLarge, match="has over 4096 items"):
+        store.conversation("b", 1000)
+
+
+def test_logprobs_are_no_part_of_a_conversation() -> None:
+    store = ResponseStore()
+    part = {"type": "output_text", "text": "a", "logprobs": [{"token": "a"}]}
+    store.put("r", b"{}", Conversation(), [{"id": "m", "type": "message", "content": [part]}])
+    kept = {"id": "m", "type": "message", "content": [{"type": "output_text", "text": "a"}]}
+    assert asyncio.run(store.decoded(store.conversation("r", 1000))) == [kept]
+    assert json.loads(store.item("m") or b"") == kept
+    assert "logprobs" in part, "the answer itself is not changed"
 
 
 @pytest.mark.parametrize(
@@ -487,9 +524,9 @@ def test_the_store_keeps_the_newest_responses_that_fit(steps: list[tuple[int, in
             continue
         item = {"id": f"msg_{number}", "text": "y" * size}
         body, asked = b"x" * size, [{"role": "user", "content": str(number)}]
-        store.put(f"resp_{number}", body, asked, [item])
+        store.put(f"resp_{number}", body, Conversation().followed_by(asked), [item])
         kept[f"resp_{number}"] = body, [*asked, item]
-        bytes_of = {k: len(b) + len(_json(c)) + len(_json(c[-1])) for k, (b, c) in kept.items()}
+        bytes_of = {k: len(b) + len(_json(c)) + 1 + len(_json(c[-1])) for k, (b, c) in kept.items()}
         while len(kept) > most or sum(bytes_of[k] for k in kept) > 600:
             del kept[next(iter(kept))]
     for number in range(len(steps)):
@@ -497,12 +534,12 @@ def test_the_store_keeps_the_newest_responses_that_fit(steps: list[tuple[int, in
         if id in kept:
             body, conversation = kept[id]
             assert store.body(id) == body
-            assert store.conversation(id) == conversation
-            assert store.item(f"msg_{number}") == conversation[-1]
+            assert asyncio.run(store.decoded(store.conversation(id, 600))) == conversation
+            assert json.loads(store.item(f"msg_{number}") or b"") == conversation[-1]
         else:
             assert store.item(f"msg_{number}") is None
             with pytest.raises(NotFound):
-                store.conversation(id)
+                store.conversation(id, 600)
 
 
 def _json(value: Any) -> str:
@@ -510,18 +547,18 @@ def _json(value: Any) -> str:
 
 
 def test_responses_that_fill_the_store_exactly_are_kept() -> None:
-    store = ResponseStore(2, 104)
+    store = ResponseStore(2, 100)
     for id in "ab":
-        store.put(id, b"x" * 50, [], [])  # and two bytes of an empty conversation
+        store.put(id, b"x" * 50, Conversation(), [])
     assert store.body("a") == store.body("b") == b"x" * 50
-    store.put("c", b"x" * 102, [], [])
-    assert store.body("c") == b"x" * 102
+    store.put("c", b"x" * 100, Conversation(), [])
+    assert store.body("c") == b"x" * 100
 
 
 def test_a_response_over_the_limit_is_not_kept() -> None:
     store = ResponseStore(5, 100)
-    store.put("a", b"x", [], [])
-    store.put("b", b"x" * 200, [], [])
+    store.put("a", b"x", Conversation(), [])
+    store.put("b", b"x" * 200, Conversation(), [])
     assert store.body("a") == b"x"
     with pytest.raises(NotFound, match="does not exist here, or no longer"):
         store.body("b")
