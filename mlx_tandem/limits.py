@@ -317,6 +317,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_MESSAGES = 4096
+MAX_RECEIVED_BYTES = 64 << 20  # bytes of all bodies that are being received or read
 MAX_STORED_RESPONSES = 1024  # responses that later requests may continue
 MAX_STORED_BYTES = 64 << 20  # bytes of those responses and their conversations
 MAX_MESSAGE_DEPTH = 32  # levels of lists and objects inside a message

@@ -21,6 +21,7 @@ from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.dialects.route import PLAIN, Route
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.explain import explain
+from mlx_tandem.limits import MAX_RECEIVED_BYTES
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, read_json
 from mlx_tandem.server.error_reply import ERRORS
@@ -30,6 +31,7 @@ from mlx_tandem.server.keys import read_key
 from mlx_tandem.server.openapi import document
 from mlx_tandem.server.origins import Origins
 from mlx_tandem.server.prometheus import render
+from mlx_tandem.server.receiving import Receiving
 from mlx_tandem.server.root_path import RootPath
 from mlx_tandem.server.skipping import Skipping
 from mlx_tandem.server.stream_reply import StreamReply
@@ -46,9 +48,10 @@ def create_app(front: ServerFront, routes: Sequence[Route] = ROUTES) -> Starlett
     Each reply is itself an ASGI application.
     """
     server = front.config.server
-    limit = BodyLimit(server.max_request_bytes, server.receive_timeout_s)
     larger = max(server.max_request_bytes, server.max_image_request_bytes)
-    with_images = BodyLimit(larger, server.receive_timeout_s, limit.turn)
+    bodies = Receiving(max(MAX_RECEIVED_BYTES, larger), front.request_admission.refused)
+    limit = BodyLimit(server.max_request_bytes, server.receive_timeout_s, bodies)
+    with_images = BodyLimit(larger, server.receive_timeout_s, bodies)
     described = b""
 
     async def get_openapi(request: Request) -> ASGIApp:
@@ -115,9 +118,12 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
                 front.client.check_ready()
             steers = route.reads == "steering"
             others = PLAIN if steers else route.media
-            values.append(await read_json(request, body, limit, others=others, optional=steers, prepare=route.prepare))
-        found = route.handler(front, *values)
-        return _answer(front, await found if inspect.isawaitable(found) else found)
+            with limit.receiving.body() as incoming:
+                value = await read_json(
+                    request, body, limit, incoming, others=others, optional=steers, prepare=route.prepare
+                )
+                return await _handled(front, route, [*values, value])
+        return await _handled(front, route, values)
 
     return endpoint
 
@@ -132,6 +138,12 @@ def _query(request: Request, kind: type[Struct]) -> Struct:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as e:
         raise explain(e, kind) from None
+
+
+async def _handled(front: ServerFront, route: Route, values: Sequence[Any]) -> ASGIApp:
+    """Return the reply of a route's handler."""
+    found = route.handler(front, *values)
+    return _answer(front, await found if inspect.isawaitable(found) else found)
 
 
 def _answer(front: ServerFront, found: Any) -> ASGIApp:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge, UnsupportedMedia
+from mlx_tandem.server.receiving import SMALL_BODY, Incoming, Receiving
 from mlx_tandem.strict_json import decode
 
 T = TypeVar("T")
-
-SMALL_BODY = 65_536
-"""Most bytes of a small body. After a refusal, a small body is received and dropped to keep the connection usable."""
 
 
 @dataclass(frozen=True)
@@ -24,26 +22,27 @@ class BodyLimit:
 
     size: int  # most bytes
     seconds: float  # most seconds until all of it has arrived
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a large body is decoded, so that the loop can do other work between two of them."""
+    receiving: Receiving  # what counts the bytes of all bodies
 
 
 async def read_json(
     request: Request,
     kind: type[T],
     limit: BodyLimit,
+    incoming: Incoming,
     *,
     others: Collection[str] = (),
     optional: bool = False,
     prepare: Callable[[Any], Any] = lambda value: value,
 ) -> T:
-    """Return the body as `kind`, after `prepare` has been applied to the decoded JSON.
+    """Return the body as `kind`, after `prepare` has been applied to the decoded JSON. Its bytes count in `incoming`.
 
     The content type has to be application/json, which a web page cannot send to another origin without a preflight, or
     one of `others`. A web page can send PLAIN without a preflight, but then its request has an Origin header, and such
     a request is refused. With `optional`, a missing body counts as {}.
 
-    Raises UnsupportedMedia, ReceiveTimeout, TooLarge and InvalidRequest, and ClientDisconnect when the client leaves.
+    Raises UnsupportedMedia, ReceiveTimeout, TooLarge, Overloaded, InvalidRequest, and ClientDisconnect when the client
+    leaves.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not (media in others and "origin" not in request.headers):
@@ -51,39 +50,45 @@ async def read_json(
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("compressed bodies are not supported")
     try:
-        async with asyncio.timeout(limit.seconds):
-            body = await _read(request, limit.size)
+        async with asyncio.timeout(limit.seconds) as incoming.timer:
+            body = await _read(request, limit.size, incoming)
     except TimeoutError:
+        if incoming.lost is not None:
+            raise incoming.lost from None
         raise ReceiveTimeout(f"the body did not come within {limit.seconds:g} s") from None
     if not body and not optional:
         message = "the body is empty: send JSON, with a Content-Length header or Transfer-Encoding: chunked"
         raise InvalidRequest(message, code="invalid_json")
     if len(body) <= SMALL_BODY:
         return decode(body or b"{}", kind, prepare)
-    async with limit.turn:
+    async with limit.receiving.turn:
         await asyncio.sleep(0)
         return decode(body, kind, prepare)
 
 
-async def _read(request: Request, limit: int) -> bytes:
-    """Return the whole body. Raises TooLarge for more than `limit` bytes, and ClientDisconnect."""
+async def _read(request: Request, limit: int, incoming: Incoming) -> bytes:
+    """Return the whole body. Raises TooLarge for more than `limit` bytes, Overloaded, and ClientDisconnect."""
     too_large = TooLarge(f"the body is over the limit of {limit} bytes")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > limit:
         raise too_large
     parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise too_large
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    try:
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part = message.get("body", b"")
+            if incoming.size + len(part) > limit:
+                raise too_large
+            if part:
+                incoming.grow(len(part))
+            parts.append(part)
+            if not message.get("more_body", False):
+                incoming.complete()
+                return b"".join(parts)
+    finally:
+        parts.clear()  # The frame lives on in the traceback of an error.
 
 
 def refusal_headers(error: TandemError, head: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -12,6 +12,7 @@ from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.generation.metrics import OTHER
 from mlx_tandem.generation.text_admission import WAITING_TEXT
 from mlx_tandem.server import learning_metrics, vllm_metrics
+from mlx_tandem.server.receiving import RECEIVING
 from mlx_tandem.types import DiskStats, EngineStats
 
 LABELLED_MODELS = 1000
@@ -83,6 +84,7 @@ def _error_families(front: ServerFront) -> Iterator[Metric]:
         "memory_pressure_threshold",
         "open_images",
         WAITING_TEXT,
+        RECEIVING,
     ):
         refused.add_metric([setting], front.request_admission.refused[setting])
     yield refused

@@ -10,8 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from mlx_tandem.dialects.front import ServerFront
-from mlx_tandem.server.body import SMALL_BODY, BodyLimit, read_json
+from mlx_tandem.server.body import BodyLimit, read_json
 from mlx_tandem.server.headers import JSON_TYPE
+from mlx_tandem.server.receiving import SMALL_BODY
 
 T = TypeVar("T")
 
@@ -43,7 +44,8 @@ class TextReply(Generic[T]):
         admission, size = self._front.text_admission, self._size()
         is_long = size > SMALL_BODY
         with admission.admitted(size):
-            body = await read_json(self._request, self._kind, self._limit)
+            with self._limit.receiving.body() as incoming:
+                body = await read_json(self._request, self._kind, self._limit, incoming)
             async with admission.place(size) if is_long else nullcontext():
                 if is_long and await self._request.is_disconnected():
                     raise ClientDisconnect

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 import socket
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.waiting import until
 
 JSON = {"content-type": "application/json"}
 GOOD = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
@@ -224,3 +228,26 @@ def test_a_long_prompt_is_refused_by_its_tokens(server):
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert response.json()["error"]["param"] == "messages"
+
+
+def memory(server) -> int:
+    """The bytes that the front has in memory."""
+    status = Path(f"/proc/{server.process.pid}/statm").read_text()
+    return int(status.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_many_bodies_that_never_end(server):
+    """They share a limit on their bytes. Whoever sends another body is answered meanwhile, be it small or large."""
+    size = (1 << 20) - 1
+    head = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 1)
+    host, port = server.url.removeprefix("http://").split(":")
+    before = memory(server)
+    with contextlib.ExitStack() as stack:
+        for _ in range(160):
+            sock = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                sock.sendall(head + b" " * size)
+        until(lambda: server.client.get("/v1/engine/metrics").json()["refused"].get("received_bodies", 0) >= 90)
+        assert memory(server) - before < 116 << 20
+        assert server.chat("hi", max_tokens=1).status_code == 200
+        assert post(server, GOOD + b" " * 900_000).status_code == 200

@@ -59,7 +59,7 @@ def test_every_route_is_described(server: RunningServer) -> None:
 def test_the_document_names_the_bodies_that_routes_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: dict[str, object] = {}
 
-    async def record(request, kind, limit, *, others=(), optional=False, prepare=None):  # type: ignore[no-untyped-def]
+    async def record(request, kind, limit, incoming, *, others=(), optional=False, prepare=None):  # type: ignore[no-untyped-def]
         read[request.scope["route"].path] = kind
         raise InvalidRequest("recorded")
 

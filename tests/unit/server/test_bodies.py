@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Collection
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 
 from mlx_tandem.dialects.route import PLAIN
-from mlx_tandem.errors import TandemError
-from mlx_tandem.server.body import SMALL_BODY, BodyLimit, read_json, refusal_headers
+from mlx_tandem.errors import Overloaded, TandemError
+from mlx_tandem.server.body import BodyLimit, read_json, refusal_headers
+from mlx_tandem.server.receiving import RECEIVING, RESERVE, SMALL_BODY, Incoming, Receiving
 
 
 class Body(msgspec.Struct):
@@ -39,10 +44,11 @@ def test_the_loop_turns_between_large_bodies_that_came_at_once() -> None:
                 await asyncio.sleep(0)
 
         async def read() -> int:
-            assert (await read_json(request(large), Body, limit)).prompt == text
+            with limit.receiving.body() as incoming:
+                assert (await read_json(request(large), Body, limit, incoming)).prompt == text
             return turns
 
-        limit = BodyLimit(1 << 20, 30.0)
+        limit = BodyLimit(1 << 20, 30.0, Receiving(1 << 20, Counter()))
         counting = asyncio.create_task(count())
         seen = await asyncio.gather(*(read() for _ in range(8)))
         counting.cancel()
@@ -77,8 +83,11 @@ def read(
         return {"type": "http.request", "body": pieces[taken - 1], "more_body": taken < len(pieces)}
 
     made = Request({"type": "http", "method": "POST", "headers": list(headers)}, receive)
+    receiving = Receiving(1 << 20, Counter())
     try:
-        found = asyncio.run(read_json(made, dict[str, Any], BodyLimit(limit, 30.0), others=others, optional=optional))
+        with receiving.body() as incoming:
+            kept = BodyLimit(limit, 30.0, receiving)
+            found = asyncio.run(read_json(made, dict[str, Any], kept, incoming, others=others, optional=optional))
     except TandemError as e:
         return e.status, taken
     return found, taken
@@ -162,3 +171,127 @@ def test_a_connection_ends_where_a_refusal_leaves_much_of_a_body(
     error.status = status
     ends = status in (408, 413, 415) or (status in (401, 403, 429, 503) and much)
     assert refusal_headers(error, headers) == ([(b"connection", b"close")] if ends else [])
+
+
+# --- the limit on the bytes of all bodies -----------------------------------------------------------------------------
+
+LARGE = SMALL_BODY + 1
+
+
+class Arrivals:
+    """Bodies that arrive piece by piece, on a clock that a test moves."""
+
+    def __init__(self, most: int):
+        self.now = 0.0
+        self.refused: Counter[str] = Counter()
+        self.receiving = Receiving(most, self.refused, lambda: self.now)
+        self._stack = ExitStack()
+
+    def body(self, *pieces: int) -> Incoming:
+        body = self._stack.enter_context(self.receiving.body())
+        for piece in pieces:
+            body.grow(piece)
+        return body
+
+
+def test_the_slowest_large_body_gives_way() -> None:
+    arrivals = Arrivals(4 * LARGE + 1000)
+    arrivals.now = 1.0
+    stalled = arrivals.body(LARGE)
+    arrivals.now = 2.0
+    slow, small = arrivals.body(LARGE), arrivals.body(SMALL_BODY)
+    arrivals.now = 3.0
+    fast = arrivals.body(LARGE)
+    slow.grow(1000)
+    assert stalled.lost is None
+    fast.grow(LARGE)
+    assert stalled.lost is not None
+    assert (stalled.lost.status, stalled.lost.retry_after) == (429, 1.0)
+    assert (slow.lost, small.lost, fast.lost) == (None, None, None)
+    with pytest.raises(Overloaded):
+        stalled.grow(1)
+    assert arrivals.refused == {RECEIVING: 1}
+
+
+def test_a_body_that_has_arrived_gives_way_to_none() -> None:
+    arrivals = Arrivals(2 * LARGE)
+    whole = [arrivals.body(LARGE), arrivals.body(LARGE)]
+    for body in whole:
+        body.complete()
+    with pytest.raises(Overloaded):
+        arrivals.body(LARGE)
+    assert [body.lost for body in whole] == [None, None]
+    assert arrivals.receiving.bytes == 2 * LARGE
+    assert arrivals.body(SMALL_BODY).lost is None, "small bodies have a reserve"
+
+
+def test_the_oldest_small_body_gives_way_where_there_are_small_ones_only() -> None:
+    arrivals = Arrivals(0)
+    bodies = [arrivals.body(SMALL_BODY) for _ in range(RESERVE // SMALL_BODY)]
+    newest = arrivals.body(1)
+    assert bodies[0].lost is not None
+    assert [body.lost for body in (*bodies[1:], newest)] == [None] * len(bodies)
+
+
+def test_a_body_that_gives_way_is_refused_while_it_waits() -> None:
+    async def run() -> TandemError:
+        receiving = Receiving(2 * LARGE, Counter())
+        begun = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if not begun.is_set():
+                begun.set()
+                return {"type": "http.request", "body": b" " * LARGE, "more_body": True}
+            return await asyncio.get_running_loop().create_future()
+
+        async def read() -> None:
+            with receiving.body() as incoming:
+                await read_json(Request(scope, receive), Body, BodyLimit(1 << 20, 30.0, receiving), incoming)
+
+        scope = {"type": "http", "method": "POST", "headers": [JSON]}
+        reading = asyncio.create_task(read())
+        await begun.wait()
+        await asyncio.sleep(0)
+        with receiving.body() as other:
+            other.grow(2 * LARGE)
+            with pytest.raises(TandemError) as found:
+                await reading
+            assert receiving.bytes == 2 * LARGE
+        assert receiving.bytes == 0
+        return found.value
+
+    error = asyncio.run(run())
+    assert (error.status, error.code) == (429, "rate_limit_exceeded")
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 2 * LARGE), st.integers(0, 3)), max_size=60))
+def test_the_bytes_of_all_bodies_stay_within_the_limit(steps: list[tuple[int, int, int]]) -> None:
+    most = 3 * LARGE
+    clock = iter(range(1000))
+    receiving = Receiving(most, Counter(), lambda: float(next(clock)))
+    stacks: dict[int, ExitStack] = {}
+    bodies: dict[int, Incoming] = {}
+    for name, size, what in steps:
+        if what == 0 and name in bodies:
+            stacks.pop(name).close()
+            del bodies[name]
+        elif what == 1 and name in bodies:
+            if bodies[name].lost is None:
+                bodies[name].complete()
+        else:
+            if name not in bodies:
+                stacks[name] = ExitStack()
+                bodies[name] = stacks[name].enter_context(receiving.body())
+            was_alone = len(bodies) == 1
+            try:
+                bodies[name].grow(size)
+            except Overloaded:
+                assert not was_alone or bodies[name].lost is not None
+        alive = [body for body in bodies.values() if body.lost is None]
+        assert receiving.bytes == sum(body.size for body in bodies.values())
+        assert all(body.size == 0 for body in bodies.values() if body.lost is not None)
+        assert sum(body.size for body in alive if body.size > SMALL_BODY) <= most
+        assert receiving.bytes <= most + RESERVE
+    for stack in stacks.values():
+        stack.close()
+    assert receiving.bytes == 0

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from mlx_tandem.errors import Overloaded
 from mlx_tandem.generation import text_admission
 from mlx_tandem.generation.text_admission import LEAST, PLACES, TextAdmission
-from mlx_tandem.server.body import SMALL_BODY, BodyLimit
+from mlx_tandem.server.body import BodyLimit
+from mlx_tandem.server.receiving import SMALL_BODY, Receiving
 from mlx_tandem.server.text_reply import TextReply
 
 
@@ -53,7 +54,8 @@ def test_a_long_reply_to_a_short_request_counts_while_it_is_sent(monkeypatch: py
 
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
-        await TextReply(front, request, Body, BodyLimit(1 << 20, 30.0), work)(request.scope, receive, send)
+        limit = BodyLimit(1 << 20, 30.0, Receiving(1 << 20, Counter()))
+        await TextReply(front, request, Body, limit, work)(request.scope, receive, send)
         return refused
 
     assert not any(asyncio.run(reply(LEAST)))
@@ -76,7 +78,7 @@ def test_a_text_alone_is_admitted_and_others_up_to_the_limit(monkeypatch: pytest
 
 def test_a_request_counts_by_its_length_and_a_long_one_waits_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its length is what its header says, or else the most that it may be."""
-    limit = BodyLimit(4 * SMALL_BODY, 30.0)
+    limit = BodyLimit(4 * SMALL_BODY, 30.0, Receiving(1 << 30, Counter()))
     seen: dict[str, tuple[int, bool]] = {}
 
     async def run() -> None:
