@@ -180,7 +180,8 @@ def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
         return _json(speculation_stats(front))
 
     async def get_health(request: Request) -> ASGIApp:
-        status, full = health(front)
+        lost = "" if front.learning is None else await front.learning.learner.folder.error()
+        status, full = health(front, lost)
         return _json(full if request.scope["key_shown"] else {"status": full["status"]}, status)
 
     async def get_ready(request: Request) -> ASGIApp:

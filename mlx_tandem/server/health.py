@@ -24,10 +24,15 @@ def status(front: ServerFront) -> str:
     return "overloaded" if pressure >= 1 else "degraded" if pressure >= DEGRADED else "ok"
 
 
-def health(front: ServerFront) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body of /health. The status is 200 while requests are accepted, else 503."""
+def health(front: ServerFront, lost: str = "") -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and the body of /health. The status is 200 while requests are accepted, else 503.
+
+    `lost` says what is wrong with the folder to which learning writes; empty: nothing.
+    """
     client = front.client
     state = status(front)
+    if lost and state == "ok":
+        state = "degraded"
     body: dict[str, Any] = {
         "status": state,
         "version": __version__,
@@ -47,6 +52,8 @@ def health(front: ServerFront) -> tuple[int, dict[str, Any]]:
         }
     if client.state in ("starting", "restarting"):
         body["progress"] = {"stage": client.progress.stage, "fraction": client.progress.fraction}
+    if lost:
+        body["learning_error"] = lost
     if client.failure is not None:
         body["error"] = client.failure.message
     return 200 if state in ("ok", "degraded") else 503, body

@@ -30,8 +30,13 @@ SEED_FIELDS = {
 
 
 @pytest.fixture(scope="module")
-def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serving(learning_config(tmp_path_factory.mktemp("learns"))) as running:
+def learns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("learns")
+
+
+@pytest.fixture(scope="module")
+def learner(learns: Path) -> Iterator[RunningServer]:
+    with serving(learning_config(learns)) as running:
         yield running
 
 
@@ -231,6 +236,26 @@ def test_going_back(learner):
     for path, field in (("/v1/training/rollback", "to"), ("/model/switch-lora", "version")):
         refused = learner.client.post(path, json={field: "nobody"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (404, field)
+
+
+def test_a_folder_of_checkpoints_that_is_gone_is_noticed(learner, learns):
+    """Health says it, what comes is not acknowledged, and serving goes on. When the folder is back, so is learning."""
+    folder = learns / "checkpoints"
+    elsewhere = folder.with_name("elsewhere")
+    before = learner.client.get("/health").json()
+    assert before["status"] == "ok" and "learning_error" not in before
+    folder.rename(elsewhere)
+    try:
+        health = learner.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "degraded")
+        assert "was removed or replaced" in health.json()["learning_error"]
+        reply = update(learner)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "storage_error")
+        assert learner.complete("x", max_tokens=1).status_code == 200
+    finally:
+        elsewhere.rename(folder)
+    assert learner.client.get("/health").json()["status"] == "ok"
+    assert update(learner, trajectories=trajectories(text="Sort down: 7 5")).status_code == 200
 
 
 def test_what_curl_sends_of_itself(learner):

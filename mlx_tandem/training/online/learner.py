@@ -23,7 +23,7 @@ from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, NotFou
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.online import advantages, baselines, recovery, update
 from mlx_tandem.training.online.judging import Judging
-from mlx_tandem.training.online.ledger import Ledger
+from mlx_tandem.training.online.ledger import Ledger, set_aside
 from mlx_tandem.training.online.policy import Behind, PolicyTrainer
 from mlx_tandem.training.online.prompts import Scorer
 from mlx_tandem.training.online.recovery import GOOD
@@ -112,6 +112,7 @@ class Learner:
                 "journal of another checkpoint", extra={"fields": {"checkpoint": getattr(manifest, "name", "")}}
             )
             if self.trains:
+                await set_aside(self.ledger)
                 await self.saver.checkpoint(None)  # from here on both tell the same story again
 
     async def catch_up(self) -> None:

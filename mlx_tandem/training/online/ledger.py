@@ -12,6 +12,7 @@ import msgspec
 
 from mlx_tandem.config import Config, RLTrainingConfig
 from mlx_tandem.training.online import advantages, baselines, recovery
+from mlx_tandem.training.online.folder import Folder
 from mlx_tandem.training.online.recovery import Counters
 from mlx_tandem.training.online.update import Pending
 from mlx_tandem.training.open_trajectories import OpenTrajectories
@@ -57,6 +58,8 @@ class Ledger:
         self.pending: Pending | None = None
         """The update that has begun and not ended."""
         self._journal: Journal | None = None
+        self.folder = Folder()
+        """What looks whether the journal is still there."""
         self._saving: asyncio.Task[CheckpointInfo] | None = None
         self._late: list[tuple[Trajectory, int] | str] | None = None  # what comes in while the journal is read
         self._told = Counts()  # what reports of updates have told
@@ -90,7 +93,10 @@ class Ledger:
         self._late = []
         try:
             if self._journal is None:
-                self._journal, records = await asyncio.to_thread(Journal.open, self.checkpoints.folder / "journal")
+                folder, held = self.checkpoints.folder / "journal", self.checkpoints.held
+                journal, records = await asyncio.to_thread(Journal.open, folder, held=held)
+                self._journal = self.folder.journal = journal
+                _log_cut(journal)
             else:
                 records = await self._journal.replay()
             self._rebuild(manifest, records, keep_counts=not first)
@@ -374,6 +380,20 @@ def _note(training: RLTrainingConfig, counters: Counters, end: Ended) -> None:
 
 def _nothing_waits(training: RLTrainingConfig) -> OpenTrajectories:
     return OpenTrajectories(training.open_trajectories, training.open_trajectory_s)
+
+
+async def set_aside(ledger: Ledger) -> None:
+    """Keep the journal of a checkpoint that is gone, though the next checkpoint begins another one."""
+    journal = _opened(ledger)
+    kept = await asyncio.to_thread(journal.set_aside)
+    log.warning("journal set aside", extra={"fields": {"file": str(kept), "records": journal.count}})
+
+
+def _log_cut(journal: Journal) -> None:
+    """Say that the end of the journal was cut off, which nobody was told to be written."""
+    if journal.cut:
+        fields = {"file": str(journal.path), "cut_bytes": journal.cut, "kept_records": journal.count}
+        log.warning("journal cut", extra={"fields": fields})
 
 
 def _log_dropped(reason: DropReason, count: int) -> None:

@@ -58,6 +58,7 @@ class OnlineLearner:
         self.later = Later(self._learner.ledger, self.add, clock)
         self._loop = Loop(config, client, self._learner, self._alone, self._compare, self._sample)
         self._work: set[asyncio.Task[Any]] = set()
+        self.folder = self._learner.ledger.folder
         self._closed = False
 
     @property

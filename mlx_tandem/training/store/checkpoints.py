@@ -93,6 +93,10 @@ class Checkpoints:
                 if path.name.startswith((_OLD, _NEW)):
                     files.remove_tree(path, self._ops)
 
+    def held(self) -> bool:
+        """Return whether the folder is still the one that `lock` has taken."""
+        return self._lock is not None and self._lock.held()
+
     def close(self) -> None:
         """Let go of the folder. Twice is once."""
         if self._lock is not None:
@@ -289,6 +293,10 @@ class Checkpoints:
     def _locked(self) -> None:
         if self._lock is None:
             raise RuntimeError("the folder is not locked")
+        if not self._lock.held():
+            raise StorageError(
+                f"{self.folder} was removed or replaced while it was in use: bring it back, or restart the server"
+            )
 
     def _free(self, name: str) -> None:
         limits.check_name(name, "checkpoint_name")

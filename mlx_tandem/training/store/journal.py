@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,21 @@ class Journal:
     acknowledged stays in memory and is written again with the next flush.
     """
 
-    def __init__(self, folder: Path, number: int, fd: int, size: int, count: int, cut: int, ops: FileOps) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        fd: int,
+        size: int,
+        count: int,
+        cut: int,
+        ops: FileOps,
+        held: Callable[[], bool],
+    ) -> None:
         self.folder = folder
         self.count = count  # records, those that wait for the drive among them
         self.cut = cut  # bytes of a write that was not acknowledged, removed when the file was opened
-        self._number, self._fd, self._ops = number, fd, ops
+        self._number, self._fd, self._ops, self._held = number, fd, ops, held
         self._size = size  # of what is on the drive
         self._carried = 0  # bytes that the file began with
         self._broken = ""  # why nothing may be written any more
@@ -53,8 +63,10 @@ class Journal:
         self._work: asyncio.Task[None] | None = None  # whatever writes
 
     @staticmethod
-    def open(folder: Path, ops: FileOps = DISK) -> tuple[Journal, Records]:
+    def open(folder: Path, ops: FileOps = DISK, held: Callable[[], bool] = lambda: True) -> tuple[Journal, Records]:
         """Return the journal in `folder`, made when there is none, and what it holds. One process at a time may do so.
+
+        `held` returns whether this process still has the lock that says so.
 
         Raises StorageError when the file is damaged or of another format, naming it and the place.
         """
@@ -79,7 +91,7 @@ class Journal:
             except BaseException:
                 os.close(fd)
                 raise
-        return Journal(folder, number, fd, size, len(found), cut, ops), found
+        return Journal(folder, number, fd, size, len(found), cut, ops, held), found
 
     @property
     def path(self) -> Path:
@@ -90,6 +102,11 @@ class Journal:
     def size(self) -> int:
         """Bytes on the drive."""
         return self._size
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the file has been closed."""
+        return self._fd < 0
 
     @property
     def is_large(self) -> bool:
@@ -151,6 +168,31 @@ class Journal:
         await self._alone(read())
         return found[0]
 
+    def check(self) -> None:
+        """Raise StorageError unless the file is still there under its name and no other process may write to it.
+
+        A file that somebody has removed takes everything that is written to it, and nobody will find it there.
+        """
+        with files.storage(self.path):
+            try:
+                same = os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._fd))
+            except (FileNotFoundError, NotADirectoryError):
+                same = False
+            if not (same and self._held()):
+                raise StorageError(
+                    f"{self.path} was removed or replaced while it was in use, so nothing is learned from new answers: "
+                    "bring the folder back as it was, or restart the server"
+                )
+
+    def set_aside(self) -> Path:
+        """Give the file a second name that no later start reads or removes, and return it."""
+        kept = self.path.with_suffix(".kept")
+        with files.storage(kept):
+            if not kept.exists():
+                files.link_or_copy(self.path, kept, self._ops)
+                files.sync_folder(self.folder, self._ops)
+        return kept
+
     async def close(self) -> None:
         """Make what was appended durable, or raise StorageError; either way the file is closed. Twice is once."""
         try:
@@ -190,10 +232,12 @@ class Journal:
         data = records.frame(bodies, self._number, self._size)
         files.write_all(self._fd, data, self._ops)
         self._ops.sync(self._fd)
+        self.check()
         return self._size + len(data)
 
     async def _change(self, bodies: list[bytes], covered: int) -> None:
         self._refuse_broken()
+        await asyncio.to_thread(self.check)
         old, new = self.path, _path(self.folder, self._number + 1)
         try:
             fd, size = await asyncio.to_thread(_begin, new, self._number + 1, bodies, self._ops)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_tandem import files
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.store import journal as module
@@ -247,6 +248,59 @@ async def test_rotation(tmp_path: Path):
     assert found[5:] == [Dropped(("late",))]
     assert len(old) == 2 and isinstance(old[0], Opened), "what was read before can still be read"
     await journal.close()
+
+
+@on_a_loop
+async def test_nothing_is_acknowledged_once_the_file_is_gone(tmp_path: Path):
+    """It is written when the folder is back, and is whole then."""
+    folder, elsewhere = tmp_path / "journal", tmp_path / "elsewhere"
+    journal, _ = Journal.open(folder)
+    journal.append(Dropped(("a",)))
+    await journal.flush()
+    folder.rename(elsewhere)
+    for _ in range(2):
+        journal.append(Dropped(("b",)))
+        with pytest.raises(StorageError, match="was removed or replaced"):
+            await journal.flush()
+    other, _ = Journal.open(folder)
+    with pytest.raises(StorageError, match="was removed or replaced"):
+        await journal.flush()
+    with pytest.raises(StorageError, match="was removed or replaced"):
+        await journal.rotate("checkpoint-8", 8, (), ())
+    assert [p.name for p in folder.iterdir()] == [other.path.name], "nothing was done to another's folder"
+    await other.close()
+    files.remove_tree(folder)
+    elsewhere.rename(folder)
+    await journal.flush()
+    await journal.close()
+    assert (await read_again(folder))[2:] == [Dropped(("a",)), Dropped(("b",)), Dropped(("b",))]
+
+
+@on_a_loop
+async def test_nothing_is_acknowledged_once_the_lock_is_lost(tmp_path: Path):
+    held = True
+    journal, _ = Journal.open(tmp_path, held=lambda: held)
+    journal.append(Dropped(("a",)))
+    await journal.flush()
+    held = False
+    journal.append(Dropped(("b",)))
+    with pytest.raises(StorageError, match="was removed or replaced"):
+        await journal.flush()
+
+
+@on_a_loop
+async def test_a_file_that_is_set_aside_stays(tmp_path: Path):
+    journal, _ = Journal.open(tmp_path)
+    journal.append(Dropped(("a",)))
+    await journal.flush()
+    kept, content = journal.set_aside(), journal.path.read_bytes()
+    assert journal.set_aside() == kept, "a second time changes nothing"
+    await journal.rotate("checkpoint-8", 8, (), ())
+    await journal.close()
+    again, _ = Journal.open(tmp_path)
+    await again.close()
+    assert kept.read_bytes() == content
+    assert again.path != kept
 
 
 @on_a_loop

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_tandem import files
 from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.files import StorageError
 from mlx_tandem.training import trajectories
@@ -295,3 +296,45 @@ def test_a_comparison_counts_once_whenever_the_process_ends(
             await ledger.close()
 
     asyncio.run(test())
+
+
+@on_a_loop
+async def test_a_folder_that_was_removed_and_made_again_is_the_second_server_s(tmp_path: Path) -> None:
+    """What the first one does not write is neither acknowledged nor written over what the second one has."""
+    folder = tmp_path / "checkpoints"
+    first = Ledger(config(folder))
+    await first.open()
+    await first.add([(trajectory(1, "a", 0.0, 1), 2)])
+    assert await first.folder.error() == ""
+    files.remove_tree(folder)
+    assert "was removed or replaced" in await first.folder.error()
+    second = Ledger(config(folder))
+    await second.open()
+    await second.add([(trajectory(2, "b", 0.0, 1), 2)])
+    with pytest.raises(StorageError, match="was removed or replaced"):
+        await first.add([(trajectory(3, "c", 0.0, 1), 2)])
+    with pytest.raises(StorageError, match="was removed or replaced"):
+        first.checkpoints.new("checkpoint-1")
+    await second.close()
+    third = Ledger(config(folder))
+    await third.open()
+    assert [t.id for t, _ in third.buffer.held] == ["t2"]
+    await third.close()
+
+
+def test_a_journal_that_was_cut_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        before = Ledger(config(tmp_path))
+        await before.open()
+        await before.add([(trajectory(1, "a", 0.0, 1), 2)])
+        await before.close()
+        with (tmp_path / "journal" / "journal-000001.log").open("ab") as file:
+            file.write(b"x" * 7)
+        for _ in range(2):
+            after = Ledger(config(tmp_path))
+            await after.open()
+            await after.close()
+
+    asyncio.run(test())
+    (said,) = [record.fields for record in caplog.records if record.message == "journal cut"]
+    assert (said["cut_bytes"], said["kept_records"]) == (7, 3)

@@ -266,11 +266,15 @@ async def test_a_damaged_checkpoint_loses_updates_and_nothing_is_learned_twice(t
     await side.learner.add(group(11), 2)
     await side.kill()
     (tmp_path / "checkpoint-4" / "trainer.json").write_text("{}")
+    (journal,) = (tmp_path / "journal").iterdir()
+    of_the_damaged = journal.read_bytes()
     side = Side(config(tmp_path, interval=2))
     await side.bring_up()
     side.learner.start()
     assert side.trained == tuple(n * 100 + i for n in range(1, 5) for i in range(2)), "as in checkpoint-2"
     assert side.learner.status().buffered == 2
+    (kept,) = (tmp_path / "journal").glob("*.kept")
+    assert kept.read_bytes() == of_the_damaged, "whoever mends the checkpoint has the updates after it"
     for number in range(1, 11):
         await side.learner.add(group(number), 2)
     assert side.learner.status().dropped_duplicate == 20

@@ -1,0 +1,39 @@
+"""Looking whether the folder of checkpoints and journal is still there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from mlx_tandem.files import StorageError
+from mlx_tandem.training.store.journal import Journal
+
+LOOK_SECONDS = 0.2
+"""Most seconds for which somebody waits for a look at the drive."""
+
+
+class Folder:
+    """The folder of a journal, which is None until it has been opened. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.journal: Journal | None = None
+        self._look: asyncio.Task[None] | None = None
+        self._error = ""  # by the last look
+
+    async def error(self) -> str:
+        """Return what is wrong with the folder; empty: nothing.
+
+        While the drive does not answer, the result is that of the last look which it has answered.
+        """
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._check())
+        await asyncio.wait({self._look}, timeout=LOOK_SECONDS)
+        return self._error
+
+    async def _check(self) -> None:
+        journal, error = self.journal, ""
+        if journal is not None and not journal.is_closed:
+            try:
+                await asyncio.to_thread(journal.check)
+            except StorageError as e:
+                error = "" if journal.is_closed else e.message
+        self._error = error
