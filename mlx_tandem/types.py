@@ -140,6 +140,7 @@ class Request(Struct, frozen=True, array_like=True):
     speculate: bool = True  # drafts may be verified for it, where the server makes any
     prediction: tuple[int, ...] = ()  # what the output may contain, from which drafts are copied
     images: tuple[Image, ...] = ()  # in the order of their placeholders in the prompt
+    client: int = 0  # whose request it is; clients take turns
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ from operator import attrgetter
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.fair_turns import FairTurns
 from mlx_tandem.engine.plan import Row
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.prefix import Match
@@ -28,8 +29,8 @@ class RunQueue:
     """The sequences of all open requests by whether they run, and the seats, blocks and slots that they hold.
 
     Attributes:
-        waiting: Sequences without a seat, by priority, then first come first. Their siblings are not in it.
-        running: Sequences with a seat, in the same order.
+        waiting: Sequences without a seat, by priority, then by their turns. Their siblings are not in it.
+        running: Sequences with a seat, by priority, then first come first.
         moving: Running sequences that wait for a slot to continue under another version, by id.
         parked: Sequences without a seat that wait for something else, by id.
         preemptions: Number of preemptions since the start.
@@ -47,6 +48,8 @@ class RunQueue:
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self._uploads: list[tuple[int, str]] = []  # for the next plan
         self._preempted: list[int] = []  # requests, since they were asked for
+        self._turns = FairTurns()
+        self._newest = -1  # the highest id of all requests that were added
 
     @property
     def num_running(self) -> int:
@@ -59,11 +62,15 @@ class RunQueue:
         return sum(1 + len(s.siblings) for s in self.waiting) + len(self.parked)
 
     def add(self, s: Sequence) -> None:
-        """Let a new sequence wait, before those of its priority whose requests came later.
+        """Let a new sequence wait for the turn of its client, before later requests of this client at its priority.
 
         A request is added late if its adapter had to be read or its grammar compiled. Ids are given in the order in
         which requests come. Sequences that have run before are not overtaken.
         """
+        s.turn = self._turns.take(s.priority, s.request.client, 1 + len(s.siblings))
+        if s.request.id < self._newest:
+            s.turn = min([w.turn for w in self.waiting if self._is_late_for(w, s)], default=s.turn)
+        self._newest = max(self._newest, s.request.id)
         place = bisect_right(self.waiting, s.priority, key=_PRIORITY)
         while place > 0 and self._is_behind(self.waiting[place - 1], s):
             place -= 1
@@ -71,8 +78,16 @@ class RunQueue:
 
     @staticmethod
     def _is_behind(waiting: Sequence, s: Sequence) -> bool:
-        """Return whether a waiting sequence has not run yet and came later than `s`, at the same priority."""
-        return waiting.cached is None and waiting.priority == s.priority and waiting.request.id > s.request.id
+        """Return whether a waiting sequence has not run yet and has a later turn than `s`, at the same priority."""
+        is_later = (waiting.turn, waiting.request.id) > (s.turn, s.request.id)
+        return is_later and waiting.cached is None and waiting.priority == s.priority
+
+    @staticmethod
+    def _is_late_for(waiting: Sequence, s: Sequence) -> bool:
+        """Return whether `s` came before a waiting sequence of its client and priority, which has not run yet."""
+        own, given = waiting.request, s.request
+        is_of_client = own.client == given.client and waiting.priority == s.priority
+        return is_of_client and waiting.cached is None and own.id > given.id
 
     def follow(self, s: Sequence) -> None:
         """Note that a running sequence continues under its `next_adapter` once that has a slot."""
@@ -127,6 +142,7 @@ class RunQueue:
             for b in blocked:
                 b.overtaken += 1
             patience -= bool(blocked)
+            self._turns.begun(s.priority, s.turn)
             self._blocks.begin(s)
             for x in group:
                 x.seat = self._seats.pop()
@@ -293,12 +309,15 @@ class RunQueue:
         elif s in self.waiting:
             place = self.waiting.index(s)
             del self.waiting[place]
+            client = s.request.client
+            if not any(w.request.client == client and w.priority == s.priority for w in self.waiting):
+                self._turns.left(s.priority, client)
         self._leave(s)
         if s.siblings:  # nobody computes their prompt any more, so the next of them starts over
             heir, *rest = s.siblings
             for f in s.siblings:
                 self._leave(f)
-            heir.siblings, heir.overtaken, heir.cached = rest, s.overtaken, s.cached
+            heir.siblings, heir.overtaken, heir.cached, heir.turn = rest, s.overtaken, s.cached, s.turn
             self.waiting.insert(place, heir)
 
     def fail(self, uploads: Iterable[tuple[int, str]]) -> None:

@@ -111,6 +111,7 @@ class Sequence:
         "stop_ids",
         "tables",
         "tokens",
+        "turn",
     )
 
     def __init__(self, id: int, request: Request, choice: int, stop_ids: frozenset[int]):
@@ -142,6 +143,7 @@ class Sequence:
         self.seat = -1
         self.slot = -1
         self.is_seated = False  # whether the runner has been told of this seat
+        self.turn = 0  # its place among the requests of all clients, while it waits
         self.overtaken = 0  # by how many requests, while it waits for an adapter slot
         self.scores: list[TokenLogprob] | None = None
         """Logprobs of the prompt's tokens from the second on, as far as computed; all choices of a request share the

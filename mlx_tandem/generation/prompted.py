@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.types import AdapterRef, Grammar, Image, Pooling, Request, SamplingParams
+
+CLIENT: ContextVar[int] = ContextVar("client", default=0)
+"""The client whose request is being handled; clients take turns where their requests wait."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Prompted:
                 speculate=self.speculate,
                 prediction=self.prediction,
                 images=self.images,
+                client=CLIENT.get(),
             )
             for id, prompt, adapter in zip(client.next_ids(len(self.prompts)), self.prompts, self.adapters, strict=True)
         ]

@@ -70,12 +70,21 @@ class RequestAdmission:
             raise self._refusal("memory_pressure_threshold", message, requests)
 
     def _refusal(self, reason: str, message: str, requests: float) -> Overloaded:
-        """Count a refusal for `reason` and return its error, which advises a wait until `requests` have ended."""
+        """Count a refusal for `reason` and return its error.
+
+        It advises a wait until as many requests have ended as wait for a seat now, and `requests` more. A client that
+        comes earlier than that would only wait in the queue instead.
+        """
         self.refused[reason] += 1
-        wait = max(requests, 1.0) / self._rate()
+        wait = (self._queued() + max(requests, 1.0)) / self._rate()
         if reason == "memory_pressure_threshold":
             return Overloaded(message, retry_after=wait, status=503, code="memory_pressure")
         return Overloaded(message, retry_after=wait)
+
+    def _queued(self) -> float:
+        """Return about how many requests wait for a seat, by the number of choices that are open."""
+        waiting = self.open_choices - self._client.check_ready().max_num_seqs
+        return waiting * self.open_requests / self.open_choices if waiting > 0 else 0.0
 
     def _rate(self) -> float:
         """Return how many requests end per second, measured over the last HISTORY of them and busy time only.

@@ -14,6 +14,7 @@ from mlx_tandem.config import ServerConfig
 from mlx_tandem.dialects.openai.errors import error_body
 from mlx_tandem.errors import Forbidden, TandemError, Unauthorized
 from mlx_tandem.generation.metrics import Metrics
+from mlx_tandem.generation.prompted import CLIENT
 from mlx_tandem.server.body import refusal_headers
 from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ERRORS, ErrorReply
@@ -82,6 +83,7 @@ class Gate:
             await self._refuse(error, scope, receive, send, (b"www-authenticate", b"Bearer"))
             return
         scope["key_shown"] = shown
+        CLIENT.set(_client(scope, credentials or keys))
         await self._app(scope, receive, send)
 
     async def _refuse(
@@ -112,6 +114,14 @@ class Gate:
             return False
         name = found[1].decode()
         return is_loopback(name.strip("[]")) or name in self._hosts or found[0].decode() in self._hosts
+
+
+def _client(scope: Scope, keys: list[bytes]) -> int:
+    """Return a number for the client: for its address and its key, whether the server asks for one or not.
+
+    Programs on one machine have one address, and clients behind a proxy have that of the proxy.
+    """
+    return hash((*(scope.get("client") or ("",))[:1], *keys[:1]))
 
 
 def _foreign(hosts: list[bytes]) -> Forbidden:

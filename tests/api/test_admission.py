@@ -130,7 +130,7 @@ def retry_after(admission: RequestAdmission, choices: int = 1) -> float:
 
 
 def test_retry_after_is_when_places_will_be_free():
-    """Requests that end every four seconds, then as often in a busy hour as after an idle one."""
+    """Requests that end every four seconds, then as often in a busy hour as after an idle one. One of them waits."""
     now = 0.0
     gate, _ = admission(lambda: now, max_queue_size=1)
     stacks = []
@@ -138,24 +138,55 @@ def test_retry_after_is_when_places_will_be_free():
         stacks.append(ExitStack())
         stacks[-1].enter_context(gate.admitted(1))
     now = 3.0
-    assert retry_after(gate) == pytest.approx(3)  # none has ended in three seconds
+    assert retry_after(gate) == pytest.approx(2 * 3)  # none has ended in three seconds
     for i in range(40):
         now += 4.0
         stacks.pop(0).close()
         stacks.append(ExitStack())
         stacks[-1].enter_context(gate.admitted(1))
         if i > 20:
-            assert retry_after(gate) == pytest.approx(4, rel=0.2)
-            assert retry_after(gate, 3) == pytest.approx(12, rel=0.2)
+            assert retry_after(gate) == pytest.approx(2 * 4, rel=0.2)
+            assert retry_after(gate, 3) == pytest.approx(4 * 4, rel=0.2)
     for stack in stacks:
         stack.close()
     now += 3600.0
     for _ in range(SEATS + 1):
         stacks.append(ExitStack())
         stacks[-1].enter_context(gate.admitted(1))
-    assert retry_after(gate) == pytest.approx(4, rel=0.3)
+    assert retry_after(gate) == pytest.approx(2 * 4, rel=0.3)
     now += 100_000.0
     assert retry_after(gate) == 120
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("setting", ["max_queue_size", "max_concurrent_requests"])
+def test_who_is_refused_waits_as_long_as_who_waits_in_the_queue(setting: str, choices: int):
+    """Those that wait for a seat are counted, whichever limit refuses: earlier, there is a place at the queue's end."""
+    now, queue = 0.0, 24
+    most = {"max_queue_size": queue} | ({setting: (SEATS + queue) // choices} if "concurrent" in setting else {})
+    gate, _ = admission(lambda: now, **most)
+    with ExitStack() as stack:
+        for _ in range((SEATS + queue) // choices):
+            stack.enter_context(gate.admitted(choices))
+        now = 0.5
+        assert retry_after(gate, choices) == pytest.approx((queue / choices + 1) * 0.5)
+
+
+def test_requests_say_whose_they_are():
+    """By address and key, whether the server asks for a key or not; so clients take turns."""
+    with scripted_server() as (client, peer, _):
+        found = []
+        for headers in ({"authorization": "Bearer a"}, {"x-api-key": "b"}, {}, {"authorization": "Bearer a"}):
+            asking = threading.Thread(
+                target=client.post, args=("/v1/chat/completions",), kwargs={"json": BODY, "headers": headers}
+            )
+            asking.start()
+            request = peer.hear(Submit).request
+            peer.say(Output((Delta(request.id, 0, (5,), finish="length"),)))
+            asking.join()
+            found.append(request.client)
+    assert found[0] == found[3]
+    assert len(set(found)) == 3
 
 
 def test_memory_that_must_free_is_counted_in_requests():
