@@ -495,8 +495,9 @@ def main(arguments: list[str]) -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EngineLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # The front decides when the engine ends; a Ctrl-C in the terminal would reach both.
+    # The front decides when the engine ends; a Ctrl-C in the terminal would reach both, and so would its end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     options = dict(zip(arguments[::2], arguments[1::2], strict=True))
     config = msgspec.json.decode(options["--config"], type=EngineConfig)
     return run(socket.socket(fileno=int(options["--fd"])), config, own_process=True)

@@ -28,6 +28,7 @@ from tests.serving import RunningServer, demo_config, serving
 
 # A shell that runs the tests in the background makes them and their children ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and a server then ignores it, too
 
 # Each client of HTTP reads the certificates of this machine, which takes as long as ten requests. Nobody changes them.
 _read_certificates = ssl.create_default_context

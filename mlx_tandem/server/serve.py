@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -38,7 +41,7 @@ def run(
     log_level: int = logging.INFO,
     start_up: logging.Handler | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit status.
+    """Serve until SIGTERM, SIGHUP or SIGINT, and return the exit status.
 
     The port answers from the start, and /health replies with 503 while the model loads. When requests are accepted,
     `on_ready` is called once with the port, or 0 for a unix socket. Until then the events go to `start_up` instead of
@@ -132,6 +135,19 @@ class Server(uvicorn.Server):
         except TandemError as e:
             self.failure = e
             self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle SIGHUP as well, which a terminal sends when it closes, unless it is ignored, as under nohup."""
+        with super().capture_signals():
+            is_main = threading.current_thread() is threading.main_thread()
+            takes = is_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+            before = signal.signal(signal.SIGHUP, self.handle_exit) if takes else None
+            try:
+                yield
+            finally:
+                if takes:
+                    signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal and stop at once at the second. The signal is not raised again at the end."""

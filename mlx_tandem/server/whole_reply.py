@@ -42,6 +42,9 @@ class WholeReply(Reply):
 
 
 def _numbers(prompted: Prompted, answers: Answers) -> int:
-    """Return about how many logprobs of prompts and numbers of embeddings a reply has."""
-    scores = sum(len(prompt.logprobs) for prompt in answers.prompts) * (1 + (prompted.params.prompt_logprobs or 0))
+    """Return about how many logprobs of prompts and answers and numbers of embeddings a reply has."""
+    params = prompted.params
+    scores = sum(len(prompt.logprobs) for prompt in answers.prompts) * (1 + (params.prompt_logprobs or 0))
+    if params.logprobs is not None:
+        scores += sum(len(answer.logprobs) for answer in answers.choices) * (1 + params.logprobs)
     return scores + sum(len(prompt.embedding) // 4 for prompt in answers.prompts)

@@ -109,9 +109,14 @@ def test_the_rewards_of_finished_answers_are_computed_and_kept(tmp_path):
 
 
 def test_a_stream_longer_than_the_limit_gets_a_typed_error():
+    """SIGHUP drains as SIGTERM does, and a SIGPIPE does nothing."""
     with serving(demo_config(drain_seconds=0.2)) as server:
         thread, lines = start(server, 1000)
-        server.process.send_signal(signal.SIGTERM)
+        for pid in (server.process.pid, server.engine_pid()):
+            os.kill(pid, signal.SIGPIPE)
+        os.kill(server.engine_pid(), signal.SIGHUP)  # a terminal that closes sends it to all of its processes
+        assert server.client.get("/health").json()["status"] == "ok"
+        server.process.send_signal(signal.SIGHUP)
         thread.join()
         last = json.loads([line for line in lines if line][-1][6:])
         assert last["error"]["code"] == "engine_unavailable"

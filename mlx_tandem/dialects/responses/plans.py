@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,8 +53,11 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
         params = sampling_params(front, sampling, len(chat.prompt), "input", logprobs=logprobs, max_tokens=longest)
     prompted = await prompted_chat(front, model, chat, params, text_options(sampling), _constraint(body))
 
+    loop = asyncio.get_running_loop()
+
     def keep(id: str, whole: bytes, output: Sequence[Item], deltas: bytes) -> None:
-        front.responses.put(id, whole, conversation, output, deltas)
+        # A long reply is written on another thread, and the store belongs to the loop.
+        loop.call_soon_threadsafe(front.responses.put, id, whole, conversation, output, deltas)
 
     settings = _settings(body, front.models.label(model.ref), params)
     renderer = ResponseRenderer(

@@ -103,8 +103,8 @@ class CacheFolder:
             raise StorageError(f"{self.path} belongs to another user: choose another folder", code="foreign_folder")
 
     def _recognise(self, any_format: bool) -> bool:
-        """Return whether the folder holds a cache; False if it is empty. Raise StorageError if it holds anything
-        else.
+        """Return whether the folder holds a cache; False if it is empty, or if it holds a cache whose manifest is
+        damaged or missing. Raise StorageError if it holds anything else.
         """
         try:
             manifest = msgspec.json.decode((self.path / MANIFEST).read_bytes(), type=Manifest)
@@ -112,9 +112,11 @@ class CacheFolder:
             if {p.name for p in self.path.iterdir()} <= _SETUP:
                 return False
             manifest = None
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             manifest = None
         if manifest is None or manifest.kind != _KIND:
+            if self._is_left():
+                return False
             raise StorageError(
                 f"{self.path} holds files that are no KV cache: choose a new or empty folder", code="foreign_folder"
             )
@@ -125,6 +127,12 @@ class CacheFolder:
                 code="unknown_format",
             )
         return True
+
+    def _is_left(self) -> bool:
+        """Return whether nothing but a cache can have made the folder: it has a lock and a key, and only such files."""
+        names = {p.name for p in self.path.iterdir()}
+        others = {name for name in names - _SETUP - {MANIFEST} if not _SEGMENT.fullmatch(name)}
+        return {LOCK, SECRET} <= names and not others and bool(self._read_secret())
 
     def _read_secret(self) -> bytes:
         with contextlib.suppress(FileNotFoundError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mlx_tandem.training.metrics.writer import Sample
+from mlx_tandem.training.metrics.writer import Passing, Sample
 
 MOST_BYTES = 64 << 20
 """Bytes of a file from which a new one is begun. The one before is kept as NAME.1, and older ones are removed."""
@@ -24,6 +24,7 @@ class JsonLines:
         self._path, self._most, self._clock = path, most_bytes, clock
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd, self._size = self._opened()
+        self._is_cut = False  # whether the last line was not written to its end
         if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
             self._append(b"\n")  # an earlier process ended inside a line
 
@@ -46,15 +47,22 @@ class JsonLines:
         return fd, os.fstat(fd).st_size
 
     def _write(self, row: Mapping[str, Any]) -> None:
+        """Append one line. Raises Passing when the drive does not take it; later ones may be taken."""
         line = msgspec.json.encode(row) + b"\n"
-        if self._size and self._size + len(line) > self._most:
-            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
-            os.close(self._fd)
-            self._fd, self._size = self._opened()
-        self._append(line)
+        try:
+            if self._size and self._size + len(line) > self._most:
+                os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+                old = self._fd
+                self._fd, self._size = self._opened()
+                self._is_cut = False
+                os.close(old)
+            self._append(b"\n" + line if self._is_cut else line)
+        except OSError as e:
+            raise Passing(e.strerror or str(e)) from e
 
     def _append(self, line: bytes) -> None:
         while line:
             written = os.write(self._fd, line)
             self._size += written
             line = line[written:]
+            self._is_cut = bool(line)

@@ -16,7 +16,7 @@ from mlx_tandem.training.metrics.jsonl import JsonLines
 from mlx_tandem.training.metrics.tensorboard import TensorBoard
 from mlx_tandem.training.metrics.trackio import Trackio
 from mlx_tandem.training.metrics.wandb import WeightsAndBiases
-from mlx_tandem.training.metrics.writer import Sample, Writer
+from mlx_tandem.training.metrics.writer import Passing, Sample, Writer
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ Opener = Callable[[], Writer]
 class Recorder:
     """Gives entries to writers and never waits for them, so that nothing that they do slows or stops training.
 
-    A writer that fails is reported once and gets no further entries; the others go on.
+    A writer that fails is reported once and gets no further entries; the others go on. One whose failure may pass is
+    reported once as well and gets later entries; when it takes them again, that is reported, too.
     """
 
     def __init__(self, openers: Mapping[str, Opener], warn: Callable[[str], None] = log.warning):
@@ -81,14 +82,23 @@ class Recorder:
 
     def _run(self) -> None:
         writers: dict[str, Writer] = {}
+        missed: dict[str, int] = {}  # entries that writers which may recover have not taken
 
         def guarded(name: str, work: Callable[[], Any]) -> Any:
             try:
-                return work()
+                done = work()
+            except Passing as e:
+                if name not in missed:
+                    self._warn(f"metrics: {name} takes no entries for now: {e}")
+                missed[name] = missed.get(name, 0) + 1
+                return None
             except Exception as e:
                 writers.pop(name, None)
                 self._warn(f"metrics: {name} failed and gets no more of them: {type(e).__name__}: {str(e)[:500]}")
                 return None
+            if lost := missed.pop(name, 0):
+                self._warn(f"metrics: {name} takes entries again; {lost} were lost")
+            return done
 
         for name, opener in self._openers.items():
             writer = guarded(name, opener)

@@ -31,9 +31,13 @@ class Sample(Struct, frozen=True):
         return Sample(_short(self.prompt), _short(self.completion), self.reward, expected)
 
 
+class Passing(Exception):
+    """An entry could not be written, and later ones may be: the drive is full, for example."""
+
+
 class Writer(Protocol):
     """A place that metrics go to. All methods are called on one thread, which may wait in them; whatever they raise
-    ends this writer only.
+    ends this writer only, except Passing.
     """
 
     def scalars(self, kind: str, step: int, values: Mapping[str, float]) -> None:

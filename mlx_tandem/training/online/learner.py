@@ -307,7 +307,7 @@ class Learner:
         """
         names = await asyncio.to_thread(self._before) if to is None else [to]
         for name in names:
-            folder, digest = await asyncio.to_thread(self._find, name)
+            folder, digest = await asyncio.to_thread(self.find, name)
             if folder:
                 return _Way(folder, digest)
             manifest, records, held = await self.ledger.read()
@@ -341,7 +341,7 @@ class Learner:
 
     async def switch(self, to: str) -> AdapterRef:
         """Serve a version; the trainer goes on with its own. Raises NotFound."""
-        folder, digest = await asyncio.to_thread(self._find, to)
+        folder, digest = await asyncio.to_thread(self.find, to)
         known = next((v for v in self.versions if v.ref.digest == digest), None)
         info = known.info if known is not None else await self.client.load_adapter(AdapterSource(folder))
         return self.versions.show(info, folder)
@@ -357,7 +357,7 @@ class Learner:
         older = sorted((v.ref.version for v in self.versions if v.ref.version < at), reverse=True)
         return [str(number) for number in older] or ["0"]
 
-    def _find(self, to: str) -> tuple[str, str]:
+    def find(self, to: str) -> tuple[str, str]:
         """Return folder (empty: there is none) and digest of what `to` names. Raises NotFound."""
         return self.versions.find(to, self.trainer.name, self.ledger.checkpoints, self.ledger.listed)
 

@@ -252,10 +252,12 @@ class OnlineLearner:
     async def rollback(self, to: str | None = None) -> AdapterRef:
         """Take trainer and serving back: to a version, a checkpoint, or (None) the last good one. Raises NotFound."""
         _check_trains(self._learner)
+        await _check_there(self._learner, to)
         return await self._alone(lambda: self._learner.rollback(to))
 
     async def switch(self, to: str) -> AdapterRef:
         """Serve another version or checkpoint, until the next one is published. Raises NotFound."""
+        await _check_there(self._learner, to)
         return await self._alone(lambda: self._learner.switch(to))
 
     def status(self) -> TrainingStatus:
@@ -314,6 +316,15 @@ class OnlineLearner:
             if group:
                 await self._keep(group, len(group))
         return bool(chosen)
+
+
+async def _check_there(learner: Learner, to: str | None) -> None:
+    """Raise NotFound at once for a version or checkpoint that does not exist, whatever is being learned meanwhile.
+
+    While versions are being made again after a crash, nobody knows yet.
+    """
+    if to is not None and learner.is_up:
+        await asyncio.to_thread(learner.find, to)
 
 
 def _check_trains(learner: Learner) -> None:

@@ -329,6 +329,25 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path: Path, contents:
     assert sorted(tmp_path.rglob("*")) == before and stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"kind":"mlx-tandem KW cache","format":1}', None])
+def test_a_damaged_manifest_costs_what_the_cache_held_and_no_more(tmp_path: Path, damage: bytes | None) -> None:
+    filled(tmp_path, 3)
+    manifest = tmp_path / "manifest.json"
+    whole = manifest.read_bytes()
+    if damage is None:
+        manifest.unlink()
+    else:
+        manifest.write_bytes(damage)
+    assert found_in(tmp_path, 3) == []
+    assert manifest.read_bytes() == whole
+    filled(tmp_path, 3)
+    assert found_in(tmp_path, 3) == [0, 1, 2]
+    manifest.write_bytes(b"{")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(StorageError, match="no KV cache"):
+        CacheFolder(tmp_path)
+
+
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may write there may put records of their own there, under the key that they can read."""
     CacheFolder(tmp_path).close()

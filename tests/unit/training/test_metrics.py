@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
@@ -25,6 +26,7 @@ from mlx_tandem.training.metrics.recorder import Recorder, openers
 from mlx_tandem.training.metrics.writer import MAX_TEXT, MissingExtra, Sample, require, trackers
 from mlx_tandem.training.online.serving import UpdateReport
 from mlx_tandem.training.trajectories import Trajectory
+from tests.waiting import until
 
 LOSSES = [2.0, 1.0, 0.5]
 SAMPLES = [Sample("2 + 3\n= ?", "5", reward=1.0), Sample("7", "8", expected="9")]
@@ -125,6 +127,38 @@ def test_a_writer_that_fails_is_reported_once_and_the_others_go_on(tmp_path: Pat
     ]
     assert broken.calls == 2
     assert [row["step"] for row in rows(path)] == [0, 1, 2, 3, 4, 5, 5]
+
+
+def test_a_file_is_written_again_when_the_drive_is_no_longer_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a line that was written stays alone, and what was lost is counted."""
+    file, full = tmp_path / "m.jsonl", False
+    write = os.write
+
+    def write_if_room(fd: int, data: bytes) -> int:
+        if not full:
+            return write(fd, data)
+        if data.startswith(b"{"):
+            return write(fd, data[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = JsonLines(file, clock=lambda: 1.0)
+    monkeypatch.setattr(os, "write", write_if_room)
+    warnings: list[str] = []
+    recorder = Recorder({"m": lambda: writer}, warnings.append)
+    for step in range(6):
+        full = step in (2, 3)
+        recorder.scalars("step", step, {})
+        until(recorder._entries.empty)
+        recorder.scalars("step", step, {})  # taken only when the one before has been handled
+        until(recorder._entries.empty)
+    full = False
+    recorder.close()
+    lines = [line for line in file.read_bytes().split(b"\n") if line]
+    assert {json.loads(line)["step"] for line in lines if line.endswith(b"}")} >= {0, 1, 4, 5}
+    assert [line for line in lines if not line.endswith(b"}")] == [b'{"tim']
+    assert len(warnings) == 2 and "No space left" in warnings[0] and "takes entries again" in warnings[1]
 
 
 def test_who_records_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,3 +215,12 @@ async def test_a_drive_that_is_full_does_not_keep_it_from_learning(tmp_path: Pat
         checkpoints.judge = judge  # type: ignore[method-assign]
         await side.learner.add(group(5, version=3), 2)
         await side.until(lambda: BEST in side.learner.status().available_checkpoints)
+
+
+@on_a_loop
+async def test_what_does_not_exist_is_said_at_once_whatever_is_learned(tmp_path: Path) -> None:
+    async with running(config(tmp_path)) as side, side.learner._lock:
+        for ask in (side.learner.rollback, side.learner.switch):
+            for name in ("99", "policy@99", "nothing"):
+                with pytest.raises(NotFound):
+                    await asyncio.wait_for(ask(name), 20)
