@@ -60,8 +60,7 @@ class Stored:
 class ResponseStore:
     """The newest responses, at most `MAX_STORED_RESPONSES` in at most `MAX_STORED_BYTES`. It belongs to one event loop.
 
-    Nothing is decoded before its size is known, and conversations are decoded one after another, so that other work of
-    the loop comes between them.
+    Nothing is decoded before its size is known.
     """
 
     def __init__(self, most: int = MAX_STORED_RESPONSES, most_bytes: int = MAX_STORED_BYTES):
@@ -70,7 +69,8 @@ class ResponseStore:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._owners: dict[str, str] = {}  # the response of each item
         self._bytes = 0
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
+        """Held while a long conversation is put together, so that the loop can do other work between two of them."""
 
     def put(
         self, id: str, body: bytes, conversation: Conversation, output: Sequence[Item], deltas: bytes = b""
@@ -110,12 +110,11 @@ class ResponseStore:
         return found
 
     async def decoded(self, conversation: Conversation) -> list[Item]:
-        """Return the items of a conversation."""
+        """Return the items of a conversation. The loop can do other work between the requests."""
         items: list[Item] = []
-        async with self._turn:
-            for request in conversation.requests:
-                items += msgspec.json.decode(request)
-                await asyncio.sleep(0)
+        for request in conversation.requests:
+            items += msgspec.json.decode(request)
+            await asyncio.sleep(0)
         return items
 
     def item(self, id: str) -> bytes | None:

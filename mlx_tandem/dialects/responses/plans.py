@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from msgspec import to_builtins
@@ -25,6 +26,9 @@ from mlx_tandem.generation.grammar.fields import json_constraint
 from mlx_tandem.generation.prompted_chats import prompted_chat
 from mlx_tandem.generation.sampling import Sampling, check_logprobs, sampling_params, text_options
 from mlx_tandem.types import SamplingParams
+
+MANY_ITEMS = 64
+"""Most items of a conversation that does not wait for its turn to be put together."""
 
 
 async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
@@ -83,12 +87,16 @@ async def _conversation(front: ServerFront, body: ResponseBody) -> tuple[Convers
     earlier = Conversation()
     if body.previous_response_id is not None:
         earlier = responses.conversation(body.previous_response_id, most)
-    items = input_items(body.input, responses.item, server.max_request_bytes)
-    if not items and not earlier.count:
-        raise InvalidRequest("input is required", param="input", code="missing_required_parameter")
-    before = await responses.decoded(earlier)
-    every = [*before, *items]
-    turns = chat_form(body.instructions, every, before=len(before), sees=front.reads_images)
+    given = len(body.input) if isinstance(body.input, list) else 0
+    async with responses.turn if given + earlier.count > MANY_ITEMS else nullcontext():
+        await asyncio.sleep(0)
+        items = input_items(body.input, responses.item, server.max_request_bytes)
+        if not items and not earlier.count:
+            raise InvalidRequest("input is required", param="input", code="missing_required_parameter")
+        before = await responses.decoded(earlier)
+        await asyncio.sleep(0)
+        every = [*before, *items]
+        turns = chat_form(body.instructions, every, before=len(before), sees=front.reads_images)
     conversation = earlier if body.store is False else earlier.followed_by(items)
     return conversation, turns, added_tools(every, before=len(before))
 

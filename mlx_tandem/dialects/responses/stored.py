@@ -38,8 +38,9 @@ async def input_items(front: ServerFront, response_id: str, query: ItemsQuery) -
 
     Raises NotFound for the response, and for an item that `after` names.
     """
-    # A page may have as many bytes as several bodies.
-    return await asyncio.to_thread(_page, response_id, front.responses.get(response_id), query)
+    # A page may have as many bytes as several bodies, so they are made one after another.
+    async with front.responses.turn:
+        return await asyncio.to_thread(_page, response_id, front.responses.get(response_id), query)
 
 
 class _Named(Struct):

@@ -14,11 +14,13 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from mlx_tandem import limits
+from mlx_tandem.config import ServerConfig
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.response_store import Conversation, ResponseStore, Stored
 from mlx_tandem.dialects.responses.bodies import ResponseBody
 from mlx_tandem.dialects.responses.items import added_tools, chat_form, input_items
-from mlx_tandem.dialects.responses.plans import _settings
+from mlx_tandem.dialects.responses.plans import MANY_ITEMS, _conversation, _settings
 from mlx_tandem.dialects.responses.renderer import ResponseRenderer
 from mlx_tandem.dialects.responses.replay import replayed
 from mlx_tandem.dialects.responses.tools import offer
@@ -565,3 +567,30 @@ def test_a_response_over_the_limit_is_not_kept() -> None:
     with pytest.raises(NotFound) as unknown:
         store.delete("b")
     assert unknown.value.param == "response_id"
+
+
+def test_the_loop_turns_between_long_conversations_that_came_at_once() -> None:
+    async def run() -> list[int]:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def plan() -> int:
+            conversation, made, _ = await _conversation(front, body)
+            assert conversation.count == len(made.messages) == MANY_ITEMS + 1
+            return turns
+
+        front = cast(ServerFront, SimpleNamespace(config=config, responses=ResponseStore(), reads_images=False))
+        counting = asyncio.create_task(count())
+        seen = await asyncio.gather(*(plan() for _ in range(8)))
+        counting.cancel()
+        return seen
+
+    config = SimpleNamespace(server=ServerConfig())
+    body = ResponseBody(input=[{"role": "user", "content": "x"}] * (MANY_ITEMS + 1))
+    seen = asyncio.run(run())
+    assert seen == sorted(set(seen)), "each was put together in a turn of its own"
