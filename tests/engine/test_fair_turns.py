@@ -22,8 +22,19 @@ def test_one_request_does_not_wait_for_the_five_hundred_of_another_client() -> N
         engine.scheduler.add(structs.replace(request(number, max_tokens=1), client=7))
     while engine.scheduler.queue.num_running < engine.max_num_seqs:
         engine.scheduler.queue.begin_waiting(())
-    engine.scheduler.add(structs.replace(request(500, max_tokens=1), client=8))
-    assert engine.scheduler.queue.waiting[0].request.id == 500
+    for number in (500, 501, 502):
+        engine.scheduler.add(structs.replace(request(number, max_tokens=1), client=8))
+    found = [s.request.id for s in engine.scheduler.queue.waiting]
+    assert found[:7] == [500, 4, 501, 5, 502, 6, 7], "nor do those of the first wait for all of the second's"
+
+
+def test_a_choice_has_the_turn_of_the_first_one_that_was_cancelled() -> None:
+    scheduler = one_at_a_time().scheduler
+    for number in range(3):
+        scheduler.add(structs.replace(request(number, n=2), client=1))
+    scheduler.cancel(2, 0)
+    scheduler.add(structs.replace(request(3), client=2))
+    assert [s.request.id for s in scheduler.queue.waiting] == [0, 3, 1, 2]
 
 
 CLIENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(1, 3)), min_size=1, max_size=24)
