@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from mlx_tandem.engine.fair_turns import ROOM, FairTurns
-from tests.engine.workloads import Engine, make_engine, request
+from tests.engine.workloads import Engine, assert_exact, make_engine, request
 
 
 def one_at_a_time() -> Engine:
@@ -111,3 +111,34 @@ def test_a_client_that_always_has_one_request_waiting_does_not_take_all_turns() 
         if first[1] == 1:
             many.remove(first[0])
     assert [client for _, client in begun].count(1) >= 1
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 2), st.integers(1, 3), st.integers(0, 1)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("step"), st.integers(1, 4)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60)
+@given(EVENTS)
+def test_every_sequence_is_exact_whoever_takes_turns(events: list[tuple[str, int, int, int]]) -> None:
+    """With few blocks, so that sequences give theirs back, and with cancels."""
+    engine = make_engine(num_blocks=12, max_num_seqs=3)
+    loop = engine.loop
+    for what, number, *more in events:
+        if what == "add":
+            choices, priority = more
+            made = request(len(loop.requests), (number, 2, 3, 4, 5), n=choices, priority=priority, seed=number)
+            loop.add(structs.replace(made, client=number))
+        elif what == "cancel" and number in loop.requests:
+            engine.scheduler.cancel(number)
+        else:
+            for _ in range(number):
+                loop.step()
+    loop.run()
+    assert_exact(loop)
+    assert not engine.scheduler.requests
