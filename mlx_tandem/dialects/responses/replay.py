@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from mlx_tandem.dialects.response_store import Stored
 from mlx_tandem.dialects.responses.renderer import Delta, Item, ResponseRenderer
@@ -39,7 +40,7 @@ def replayed(stored: Stored, starting_after: int | None) -> Iterator[bytes]:
 
 def _events(stored: Stored) -> Iterator[bytes]:
     """Yield the events of a response, from none to a few at once."""
-    body: dict[str, Any] = msgspec.json.decode(stored.body)
+    body = _body(stored.body)
     deltas = msgspec.json.decode(stored.deltas or b"[]", type=list[list[Delta]])
     renderer = _Replayer(body)
     yield renderer.open()
@@ -47,6 +48,25 @@ def _events(stored: Stored) -> Iterator[bytes]:
         yield from renderer.item(item, deltas[index] if deltas else None)
     yield renderer.finish(Finish(0, "length" if body["status"] == "incomplete" else "stop"))
     yield renderer.ending()
+
+
+def _body(stored: bytes) -> dict[str, Any]:
+    """Return the body of a response, in which the logprobs of a token are JSON: decoded they are six times as large."""
+    members = msgspec.json.decode(stored, type=dict[str, Raw])
+    return {name: _output(value) if name == "output" else msgspec.json.decode(value) for name, value in members.items()}
+
+
+def _output(stored: Raw) -> list[Item]:
+    """Return the items of a response."""
+    items = msgspec.json.decode(stored, type=list[dict[str, Raw]])
+    return [{k: _content(v) if k == "content" else msgspec.json.decode(v) for k, v in item.items()} for item in items]
+
+
+def _content(stored: Raw) -> list[Item]:
+    """Return the parts of an item."""
+    parts = msgspec.json.decode(stored, type=list[dict[str, Raw]])
+    kinds: dict[str, Any] = {"logprobs": list[Raw]}
+    return [{k: msgspec.json.decode(v, type=kinds.get(k, Any)) for k, v in part.items()} for part in parts]
 
 
 class _Replayer(ResponseRenderer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -159,6 +160,19 @@ def test_a_stored_response_is_streamed_as_it_was(answer: Said, shown: bool, cust
     assert replay[-1]["response"] == json.loads(whole)
     done = [event["item"] for event in replay if event["type"] == "response.output_item.done"]
     assert done == json.loads(whole)["output"]
+
+
+def test_a_stream_that_waits_for_its_reader_holds_no_decoded_logprobs() -> None:
+    text = [TextDelta(0, "a", (5,) * 50, (TokenLogprob(-1.0, -1.0, ((5, -1.0),) * 20),) * 50) for _ in range(20)]
+    answer = Said([PromptRead(0, 0), *text, Finish(0, "stop", None)], Usage(7))
+    logprobs = ChatLogprobs(TOKENIZER)
+    _, kept = stored(answer, lambda keep: ResponseRenderer("resp_1", {}, keep, logprobs=logprobs), stream=True)
+    tracemalloc.start()
+    replay = replayed(kept, None)
+    assert next(replay)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < len(kept.body) / 2
 
 
 @pytest.mark.parametrize(
