@@ -567,8 +567,11 @@ def test_responses_that_fill_the_store_exactly_are_kept() -> None:
     for id in "ab":
         store.put(id, b"x" * 50, Conversation(), [])
     assert store.body("a") == store.body("b") == b"x" * 50
-    store.put("c", b"x" * 100, Conversation(), [])
-    assert store.body("c") == b"x" * 100
+    store.put("c", b"x" * 60, Conversation((b"y" * 30,), 1), [], b"z" * 10)
+    assert store.body("c") == b"x" * 60
+    store.put("d", b"x" * 60, Conversation((b"y" * 30,), 1), [], b"z" * 11)
+    with pytest.raises(NotFound):
+        store.body("d")
 
 
 def test_a_response_over_the_limit_is_not_kept() -> None:
