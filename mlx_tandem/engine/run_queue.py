@@ -69,25 +69,12 @@ class RunQueue:
         """
         s.turn = self._turns.take(s.priority, s.request.client, 1 + len(s.siblings))
         if s.request.id < self._newest:
-            s.turn = min([w.turn for w in self.waiting if self._is_late_for(w, s)], default=s.turn)
+            s.turn = min([w.turn for w in self.waiting if _is_late_for(w, s)], default=s.turn)
         self._newest = max(self._newest, s.request.id)
         place = bisect_right(self.waiting, s.priority, key=_PRIORITY)
-        while place > 0 and self._is_behind(self.waiting[place - 1], s):
+        while place > 0 and _is_behind(self.waiting[place - 1], s):
             place -= 1
         self.waiting.insert(place, s)
-
-    @staticmethod
-    def _is_behind(waiting: Sequence, s: Sequence) -> bool:
-        """Return whether a waiting sequence has not run yet and has a later turn than `s`, at the same priority."""
-        is_later = (waiting.turn, waiting.request.id) > (s.turn, s.request.id)
-        return is_later and waiting.cached is None and waiting.priority == s.priority
-
-    @staticmethod
-    def _is_late_for(waiting: Sequence, s: Sequence) -> bool:
-        """Return whether `s` came before a waiting sequence of its client and priority, which has not run yet."""
-        own, given = waiting.request, s.request
-        is_of_client = own.client == given.client and waiting.priority == s.priority
-        return is_of_client and waiting.cached is None and own.id > given.id
 
     def follow(self, s: Sequence) -> None:
         """Note that a running sequence continues under its `next_adapter` once that has a slot."""
@@ -345,3 +332,16 @@ class RunQueue:
         assert self.moving.keys() == {s.id for s in sequences if s.next_adapter is not None}
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=_PRIORITY), "the order of priorities is lost"
+
+
+def _is_behind(waiting: Sequence, s: Sequence) -> bool:
+    """Return whether a waiting sequence has not run yet and has a later turn than `s`, at the same priority."""
+    is_later = (waiting.turn, waiting.request.id) > (s.turn, s.request.id)
+    return is_later and waiting.cached is None and waiting.priority == s.priority
+
+
+def _is_late_for(waiting: Sequence, s: Sequence) -> bool:
+    """Return whether `s` came before a waiting sequence of its client and priority, which has not run yet."""
+    own, given = waiting.request, s.request
+    is_of_client = own.client == given.client and waiting.priority == s.priority
+    return is_of_client and waiting.cached is None and own.id > given.id

@@ -326,10 +326,9 @@ class Scheduler:
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """Take in the result of a step and return its outcome. Sequences that ended meanwhile are skipped."""
         outcome = StepOutcome()
-        sequences, deltas, logprobs = self._sequences, outcome.deltas, result.logprobs
+        sequences, deltas, logprobs, spoiled = self._sequences, outcome.deltas, result.logprobs, set[int]()
         if plan.masked:
             self._late.hold_back(self.mask_maker, sequences, plan)
-        spoiled: set[int] = set()
         for i, (row, drawn) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             is_finite = not drawn or drawn[-1] != NOT_A_NUMBER
             if not is_finite:
@@ -366,11 +365,10 @@ class Scheduler:
                 known = known[: len(drawn)] if known else None
             if not s.has_drawn and s.seat >= 0:
                 self._blocks.publish(s)
-            scores = () if s.scores is None else self._hand_out_scores(s)
-            hidden = b"" if row.pooling is None else s.embedding
+            scores = self._hand_out_scores(s) if s.scores is not None else ()
+            own = drawn, known, finish, scores, row.version, s.cached or 0
             predicted = predicted_of(row, result.tokens[i], drawn) if row.predicted else None
-            own = drawn, known, finish, scores, row.version, s.cached or 0, hidden, predicted
-            deltas.append(Delta(s.request.id, s.choice, *own))
+            deltas.append(Delta(s.request.id, s.choice, *own, s.embedding if row.pooling else b"", predicted))
             if finish:
                 self._end(s)
             elif i in result.drafts:

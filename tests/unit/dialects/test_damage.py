@@ -89,7 +89,7 @@ def test_conversations(messages: list[Any], system: list[Any], sees: bool) -> No
     made = [read(anthropic, system, messages, sees=sees), read(responses, messages, sees=sees)]
     for turns in (*made, read(ollama, messages, sees=sees)):
         for message in [] if turns is None else turns.messages:
-            assert message["role"] in ("system", "user", "assistant", "tool")
+            assert message["role"] in ("system", "developer", "user", "assistant", "tool")
             assert isinstance(message["content"], str | list)
         parts = [part for m in turns.messages for part in m["content"]] if turns is not None else []
         shown = [part for part in parts if isinstance(part, dict) and part["type"] == "image_url"]

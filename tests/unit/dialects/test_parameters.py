@@ -71,6 +71,7 @@ def test_what_litellm_knows_of_openai_is_there() -> None:
     own = {  # consumed by the client, or of others' routes
         "additional_drop_params", "allowed_openai_params", "api_version", "context_management", "custom_llm_provider",
         "deployment_id", "drop_params", "extra_headers", "max_retries", "thinking", "base_url", "api_base", "api_key",
+        "include_server_side_tool_invocations",
     }  # fmt: skip
     theirs = set(constants.DEFAULT_CHAT_COMPLETION_PARAM_VALUES) - own
     assert theirs <= NAMES, theirs - NAMES
