@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.generation.events import Said, TextDelta
+from mlx_tandem.generation.events import Said, TextDelta, ToolCallStart
 from mlx_tandem.generation.grammar.constraint import Thought
 from mlx_tandem.generation.parsers import MakeParser, Parser
 from mlx_tandem.generation.reasoning.table import ALIASES as THOUGHT_ALIASES
@@ -161,6 +161,7 @@ class _InTurn:
     def __init__(self, first: Parser, second: Parser):
         self._first = first
         self._second = second
+        self._has_called = False  # whether a thought without an end has ended with a call, behind which all is read
 
     def push(self, text: str) -> list[Said]:
         """Return the events that the next piece of text completes."""
@@ -174,7 +175,11 @@ class _InTurn:
         """Return the events of the first parser, with those of the second one in place of text."""
         said: list[Said] = []
         for event in events:
-            said += self._second.push(event.text) if isinstance(event, TextDelta) else (event,)
+            self._has_called |= isinstance(event, ToolCallStart)
+            if isinstance(event, TextDelta) and not self._has_called:
+                said += self._second.push(event.text)
+            else:
+                said.append(event)
         return said
 
 

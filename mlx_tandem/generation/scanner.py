@@ -20,7 +20,7 @@ Routine = Generator[Said | None, None, T]
 """A part of a parser. It yields events, and None where it needs more text."""
 
 SPACE = re.compile(r"[ \t\r\n]+")
-MOST_SPACES_AHEAD = 256
+MOST_SPACES_AHEAD = 4096
 """Most white space that is passed over in looking for what follows."""
 
 

@@ -17,7 +17,7 @@ from mlx_tandem.generation.tools.values import ValueReader
 
 NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_.:/-]+")
 LONGEST_NAME = 128
-LONGEST_GAP = 256
+LONGEST_GAP = 4096
 """Most spaces between the parts of a call before its arguments."""
 LONGEST_KEPT = 1 << 20
 """Most characters that are kept until it is known whether they are a call."""
@@ -118,11 +118,11 @@ class CallParser(RoutineParser):
         return bool(character) and character in self.starts
 
     def _may_reread(self) -> bool:
-        """Return whether what is held may be read again. All in all, no text is read more than twice on average."""
+        """Return whether what is held may be read again. On average, no text is read more than five times."""
         if not (held := self.scan.held):
             return True
         self._reread += held
-        return self._reread <= self.scan.read + _REREAD_FREELY
+        return self._reread <= 4 * self.scan.read + _REREAD_FREELY
 
     @property
     def begun(self) -> int:
@@ -131,8 +131,8 @@ class CallParser(RoutineParser):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the whole text was read."""
-        return self.scan.ended and not self.scan.peek()
+        """Whether the whole text was read, but for white space."""
+        return self.scan.ended and not self.scan.peek(0, LONGEST_GAP).strip(" \t\r\n")
 
     @property
     def is_cut(self) -> bool:
@@ -171,9 +171,21 @@ class CallParser(RoutineParser):
         """Return the event of what the arguments lack; none where something else than the model has ended the text."""
         return () if self.is_cut else out.complete()
 
-    def values(self, texts: Collection[str] = ()) -> ValueReader:
-        """Return a reader of the values of one call. The values of the keys `texts` are known to be texts."""
-        return ValueReader(self, self._followers, mark=self.mark, texts=texts)
+    def object_or_nothing(self, name: str, id: str = "") -> Routine[None]:
+        """Read a call's arguments, which are an object, or nothing where a marker or the end of the text follows."""
+        if (yield from self.ahead(self._followers))[0] is None:
+            yield from self.object(name, id, self.values())
+            return
+        yield from self.begin(name, id)
+        yield from self.arguments("" if self.is_cut else "{}")
+        self.end()
+
+    def values(self, texts: Collection[str] = (), *, is_python: bool = False) -> ValueReader:
+        """Return a reader of the values of one call. The values of the keys `texts` are known to be texts.
+
+        `is_python` says that the call is in Python's notation.
+        """
+        return ValueReader(self, self._followers, mark=self.mark, texts=texts, is_python=is_python)
 
     def opening(self, name: str, id: str = "", *, spaced: bool = False) -> JsonWriter:
         """Return a writer of the arguments of a call, which begins with the first piece of them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_tandem.generation.scanner import Malformed, Markers, Routine
-from mlx_tandem.generation.tools.calls import CallForm, CallParser
+from mlx_tandem.generation.tools.calls import NAME_CHARACTERS, CallForm, CallParser
 
 _OPEN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _BEGIN, _NAME, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -26,12 +26,10 @@ class DeepSeekParser(CallParser):
             if not (yield from self.passed(_NAME)):
                 raise Malformed
             fence = yield from self.passed("```json", "```")
-            if not fence and (yield from self.gap()) != "{":
-                if name != "function":
-                    raise Malformed
+            if not fence and name == "function" and NAME_CHARACTERS.match((yield from self.gap())):
                 name = yield from self.name()
                 fence = yield from self.passed("```json", "```")
-            yield from self.object(name, "", self.values())
+            yield from self.object_or_nothing(name)
             if fence:
                 yield from self.passed("```")
             yield from self.passed(_END)

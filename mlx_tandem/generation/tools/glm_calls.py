@@ -26,9 +26,12 @@ def read_keyed(parser: CallParser, name: str) -> Routine[None]:
         if closer in parser.closers:
             return (yield from parser.ahead(parser.openers.texts))[0] is not None
         size = 0
-        while (character := (yield from parser.peek(size))) not in ("", "<", "\n") and size <= LONGEST_NAME:
+        while (yield from parser.peek(size)) not in ("", "<", "\n") and size <= LONGEST_NAME:
             size += 1
-        return parameters.may_follow(parser.scan.peek(0, size).strip()) and character == "<"
+        if not parameters.may_follow(parser.scan.peek(0, size).strip()):
+            return False
+        end, at = yield from parser.ahead((_KEY_END,), size)
+        return end == _KEY_END and (yield from parser.ahead((_VALUE,), at + len(end)))[0] == _VALUE
 
     closer = _VALUE_END
     try:

@@ -16,13 +16,12 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 _LONGEST_HEADER = 256
 _WORDS = ("assistant", "analysis", "commentary", "final")
+_TYPES = ("json", "code", "text")
 _LONGEST_WORD = 16
 _HEADER_PART = re.compile(r"[^<]+")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]{1,128})")
-_HEADER = re.compile(
-    r"(?:<\|start\|>)?\s*[a-z_.]{0,64}\s*(?:to=\S+?)?\s*(?:<\|channel\|>\s*\w+)?\s*(?:to=[^\s<]+)?\s*"
-    r"(?:<\|constrain\|>)?\s*(?:json|code|text)?\s*"
-)
+_IN_HEADER = re.compile(r"<\|\w+\|>|[^\s<]+")
+_ROLE = re.compile(r"[a-z_.]{1,64}")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -36,7 +35,6 @@ class HarmonyParser(CallParser):
     openers = Markers(_START, _CHANNEL, *_ENDS)
     others = (_MESSAGE, _CONSTRAIN)
     form = CallForm(f"{_CHANNEL}commentary to=functions.", f" {_CONSTRAIN}json{_MESSAGE}", "<|call|>")
-    _bodies = Markers(_START, _CHANNEL, *_ENDS)
 
     def __init__(self, choice: int, tools: Tools):
         super().__init__(choice, tools)
@@ -79,7 +77,7 @@ class HarmonyParser(CallParser):
             if not marker:
                 raise Malformed
             if marker == _MESSAGE:
-                if _HEADER.fullmatch(header) is None:
+                if not _is_header(header):
                     raise Malformed
                 return header
             header += marker
@@ -94,7 +92,7 @@ class HarmonyParser(CallParser):
             with contextlib.suppress(Malformed):
                 yield from self._call_of(recipient.group(1))
             self.scan.unread()
-            return (yield from self.upto(self._bodies, self.text))
+            return (yield from self.upto(self.openers, self.text))
         is_thought = channel is not None and channel.group(1) == "analysis"
         kind = ReasoningDelta if is_thought else TextDelta
         is_first = True
@@ -106,7 +104,7 @@ class HarmonyParser(CallParser):
             self._said.add(kind)
             return (kind(self.choice, line + text),)
 
-        return (yield from self.upto(self._bodies, say))
+        return (yield from self.upto(self.openers, say))
 
     def _between(self) -> Routine[str | None]:
         """Read what stands between two messages, and the marker behind it; return the marker.
@@ -128,10 +126,21 @@ class HarmonyParser(CallParser):
 
     def _call_of(self, name: str) -> Routine[None]:
         """Read the arguments of a call, which are an object or nothing. Raises Malformed."""
-        if (yield from self.ahead(self._bodies.texts))[0] is not None:
-            yield from self.begin(name)
-            yield from self.arguments("" if self.is_cut else "{}")
-        else:
-            yield from self.object(name, "", self.values())
+        fence = yield from self.passed("```json", "```")
+        yield from self.object_or_nothing(name)
+        if fence:
+            yield from self.passed("```")
         yield from self.gap()
         self.end()
+
+
+def _is_header(header: str) -> bool:
+    """Return whether a header has nothing but a role, channels, recipients and a type of content."""
+    before = _START if not header.startswith("<") else ""
+    for word in _IN_HEADER.findall(header):
+        is_marker = word.startswith("<|")
+        is_named = (before == _START and _ROLE.fullmatch(word)) or (before == _CHANNEL and word.isalnum())
+        if not (is_marker or is_named or word.startswith("to=") or word.lower() in (*_WORDS, *_TYPES)):
+            return False
+        before = word
+    return True

@@ -139,6 +139,8 @@ def _read_pairs(parser: CallParser, reader: ValueReader, parts: _Parts, *, offer
             parts.id = id if parser.keeps_ids else ""
         elif key in ARGUMENTS and not parts.begun and parts.arguments is None:
             yield from _read_arguments(parser, reader, parts, first, offered_only=offered_only)
+        elif offered_only and key not in _OTHERS and key not in IDS:
+            raise Malformed
         else:
             value = yield from _kept(reader)
             if key not in _OTHERS and key not in IDS:

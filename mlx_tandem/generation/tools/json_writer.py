@@ -26,6 +26,11 @@ class JsonWriter:
         self._key = False  # whether a key waits
         self._in_text = False
 
+    @property
+    def has_items(self) -> bool:
+        """Whether the innermost list or object has an item."""
+        return bool(self._items) and self._items[-1]
+
     def space(self, text: str) -> None:
         """Write white space."""
         if not self._spaced:
@@ -33,7 +38,7 @@ class JsonWriter:
 
     def comma(self) -> None:
         """Write a comma. It is left out where no item follows, where none came before, and where one waits already."""
-        if self._items and self._items[-1] and not (self._comma or self._key):
+        if self.has_items and not (self._comma or self._key):
             self._lead += ", " if self._spaced else ","
             self._comma = True
 
@@ -94,7 +99,7 @@ class JsonWriter:
 
     def _divide(self) -> None:
         """Let a comma wait if the next item needs one."""
-        if self._items and self._items[-1] and not self._comma:
+        if self.has_items and not self._comma:
             self._lead = "," + (self._lead or " ")
             self._comma = True
 

@@ -29,9 +29,12 @@ class KimiParser(CallParser):
             id = yield from self.name()
             match = _ID.fullmatch(id)
             name = match.group(1) if match else id
-            if not (yield from self.passed(_ARGUMENTS)) and name not in self.tools.functions:
+            if (yield from self.passed(_ARGUMENTS)):
+                yield from self.object_or_nothing(name, id if ":" in id else "")
+            elif name in self.tools.functions:
+                yield from self.object(name, id if ":" in id else "", self.values())
+            else:
                 raise Malformed
-            yield from self.object(name, id if ":" in id else "", self.values())
             yield from self.passed(_END)
             self.end()
         yield from self.end_section(before)

@@ -42,8 +42,10 @@ class MistralParser(SectionParser):
             if (yield from self.passed(_ID)):
                 yield from self.gap()
                 id = yield from self.span(_ID_CHARACTERS, 64)
-            yield from self.passed(_ARGUMENTS)
-            yield from self.object(name, id, self.values())
+            if (yield from self.passed(_ARGUMENTS)):
+                yield from self.object_or_nothing(name, id)
+            else:
+                yield from self.object(name, id, self.values())
         if (yield from self.passed(*self.closers)):
             self.end()
 

@@ -11,7 +11,7 @@ from mlx_tandem.generation.scanner import Malformed, Markers, Routine
 from mlx_tandem.generation.tools.calls import CallParser
 from mlx_tandem.generation.tools.json_writer import JsonWriter
 from mlx_tandem.generation.tools.schema_types import properties_of, types_of
-from mlx_tandem.generation.tools.values import as_json, quoted
+from mlx_tandem.generation.tools.values import as_json, beginning_of, quoted, text_of
 
 WRAPPERS = ("arguments", "input", "parameters")
 """Parameters in which models of DeepSeek write all arguments as one object."""
@@ -90,7 +90,7 @@ class Parameters:
             closer = yield from parser.upto(closers, value.push)
             if closer is None:
                 break
-            if (yield from ends(closer.lstrip("\n"))):
+            if (yield from ends(closer)):
                 if closer[0] == "\n" and not is_framed:
                     yield from value.push("\n")
                 break
@@ -177,6 +177,8 @@ class _Value:
         if self._is_open:
             return () if is_cut else self._out.text_end()
         text = "".join(self._kept)
+        if is_cut and text.lstrip()[:1] in ("", "{", "["):
+            return self._out.atom(beginning) if (beginning := beginning_of(text.strip())) else ()
         if self._is_text:
             return self._out.atom("null" if text == "null" and "null" in self._types else quoted(text))
         return self._out.atom(json_of(text, self._types))
@@ -199,11 +201,15 @@ def json_of(text: str, types: set[str]) -> str:
         return "null"
     if lowered in _BOOLEANS and (not types or "boolean" in types):
         return _BOOLEANS[lowered]
-    if not types and _CODE.match(value):
+    may_be_text = not types or "string" in types
+    if may_be_text and _CODE.match(value):
         return quoted(text)
-    made = as_json(value)
-    if made is not None and made[0] == '"' and value[0] not in "\"'":
-        made = None
+    made = as_json(value, strict=may_be_text)
+    if made is not None and made[0] == '"':
+        if value[0] not in "\"'":
+            made = None
+        elif not may_be_text:
+            return json_of(text_of(made), types)
     if made is not None and (not types or _fits(made, types)):
         return made.partition(".")[0] if types and _WHOLE.fullmatch(made) else made
     return quoted(text)

@@ -20,7 +20,7 @@ def read_pythonic(parser: CallParser, *, offered_only: bool = False) -> Routine[
         name = yield from parser.name()
         if (offered_only and name not in parser.tools.functions) or not (yield from parser.passed("(")):
             raise Malformed
-        reader = parser.values()
+        reader = parser.values(is_python=True)
         if in_list:
             reader.open.append(("]", "calls"))
         reader.open.append((")", "arguments"))

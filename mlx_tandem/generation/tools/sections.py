@@ -25,6 +25,8 @@ class SectionParser(CallParser):
         """Read the calls of one section, or one call without a section."""
         if opener in OPENERS:
             yield from TaggedCall(self, OPENERS[opener], is_bare=True).read()
+            yield from self.passed(*self.closers)
+            self.end()
         elif not opener:
             yield from self.bare()
         else:

@@ -11,7 +11,37 @@ from mlx_tandem.generation.tools.parameters import Parameters
 
 _LONGEST_TAG = 256
 _IN_TAG = re.compile(r"[^<>\n]+")
-_NAMED = re.compile(r"""\s*(?:=|\s\s*name\s*=)\s*(["']?)([^"'<>\n]+?)\1\s*(/|string\s*=\s*["'](true|false)["'])?\s*""")
+_SAYS_TEXT = re.compile(r"""\sstring\s*=\s*["'](true|false)["']\Z""")
+
+
+class _Tag(NamedTuple):
+    """What an opening tag says: a name, which may be an attribute or stand behind `=`, and what else is in it."""
+
+    name: str
+    is_attribute: bool
+    is_closed: bool
+    said: str
+    """Whether the value is a text: "true", "false", or nothing."""
+
+
+def _tag_of(inner: str) -> _Tag | None:
+    """Return what stands behind the beginning of an opening tag; None for something else."""
+    text = inner.rstrip()
+    if is_closed := text.endswith("/"):
+        text = text[:-1].rstrip()
+    if said := _SAYS_TEXT.search(text):
+        text = text[: said.start()].rstrip()
+    name = text.lstrip()
+    if is_attribute := text[:1].isspace() and name.startswith("name"):
+        name = name[len("name") :].lstrip()
+    if not name.startswith("="):
+        return None
+    name = name[1:].strip()
+    if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
+        name = name[1:-1].strip()
+    if not name or '"' in name or "'" in name:
+        return None
+    return _Tag(name, is_attribute, is_closed, said[1] if said else "")
 
 
 class Tags(NamedTuple):
@@ -75,11 +105,12 @@ class TaggedCall:
         )
         self._call_ends = (*parser.closers, *parser.openers.texts, *OPENERS)
         self._parameters: Parameters | None = None
+        self._is_framed = False  # whether the present value begins on a line of its own
 
     def read(self) -> Routine[None]:
         """Read the call behind the beginning of its tag. Raises Malformed where no call begins."""
         parser, tags = self._parser, self._tags
-        name, is_closed, _ = yield from self._named()
+        name, _, is_closed, _ = yield from self._tag()
         if is_closed and (name in parser.tools.functions or not self._is_bare):
             yield from parser.begin(name)
             yield from parser.arguments("{}")
@@ -115,38 +146,56 @@ class TaggedCall:
                 return
             if closer == tags.closer and not (yield from parser.passed(tags.opener)):
                 return
-            key, _, said = yield from self._named()
-            is_framed = tags.framed and (yield from parser.peek()) == "\n"
-            if is_framed:
+            tag = yield from self._tag()
+            self._is_framed = tags.framed and (yield from parser.peek()) == "\n"
+            if self._is_framed:
                 parser.scan.skip()
-            closer = yield from parameters.value(key, self._closers, self._ends, said=said, is_framed=is_framed)
+            closer = yield from parameters.value(
+                tag.name, self._closers, self._ends, said=tag.said, is_framed=self._is_framed
+            )
 
-    def _named(self) -> Routine[tuple[str, bool, str]]:
-        """Read the rest of an opening tag.
-
-        Return the name in it, whether it closes itself, and whether it says that the value is a text: "true", "false",
-        or nothing.
-        """
-        match = _NAMED.fullmatch((yield from self._parser.span(_IN_TAG, _LONGEST_TAG)))
-        if match is None:
+    def _tag(self) -> Routine[_Tag]:
+        """Read the rest of an opening tag. Raises Malformed."""
+        tag = _tag_of((yield from self._parser.span(_IN_TAG, _LONGEST_TAG)))
+        if tag is None:
             raise Malformed
         yield from self._parser.expect(">")
-        return match.group(2).strip(), match.group(3) == "/", match.group(4) or ""
+        return tag
 
     def _ends(self, closer: str) -> Routine[bool]:
-        """Return whether a tag that was read ends the value before it."""
+        """Return whether a tag that was read, perhaps with a line break before it, ends the value before it."""
         parser, tags = self._parser, self._tags
+        tag = closer.lstrip("\n")
+        if tag == tags.opener:
+            if self._is_framed and tag == closer:
+                return False  # in the middle of a line
+            return (yield from self._parameter_follows(0, is_closed=False))
+        ends = self._call_ends if tag == tags.call_closer else (tags.opener, tags.call_closer, *self._call_ends)
+        found, at = yield from parser.ahead(ends)
+        if found == tags.opener:
+            return (yield from self._parameter_follows(at + len(found), is_closed=True))
+        return found is not None
+
+    def _parameter_follows(self, at: int, *, is_closed: bool) -> Routine[bool]:
+        """Return whether the rest of a parameter's opening tag comes `at` characters ahead.
+
+        If the value before it `is_closed`, the function need not have the parameter, unless its name is an attribute,
+        as in other languages with such tags.
+        """
+        end = at
+        while (character := (yield from self._parser.peek(end))) not in (
+            "",
+            ">",
+            "\n",
+            "<",
+        ) and end - at < _LONGEST_TAG:
+            end += 1
+        if not character:
+            return is_closed
+        tag = _tag_of(self._parser.scan.peek(at, end - at)) if character == ">" else None
         assert self._parameters is not None
-        if closer == tags.closer:
-            ends = (tags.opener, tags.call_closer, *self._call_ends)
-            return (yield from parser.ahead(ends))[0] is not None
-        if closer == tags.call_closer:
-            return (yield from parser.ahead(self._call_ends))[0] is not None
-        size = 0
-        while (character := (yield from parser.peek(size))) not in ("", ">", "\n", "<") and size < _LONGEST_TAG:
-            size += 1
-        match = _NAMED.fullmatch(parser.scan.peek(0, size))
-        return character == ">" and match is not None and self._parameters.may_follow(match.group(2).strip())
+        is_any = is_closed and tag is not None and not tag.is_attribute
+        return tag is not None and (is_any or self._parameters.may_follow(tag.name))
 
 
 def read_tagged(parser: CallParser) -> Routine[None]:

@@ -24,6 +24,7 @@ LONGEST_WORD = 4096
 
 _LONGEST_KEY_AHEAD = 256
 _KEY = re.compile(r"[\w.$-]+")
+_FUNCTION = re.compile(r"[\w.:/-]+")
 _WORD = re.compile(r"[-+.\w]+")
 _PLAIN_WORD = re.compile(r"[-+.\w ]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -43,12 +44,16 @@ _WORDS = {
     "-inf": "null",
 }
 """Words that are values, and what they are in JSON, which has no number that is not finite."""
+_PYTHON = ("True", "False", "None")
 
 _PIECE = 1 << 16
+_PREFIX = re.compile(r"[rbuf]|rb|br|rf|fr", re.IGNORECASE)
+_PREFIXED = re.compile(r"[rbuf]{1,2}[\"']", re.IGNORECASE)
 _HEX = re.compile(r"[0-9a-fA-F]+")
 _CODES = {"x": 2, "u": 4, "U": 8}
 _KEPT = frozenset('"\\/bfnrt')
-_OTHER_ESCAPES = {"'": "'", "0": "\\u0000", "a": "\\u0007", "v": "\\u000b", "\n": ""}
+_OCTAL = "01234567"
+_OTHER_ESCAPES = {"'": "'", "a": "\\u0007", "v": "\\u000b", "\n": ""}
 _CONTROL = {chr(c): f"\\u{c:04x}" for c in range(0x20)} | {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _PLAIN = {first: re.compile(rf'[^\\"{re.escape(first)}\x00-\x1f]+') for first in "\"'<"}
 
@@ -69,16 +74,21 @@ class ValueReader:
         *,
         mark: str = "",
         texts: Collection[str] = (),
+        is_python: bool = False,
     ):
         """Read from `parser`. `followers` are the markers that may follow although something is still open.
 
-        The values of the outermost keys `texts` are texts, also where a number or a word stands without quotes.
+        The values of the outermost keys `texts` are texts, also where a number or a word stands without quotes. With
+        `is_python`, texts have Python's prefixes and escapes.
         """
         self._parser = parser
         self._scan = parser.scan
         self._followers = tuple(followers)
         self._mark = mark
         self._texts = texts
+        self._is_python = is_python
+        self.is_mended = False
+        """Whether something was read that is neither JSON nor a literal of Python."""
         self._marks: tuple[str, ...] = (*((mark,) if mark else ()), *QUOTES)
         self.open: list[tuple[str, Items]] = []
         """What is open: the character that closes it, and what is in it. The innermost is the last."""
@@ -95,6 +105,7 @@ class ValueReader:
         if first == "{":
             yield from self.object(out)
         elif first in CLOSERS:
+            self.is_mended |= first == "("
             self._scan.skip()
             self.open.append((CLOSERS[first], "values"))
             yield from out.begin("[")
@@ -103,7 +114,17 @@ class ValueReader:
             yield from out.text_begin()
             yield from self._text(mark, out.text, self.follows)
             yield from out.text_end()
+        elif self._is_python and (prefix := (yield from self._prefix())):
+            for _ in prefix:
+                self._scan.skip()
+            mark = yield from self._opening()
+            yield from out.text_begin()
+            yield from self._text(mark, out.text, self.follows, is_raw="r" in prefix.lower())
+            yield from out.text_end()
         elif first in ",}])" or (yield from self._parser.ahead(self._followers))[0]:
+            raise Malformed
+        elif self._mark and self._mark.startswith((yield from self._parser.peek(0, len(self._mark)))):
+            yield from self._parser.expect(self._scan.peek(0, len(self._mark)))  # The text ends inside of the mark.
             raise Malformed
         else:
             yield from out.atom((yield from self._bare(is_text=is_text)))
@@ -132,6 +153,7 @@ class ValueReader:
         elif keyed:
             raise Malformed
         else:
+            self.is_mended = True
             self.open[-1] = ("}", "values")
             yield from out.begin("[")
             out.space(space)
@@ -142,23 +164,29 @@ class ValueReader:
     def items(self, out: JsonWriter) -> Routine[None]:
         """Read the rest of the innermost list or object, which has begun, and its end."""
         closer, items = self.open[-1]
+        is_divided = not out.has_items
         while True:
             out.space((yield from self.spaces()))
             first = yield from self._parser.peek()
             if first == closer:
                 self._scan.skip()
             elif first == ",":
+                self.is_mended |= is_divided
+                is_divided = True
                 self._scan.skip()
                 out.comma()
                 continue
             elif not any(first == other for other, _ in self.open[:-1]):  # else its own end is missing
                 if not first:
                     raise Malformed
+                self.is_mended |= not is_divided
+                is_divided = False
                 if items == "pairs":
                     yield from self.pair(out)
                 else:
                     yield from self.value(out)
                 continue
+            self.is_mended |= first != closer
             self.open.pop()
             yield from out.end()
             return
@@ -191,16 +219,28 @@ class ValueReader:
     def follows(self, start: int) -> Routine[bool]:
         """Return whether what comes `start` characters ahead can follow a complete value."""
         waiting = [closer for closer, _ in self.open]
+        has_closed = False
         while waiting:
+            begin = start
             found, at = yield from self._parser.ahead((*set(waiting), ",", *self._followers), start)
             start = at + 1
             if found in waiting:
                 del waiting[len(waiting) - 1 - waiting[::-1].index(found) :]
+                has_closed = True
             elif found == ",":
                 return (yield from self._item_follows(start, len(waiting) - 1))
             else:
-                return found is not None
+                return found is not None or (yield from self._undivided(begin, at, len(waiting) - 1, has_closed))
         return True
+
+    def _undivided(self, begin: int, at: int, depth: int, has_closed: bool) -> Routine[bool]:
+        """Return whether an item of what is open at `depth` comes `at` characters ahead, without a comma before it.
+
+        It is a pair on a line of its own, or an object behind an object. White space begins `begin` characters ahead.
+        """
+        if self.open[depth][1] == "pairs":
+            return "\n" in self._scan.peek(begin, at - begin) and (yield from self._follows_key(at, DIVIDERS))
+        return has_closed and (yield from self._parser.peek(at)) == "{"
 
     def key_follows(self) -> Routine[bool]:
         """Return whether a key and what divides it from a value come next."""
@@ -216,17 +256,21 @@ class ValueReader:
         if items in ("pairs", "arguments") and (yield from self._follows_key(at, DIVIDERS)):
             return True
         if items == "calls":
-            return (yield from self._follows_key(at, ("(",)))
+            return (yield from self._follows_key(at, ("(",), _FUNCTION))
         if items == "pairs":
             return False
         if first in "\"'{[(-+.0123456789" or (self._mark and first == self._mark[0]):
             return True
         word = yield from self._parser.peek(at, max(map(len, _WORDS)) + 1)
         match = _WORD.match(word)
-        return match is not None and match.group() in _WORDS
+        is_prefix = self._is_python and _PREFIXED.match(word) is not None
+        return is_prefix or (match is not None and match.group() in _WORDS)
 
-    def _follows_key(self, at: int, dividers: Sequence[str]) -> Routine[bool]:
-        """Return whether a key and one of `dividers`, or the end of the text, come `at` characters ahead."""
+    def _follows_key(self, at: int, dividers: Sequence[str], word: re.Pattern[str] = _KEY) -> Routine[bool]:
+        """Return whether a key and one of `dividers`, or the end of the text, come `at` characters ahead.
+
+        `word` is the pattern of the characters of a key without quotes.
+        """
         first = yield from self._parser.peek(at)
         mark = ""
         for each in self._marks:
@@ -235,9 +279,11 @@ class ValueReader:
         start = at = at + len(mark)
         while at - start < _LONGEST_KEY_AHEAD:
             character = yield from self._parser.peek(at)
-            if not mark and not _KEY.match(character):
+            if not character:
+                return True
+            if not mark and not word.match(character):
                 return at > start and (yield from self._parser.ahead(dividers, at))[0] is not None
-            if character in ("", "\n"):
+            if character == "\n":
                 return False
             if mark and (yield from self._parser.peek(at, len(mark))) == mark:
                 return (yield from self._parser.ahead(dividers, at + len(mark)))[0] is not None
@@ -263,6 +309,14 @@ class ValueReader:
                 return ending
         return ""
 
+    def _prefix(self) -> Routine[str]:
+        """Return the letters before a text in Python's notation, without reading them."""
+        for size in (1, 2):
+            text = yield from self._parser.peek(0, size + 1)
+            if len(text) == size + 1 and text[-1] in QUOTES and _PREFIX.fullmatch(text[:-1]):
+                return text[:-1]
+        return ""
+
     def _key(self, ends: Callable[[int], Routine[bool]]) -> Routine[str]:
         """Read a key; return it as JSON, or as it stands if it has no quotes, or nothing where none begins."""
         pieces: list[str] = []
@@ -280,6 +334,7 @@ class ValueReader:
                 if not self._scan.ended or self._scan.peek():
                     raise
             return f'"{"".join(pieces)}"'
+        self.is_mended = True
         return (yield from self._parser.span(_KEY, LONGEST_WORD))
 
     def _behind_key(self, key: str, out: JsonWriter) -> Routine[None]:
@@ -289,6 +344,7 @@ class ValueReader:
         following = yield from self._parser.peek()
         if not following:
             raise Malformed
+        self.is_mended |= following != ":"
         if following in DIVIDERS:
             self._scan.skip()
             space = yield from self.spaces()
@@ -296,17 +352,23 @@ class ValueReader:
                 out.space(space)
                 yield from self.value(out, is_text=len(self.open) == 1 and key.strip('"') in self._texts)
                 return
+        self.is_mended = True
         yield from out.atom("null")
         out.space(space)
 
     def _text(
-        self, mark: str, put: Callable[[str], Sequence[Said]], ends: Callable[[int], Routine[bool]]
+        self,
+        mark: str,
+        put: Callable[[str], Sequence[Said]],
+        ends: Callable[[int], Routine[bool]],
+        *,
+        is_raw: bool = False,
     ) -> Routine[None]:
         """Read a text up to the mark that ends it, and write it with JSON's escapes.
 
-        Raises Malformed for a text without an end.
+        In a text that `is_raw`, backslashes stand for themselves. Raises Malformed for a text without an end.
         """
-        raw = mark == self._mark
+        raw = is_raw or mark == self._mark
         plain = _PLAIN[mark[0]]
         while True:
             first = yield from self._parser.peek()
@@ -316,32 +378,41 @@ class ValueReader:
                 if (yield from ends(len(mark))):
                     yield from self._parser.expect(mark)
                     return
+                self.is_mended = True
                 yield from put('\\"' if first == '"' else first)
                 self._scan.skip()
             elif first == "\\" and not raw:
                 self._scan.skip()
-                yield from put((yield from self._escape()))
+                yield from put((yield from self._escape(is_python=self._is_python or mark[0] == "'")))
             elif run := self._scan.span(plain, _PIECE):
                 yield from put(run)
             else:
                 self._scan.skip()
                 yield from put(_CONTROL.get(first) or (f"\\{first}" if first in '"\\' else first))
 
-    def _escape(self) -> Routine[str]:
-        """Read what follows a backslash; return the escape in JSON. A backslash that escapes nothing is a text."""
+    def _escape(self, *, is_python: bool) -> Routine[str]:
+        """Read what follows a backslash; return the escape in JSON. A backslash that escapes nothing is a text.
+
+        Python has more escapes than JSON.
+        """
         first = yield from self._parser.peek()
-        if not first:
-            return "\\\\"
+        if not first:  # A limit may have cut the escape off.
+            return "" if self._parser.cut else "\\\\"
         self._scan.skip()
         if first in _KEPT:
             return f"\\{first}"
-        size = _CODES.get(first, 0)
+        size = _CODES.get(first, 0) if is_python or first == "u" else 0
         digits = (yield from self._parser.peek(0, size)) if size else ""
         if size and len(digits) == size and _HEX.fullmatch(digits) and int(digits, 16) <= 0x10FFFF:
             yield from self._parser.expect(digits)
             return f"\\u{digits}" if first == "u" else json.dumps(chr(int(digits, 16)))[1:-1]
-        if first in _OTHER_ESCAPES:
+        if first == "'" or (is_python and first in _OTHER_ESCAPES):
             return _OTHER_ESCAPES[first]
+        if is_python and first in _OCTAL:
+            while len(first) < 3 and (following := (yield from self._parser.peek())) and following in _OCTAL:
+                self._scan.skip()
+                first += following
+            return json.dumps(chr(int(first, 8)))[1:-1]
         return "\\\\" + (_CONTROL.get(first) or first)
 
     def _bare(self, *, is_text: bool) -> Routine[str]:
@@ -349,7 +420,9 @@ class ValueReader:
         word = yield from self._parser.span(_WORD, LONGEST_WORD)
         following = yield from self._parser.peek()
         if following in ("", ",", "}", "]", ")", " ", "\t", "\r", "\n") and (made := scalar(word)) is not None:
+            self.is_mended |= made != word and word not in _PYTHON
             return quoted(word) if is_text else made
+        self.is_mended = True
         pieces, size, nested = [word], len(word), 0
         while following := (yield from self._parser.peek()):
             if not nested and (following == "\n" or (following in ",}])" and (yield from self.follows(0)))):
@@ -380,6 +453,7 @@ class _Whole(RoutineParser):
         super().__init__(0)
         self.made: str | None = None
         self._pieces: list[str] = []
+        self.reader = ValueReader(self)
         self.scan.feed(text)
         self.flush()
 
@@ -391,17 +465,32 @@ class _Whole(RoutineParser):
             return ()
 
         try:
-            yield from ValueReader(self).value(JsonWriter(keep))
+            yield from self.reader.value(JsonWriter(keep))
         except Malformed:
             return
         yield from self.skip_space()
         if not self.scan.peek():
             self.made = "".join(self._pieces).strip()
 
+    @property
+    def beginning(self) -> str:
+        """What was written of the value."""
+        return "".join(self._pieces)
 
-def as_json(text: str) -> str | None:
-    """Return a whole text as JSON if it is one value in JSON's or Python's notation, else None."""
-    return _Whole(text).made
+
+def as_json(text: str, *, strict: bool = False) -> str | None:
+    """Return a whole text as JSON if it is one value, else None.
+
+    If `strict`, it has to be JSON or a literal of Python as it stands, without anything to be mended.
+    """
+    whole = _Whole(text)
+    return None if strict and whole.reader.is_mended else whole.made
+
+
+def beginning_of(text: str) -> str:
+    """Return a text that is the beginning of a value as JSON, as far as it is certain; nothing if it is none."""
+    whole = _Whole(text)
+    return whole.beginning if not whole.scan.peek() else ""
 
 
 def scalar(word: str) -> str | None:

@@ -157,6 +157,23 @@ AROUND = [
 ]
 
 
+@pytest.mark.parametrize("text", ["<think>Use <tool_call>.</think>Hi", '<think><tool_call>{"name": "now"}</think>Hi'])
+def test_the_end_of_a_thought_counts_behind_what_may_be_a_call(text: str) -> None:
+    thought, answer = text.removeprefix("<think>").split("</think>")
+    for size in (1, 2, 5, 9, 100):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert heard(parser("think", calls="hermes"), pieces) == [("thought", thought), ("text", answer)]
+
+
+def test_calls_behind_the_one_that_ends_a_thought_go_on_with_its_numbers() -> None:
+    calls = (
+        '<tool_call>{"name": "now"}</tool_call>\n{"name": "now", "arguments": {}}<tool_call>{"name": "now"}</tool_call>'
+    )
+    found = heard(parser("think", calls="hermes", opened=True), f"a {calls}")
+    assert [event[0] for event in found if event[0] == "call"] == ["call", "call"]
+    assert text_of(found) == '{"name": "now", "arguments": {}}'
+
+
 @pytest.mark.parametrize(("text", "opened", "expected"), AROUND, ids=str)
 def test_thoughts_are_at_the_beginning_only(text: str, opened: bool, expected: Heard) -> None:
     assert heard(parser("think", opened=opened), [text]) == expected

@@ -182,6 +182,15 @@ def test_a_call_behind_a_broken_one_is_found(family: str) -> None:
     assert text_of(found).strip() == BROKEN[family]
 
 
+XML: Call = (
+    "write",
+    {
+        "content": '<a>\n<parameter name="browser">x</parameter>\n<parameter name="url">y</parameter>\n<parameters>\n',
+        "path": "a.xml",
+    },
+)
+INLINE: Call = ("write", {"content": "use <parameter=path> or <arg_key>path</arg_key> here", "path": "a"})
+
 SPELLINGS: list[tuple[str, str, list[Call]]] = [
     (
         "hermes",
@@ -236,6 +245,51 @@ SPELLINGS: list[tuple[str, str, list[Call]]] = [
     ),
     ("hermes", '<tool_call>{"name": "write", "arguments": {"count": 1e999}}</tool_call>', [("write", {"count": None})]),
     ("deepseek_v32", '<｜DSML｜invoke name="stop"/>', [STOP]),
+    ("qwen3_coder", "<function=stop>\n</function>\n</tool_call>", [STOP]),
+    ("qwen3_coder", WRITERS["qwen3_coder"]([XML]), [XML]),
+    ("minimax_m2", WRITERS["minimax_m2"]([XML]), [XML]),
+    ("qwen3_coder", WRITERS["qwen3_coder"]([INLINE]), [INLINE]),
+    ("glm45", WRITERS["glm45"]([INLINE]), [INLINE]),
+    (
+        "qwen3_coder",
+        '<tool_call><function=write><parameter=to>"{\\"number\\": 7}"</parameter></function></tool_call>',
+        [("write", {"to": {"number": 7}})],
+    ),
+    ("kimi_k2", "<|tool_call_begin|>functions.stop:0<|tool_call_argument_begin|><|tool_call_end|>", [STOP]),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>stop<｜tool▁sep｜><｜tool▁call▁end｜>", [STOP]),
+    ("mistral_args", "[TOOL_CALLS]stop[ARGS]", [STOP]),
+    (
+        "hermes",
+        '<tool_call>{"name": "write", "arguments": {"path": "a"\n "content": "b"}}</tool_call>',
+        [("write", {"path": "a", "content": "b"})],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "write", "arguments": {"path": "a"}} {"name": "stop", "arguments": {}}]',
+        [("write", {"path": "a"}), STOP],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "write", "arguments":' + "\n" * 300 + '{"path": "a"' + " " * 300 + "}}</tool_call>",
+        [("write", {"path": "a"})],
+    ),
+    (
+        "hermes",
+        r'<tool_call>{"name": "write", "arguments": {"path": "C:\apps\vendor\033"}}</tool_call>',
+        [("write", {"path": r"C:\apps\vendor\033"})],
+    ),
+    (
+        "pythonic",
+        r"[write(path=r'\d+', content='\033[31m\x41', tags=['x', r'\d'])]",
+        [("write", {"path": r"\d+", "content": "\x1b[31mA", "tags": ["x", r"\d"]})],
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[write(path="a"), mcp:fs/read(path="b")]',
+        [("write", {"path": "a"}), ("mcp:fs/read", {"path": "b"})],
+    ),
+    ("openai", "<|channel|>commentary to=functions.stop<|channel|>commentary json<|message|>{}<|call|>", [STOP]),
+    ("openai", "<|channel|>commentary <|constrain|>JSON to=functions.stop<|message|>```json\n{}\n```<|call|>", [STOP]),
     (
         "minimax_m2",
         '<invoke name="write"><parameter name="content">a\n</parameter></invoke>',
@@ -342,6 +396,77 @@ def test_white_space_as_long_as_a_look_ahead_does_not_change_what_is_read() -> N
         read(
             "hermes", '<tool_call>{"name": "write", "arguments": {"path": "x",' + " " * size + 'and more", "count": 1}}'
         )
+
+
+@pytest.mark.parametrize("family", PARSERS)
+def test_every_beginning_of_a_call_says_a_beginning_of_it(family: str) -> None:
+    """Wherever the text ends, values that came are right, and texts among them may be shorter."""
+    name, arguments = ("write", {"path": "a.py", "content": 'x = "y", {1: 2}\n', "count": 12, "note": ["a b"]})
+    written = WRITERS[family]([(name, arguments)])
+    for end in range(len(written)):
+        for cut in (False, True):
+            for event in read(family, written[:end], cut=cut):
+                if event[0] != "call":
+                    continue
+                if cut:
+                    said = same(event[2]).partition("<")[0].removesuffix("\\n")  # The text may end inside of a tag.
+                    assert same(json.dumps(arguments)).startswith(said) or "count" in said, (written[:end], event)
+                    continue
+                for key, value in json.loads(event[2]).items():
+                    whole = next((each for each in ("path", "content") if each == key), "")
+                    if whole and value is not None:
+                        text = str(arguments[whole])
+                        mark = value.removeprefix(text)
+                        assert text.startswith(value.rstrip("\\")) or mark.lstrip("\n")[:1] in "<", (
+                            written[:end],
+                            event,
+                        )
+                    elif key == "count":
+                        assert str(value).partition("<")[0].strip() in ("None", "", "1", "12")
+
+
+def same(text: str) -> str:
+    """A JSON text without its white space."""
+    return text.replace(" ", "").replace("\n", "")
+
+
+FREE = [
+    "{ echo hi; }", "[slug]", "[a-z]", "(cd /tmp)", "(see below)", "{name}", "[ -f x ]", "(\\d+)", "{{x}}", "nan",
+    "+15551234567", "0x1F", "1_000", "007", "{ margin: 0; padding: 0 }", "[1, 2", "{'a': b}", "text", "-", "true story",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", FREE)
+def test_what_may_be_a_text_is_one_unless_it_is_json_or_python(value: str) -> None:
+    for family in ("qwen3_coder", "glm45", "minimax_m2"):
+        for key in ("note", "free"):
+            assert calls_of(read(family, WRITERS[family]([("write", {key: value})]))) == [("write", {key: value})]
+
+
+@pytest.mark.parametrize(
+    ("value", "made"), [("['a', True, None,]", ["a", True, None]), ('{"a": [1.5]}', {"a": [1.5]}), ("12", 12)]
+)
+def test_what_may_be_a_text_and_is_json_or_python_is_read(value: str, made: Any) -> None:
+    assert calls_of(read("qwen3_coder", WRITERS["qwen3_coder"]([("write", {"note": value})]))) == [
+        ("write", {"note": made})
+    ]
+
+
+@pytest.mark.parametrize("family", ["hermes", "granite", "llama3_json", "mistral", "mistral_args", "pythonic"])
+def test_an_answer_in_json_is_not_kept_back(family: str) -> None:
+    for text in ('{"summary": "word word word', '[{"summary": "word word word'):
+        parser = PARSERS[family](0, TOOLS)
+        assert text_of(joined(parser.push(text))) == text
+
+
+def test_spaces_in_tags_and_headers_cost_no_more_than_others() -> None:
+    for family, text in (
+        ("openai", "<|start|>" + " " * 250 + "!<|message|>"),
+        ("openai", "<|channel|>" + " " * 250 + "<|constrain|>" + " " * 250 + "x<|message|>"),
+        ("qwen3_coder", "<function=" + " " * 250 + '">'),
+        ("qwen3_coder", "<tool_call><function=write><parameter=path>\na\n<parameter=" + " " * 250 + '"></function>'),
+    ):
+        read(family, text * 20)
 
 
 def test_every_family_is_written() -> None:
