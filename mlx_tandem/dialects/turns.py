@@ -26,19 +26,20 @@ class Unread(NamedTuple):
 
 
 Piece = str | ImageSource | Unread
-"""A piece of the result of a tool."""
+"""One part of a tool result: text, an image, or a document that cannot be read."""
 
 
 class Turns:
-    """The turns so far, in `messages`. `fields` has the request's name of each image's field, by OpenAI's name.
+    """The turns so far, in `messages`.
 
-    `skipped` has the fields of the pieces that were left out, and what they were.
+    `fields` maps the path of each image in these messages to its path in the client's request, for error messages.
+    `skipped` lists what was left out: the field of each piece, and what it was.
 
-    A piece of a turn of a role in `joined` joins the turn before it: thoughts, text and calls of the assistant belong
-    to one turn. Text of the other roles goes on a line of its own.
+    A piece joins the turn before it if both have the same role and this role is in `joined`: thoughts, text and calls
+    of the assistant belong to one turn. In turns of other roles each text begins on a new line.
 
-    Images in the results of tools become a turn of the user behind these results if the model sees images, and words
-    if it does not. `end` has to be called behind the last piece.
+    If the model reads images, those in tool results become a turn of the user after these results. If it does not, a
+    note replaces each of them. `end` has to be called after the last piece.
     """
 
     def __init__(self, joined: Collection[str], *, sees: bool = False, images: int = 0):
@@ -67,7 +68,7 @@ class Turns:
         return self
 
     def skip(self, role: str, field: str) -> None:
-        """Leave a piece out of a turn of this role, which there is nevertheless."""
+        """Record a skipped piece. The turn of this role is still created, so that the order of turns stays."""
         self._turn(role)
         self.skipped.append(field)
 

@@ -1,7 +1,7 @@
-"""Sequences whose clients left while their prompts were being read, and which stay until what was read is kept.
+"""Sequences whose clients left while their prompts were being read. They stay until the blocks they read are published.
 
-Others may find a block once a finite token has been drawn from everything up to its end. So such a sequence is cut
-behind what has been read, and draws one more token in the next step. Nobody gets that token.
+A block is published once a finite token has been drawn after it. The prompt of such a sequence is therefore truncated
+after the part that has been computed, and the sequence draws one more token. The token is discarded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Leavers:
         return list(self._here.values())
 
     def take(self, s: Sequence) -> bool:
-        """Let `s` stay if it has read whole blocks that nobody can find yet; return whether it stays."""
+        """Let `s` stay if it has computed whole blocks that are not published; return whether it stays."""
         if s.seat < 0 or s.has_drawn or s.siblings or s.reads_whole_prompt or s.next_adapter is not None:
             return False
         if not self._blocks.unpublished.has_any(s):
@@ -37,13 +37,16 @@ class Leavers:
         return True
 
     def lost(self) -> list[Sequence]:
-        """Return those that cannot draw, since they have lost their seats or lack blocks; nobody gives any for them."""
+        """Return those that cannot draw, because they have lost their seats or lack blocks.
+
+        The others get blocks for their token here. No other sequence is preempted for them.
+        """
         return [s for s in self.here() if s.seat < 0 or not (s.pending or self._has_room(s))]
 
     def has_drawn(self, s: Sequence, *, is_finite: bool) -> bool:
-        """Return whether `s`, which has drawn a token, is one of these. If so, publish what it has read.
+        """Return whether `s`, which has drawn a token, is one of these. If so, publish its blocks.
 
-        Nothing is published if the token could not be drawn, or if the blocks were lost meanwhile.
+        Nothing is published if the token was not finite, or if the blocks were lost meanwhile.
         """
         if s.id not in self._here:
             return False

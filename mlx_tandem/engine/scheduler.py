@@ -80,7 +80,7 @@ class Scheduler:
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
         self._background: set[int] = set()  # requests made for training
         self._started: list[tuple[int, float]] = []  # for the next `take_events`
-        self.has_lost_leavers = False  # whether a sequence ended whose client had left before; the owner resets it
+        self.has_lost_leavers = False  # whether a sequence has ended whose client had left; the owner resets it
         self._next_id = self._num_masked = 0  # the latter counts open choices
         self.prompt_tokens = 0
         self.generated_tokens = 0

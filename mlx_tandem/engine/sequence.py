@@ -133,7 +133,7 @@ class Sequence:
         self.chain: Chain | None = None  # keys of its blocks under its adapter; None until they are needed
         self.published = 0  # whole blocks of the table that it has published or found
         self.announced: bytes | None = None  # key of the block that it computes next, as others are told
-        self.aside = b""  # under which it has set aside blocks, when it was preempted; empty: it has not
+        self.aside = b""  # key of the blocks that were set aside at preemption; empty if there are none
         self.boundaries: set[int] = set()  # in blocks: where a snapshot of its state is worth keeping
         self.has_drawn = False  # whether it has drawn a finite token since it has had its seat
         self.is_masked = False  # whether each token is drawn by a mask

@@ -1,7 +1,7 @@
 """Whole blocks of prompts that are being read, which nobody else may find yet.
 
-Nothing has shown that their values are finite before a token was drawn from them. A sequence that loses them before
-that sets them aside: it finds them itself when it begins again, if they have not been given out meanwhile.
+Until a token has been drawn from these blocks, their values may not be finite. A sequence that is preempted before then
+sets its blocks aside. Only that sequence finds them when it starts again, unless they have been reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_tandem.kv.prefix import PrefixCache
 
 
 class Unpublished:
-    """The unpublished blocks of all sequences. `caches`, `keys` and `writes`: as in `BlockManager`."""
+    """The unpublished blocks of all sequences. The arguments are those of `BlockManager`."""
 
     def __init__(self, caches: Iterable[PrefixCache], keys: PrefixKeys, writes: BlockWrites, block_size: int):
         self._caches = tuple(caches)
@@ -28,7 +28,7 @@ class Unpublished:
         return bool(self._caches) and s.is_pure and s.scheduled // self._size > s.published
 
     def set_aside(self, s: Sequence) -> None:
-        """Keep for `s`, which is about to lose its blocks, those that it has computed and nobody can find."""
+        """Set aside the blocks that `s` has computed and not published. The caller is about to free them."""
         if s.has_drawn or s.reads_whole_prompt or not self.has_any(s) or self._writes.is_loading(s.tables):
             return
         s.aside = b"aside" + s.id.to_bytes(8)

@@ -72,7 +72,7 @@ class AnswerReading:
 
     @property
     def call_form(self) -> CallForm | None:
-        """The text around the calls of the model; None if their arguments are not JSON."""
+        """The text around the calls of the model. None if calls of this family cannot be enforced."""
         return None if self._parser is None else self._parser.form
 
     @property

@@ -35,7 +35,7 @@ def chat_constraint(front: Front, chat: Chat, given: Constraint | None) -> Const
 
 
 def _calls(tools: Tools, form: CallForm | None, param: str) -> Calls:
-    """Return the form of the calls. Raises InvalidRequest naming `param` for a family whose arguments are not JSON."""
+    """Return the form of the calls. Raises InvalidRequest naming `param` if calls of this family cannot be enforced."""
     if form is None:
         raise InvalidRequest("the form of this model's tool calls cannot be enforced", param=param)
     calls = tuple(

@@ -11,8 +11,8 @@ from mlx_tandem.generation.events import Said
 class Parser(Protocol):
     """A reader of one choice's text, which turns the pieces into events in order and without details.
 
-    A parser holds back text that may still become a marker, which is never longer than the longest marker. It turns
-    malformed calls and thoughts into plain text and raises nothing.
+    A parser holds back text that may still become a marker. It also holds back, up to a bound, calls whose name is not
+    known yet, and calls inside of thoughts. It turns malformed calls and thoughts into plain text and raises nothing.
     """
 
     def push(self, text: str) -> Iterable[Said]:

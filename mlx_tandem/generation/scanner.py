@@ -2,7 +2,8 @@
 
 A parser is a routine: a generator that reads a scanner, yields events, and yields None where it needs more text. Each
 step of a routine is decided by the text alone, so the events are the same for every split. The work is linear in the
-text: a character is looked at once, except for the last ones of a piece that may still become a marker.
+text. Most characters are looked at once. Characters that may become a marker, and those that a routine looks at ahead,
+are looked at again, and so is the text of a call that failed, up to a bound.
 """
 
 from __future__ import annotations

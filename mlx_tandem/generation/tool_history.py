@@ -44,8 +44,8 @@ _HALF_MEMBER = re.compile(r',?\s*(?:"(?:[^"\\]|\\.)*+(?:\\|"\s*(?::\s*)?)?)?[-+.
 def arguments_object(given: Any) -> dict[str, Any]:
     """Return the arguments of an earlier call as an object, which is the form that every chat template can take.
 
-    Nothing, null and an empty text are an empty object. JSON text of an object is that object, and of one that was cut
-    off what came of it. Everything else becomes the value of `arguments`.
+    Empty text and null become an empty object. JSON text of an object becomes that object. Truncated JSON of an object
+    becomes the part that arrived. Any other value is stored under `arguments`.
     """
     value = _read(given) if isinstance(given, str) else given
     if isinstance(value, str):  # Some clients make JSON of JSON.
@@ -57,7 +57,10 @@ def arguments_object(given: Any) -> dict[str, Any]:
 
 
 def _read(text: str) -> Any:
-    """Return the value of JSON text, or what came of an object that was cut off; the text itself if it is neither."""
+    """Return the value of JSON text.
+
+    Empty text becomes None. Truncated JSON of an object becomes the part that arrived. Any other text stays text.
+    """
     if not text.strip():
         return None
     for attempt in _attempts(text):
@@ -71,8 +74,9 @@ def _read(text: str) -> Any:
 
 
 def _attempts(text: str) -> Iterator[str]:
-    """Yield the text, and what it may have begun to say: with the end of its last string and of what is open, and
-    without its last member.
+    """Yield the text, and then ways to complete it if it is truncated JSON of an object.
+
+    The first way adds the ends that are missing. The second one also removes the last member.
     """
     yield text
     if not text.lstrip().startswith("{"):

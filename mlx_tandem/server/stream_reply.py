@@ -25,8 +25,8 @@ class StreamReply(Reply):
     The status line and the dialect's first events are sent when the engine has accepted the request, before its prompt
     is read. So a refusal is an ordinary HTTP error, and a later failure is the last event of the stream. While there is
     nothing to send, the stream carries the dialect's bytes that mean nothing, at least every `stream_keepalive_s`
-    seconds. An engine that takes longer than that to accept a request, because its adapter is read for example, is not
-    waited for.
+    seconds. If the engine does not accept the request within this time, for example because it is reading the adapter,
+    the stream begins anyway.
     """
 
     _sent = 0.0  # when something was sent last, in seconds of the monotonic clock

@@ -34,7 +34,7 @@ def delete(front: ServerFront, response_id: str) -> dict[str, Any]:
 
 
 async def input_items(front: ServerFront, response_id: str, query: ItemsQuery) -> bytes:
-    """Return a page of the items that a response of the store was made from, those of earlier responses included.
+    """Return a page of the items that a response of the store was made from, including those of earlier responses.
 
     Raises NotFound for the response, and for an item that `after` names.
     """

@@ -1,7 +1,8 @@
-"""Grammars in whose JSON every number ends, where a model that has gone astray would write digits only.
+"""Grammars with a limit on the digits of JSON, without which a model that has gone astray may write digits only.
 
-llguidance has no limit on digits, so the masks have it: where a text already ends with many digits, the tokens that
-begin with another one are left out, unless they are all that may follow.
+llguidance has no limit on digits, so the masks have one: where a text already ends with many digits, the tokens that
+begin with another one are left out, unless they are all that may follow. A mask does not tell a number from a string
+whose pattern allows digits and no letters, so both are limited.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from mlx_tandem.engine.plan import Mask
 from mlx_tandem.types import Request
 
 MOST_DIGITS = 80
-"""Most digits in a row, but for those that the last of their tokens has more. Integers of 256 bits have up to 78, and a
-float64 needs 17 before its exponent.
+"""Maximum number of consecutive digits. The last token may exceed it, because a token can hold several digits.
+
+Integers of 256 bits have up to 78 digits, and a float64 needs 17 before its exponent.
 """
 
 _DIGITS = b"0123456789"
-_LETTERS = b"zqxykwvjb"  # which no number has
+_LETTERS = b"zqxykwvjb"  # that occur in no number
 _JSON = b"%json"  # in the text of every grammar that has JSON in it
 
 
@@ -41,7 +43,7 @@ class Digits:
         self._letter = next((texts.index(bytes([c])) for c in _LETTERS if bytes([c]) in texts), None)
 
     def are_many(self, tokens: Sequence[int], begin: int) -> bool:
-        """Return whether the output `tokens[begin:]` ends with as many digits as a number may have in a row."""
+        """Return whether the output `tokens[begin:]` ends with as many digits as may follow each other."""
         digits = 0
         for at in range(len(tokens) - 1, begin - 1, -1):
             more, is_whole = self._ends.get(tokens[at], (0, False))
@@ -51,9 +53,10 @@ class Digits:
         return digits >= MOST_DIGITS
 
     def without(self, mask: Mask) -> Mask:
-        """Return the mask without the tokens that begin with a digit, if it is one inside of a number.
+        """Remove the tokens that begin with a digit from a mask inside a number.
 
-        Inside of a number no letter may follow. Elsewhere the mask stays as it is, and so does one of digits only.
+        A mask that allows a letter is not inside a number and is returned unchanged. So is a mask that allows digits
+        only.
         """
         found = np.frombuffer(mask, np.uint8)
         if self._letter is None or found[self._letter // 8] >> self._letter % 8 & 1:
@@ -65,7 +68,7 @@ class Digits:
 
 
 class EndingGrammars(Grammars):
-    """The grammars of open requests, in whose JSON no number goes on for ever."""
+    """The grammars of open requests, with a limit on consecutive digits in JSON."""
 
     def __init__(self, open_tokenizer: Callable[[], LLTokenizer], vocab_size: int, wake: Callable[[], None]):
         """Make a store without grammars, as `Grammars` does."""
@@ -83,7 +86,7 @@ class EndingGrammars(Grammars):
         return [self._ended(place, mask) for place, mask in zip(places, super().masks(places), strict=True)]
 
     def _ended(self, place: Place, mask: Mask | None) -> Mask | None:
-        """Return a mask in which a number that has many digits gets no more of them."""
+        """Return the mask at a place, without digits if the text there ends with too many."""
         digits = self._digits
         assert digits is not None
         if mask and digits.are_many(place.tokens, len(place.request.prompt)) and _has_json(place.request):

@@ -1,4 +1,4 @@
-"""Any JSON, whose lists and objects are nested to a limit, so that a model that only opens them comes to an end."""
+"""Limiting the nesting of unrestricted JSON, so that a model that only opens lists and objects comes to an end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _SCALARS = ["null", "boolean", "number", "string"]
 
 
 def with_depth(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of any JSON, any object or any list as one that limits its depth; others stay as they are."""
+    """Return a schema that limits nesting to MAX_JSON_DEPTH, if `schema` allows any JSON, any object or any list.
+
+    Return other schemas unchanged.
+    """
     kind = schema.get("type")
     rest = {key: value for key, value in schema.items() if key not in ("type", "$schema")}
     if kind in ("object", "array"):

@@ -1,4 +1,4 @@
-"""Finding what a JSON schema says without effect: keywords that every value satisfies, and other spellings."""
+"""Simplifying JSON schemas: keywords that every value satisfies are removed, and unusual spellings are replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPECIAL, _ESCAPED = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]"), r"\\\g<0>"
 
 
 def drop_idle(part: dict[str, Any]) -> None:
-    """Remove the keywords of one schema object that no value can break, and write counts such as 2.0 as integers.
+    """Remove the keywords of one schema object that every value satisfies, and write counts such as 2.0 as integers.
 
     The values that are valid stay the same. Schemas inside of this one are left as they are.
     """

@@ -171,7 +171,9 @@ class _Walk:
         if keyword in UNSUPPORTED:
             return f"the keyword {keyword} cannot be enforced"
         if keyword == "propertyNames" and not self._binds_names(part, path):
-            return "propertyNames can only be a pattern or a list of names, and without other keys beside them"
+            return (
+                "propertyNames can only be a pattern, a length or a list of names, and without other keys beside them"
+            )
         if keyword == "pattern":
             return _problem_of_pattern(value)
         if keyword == "$ref":

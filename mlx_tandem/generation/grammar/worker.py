@@ -91,7 +91,7 @@ def _key(schema: Schema) -> tuple[bytes, bool]:
 
 
 def _schemas(constraint: Constraint) -> list[Schema]:
-    """Return the schemas in a constraint, of equal ones the first."""
+    """Return the distinct schemas in a constraint."""
     forms = (constraint.form, constraint.calls)
     calls = [call for form in forms if isinstance(form, Calls) for call in form.calls]
     own = [constraint.form] if isinstance(constraint.form, Schema) else []

@@ -172,7 +172,8 @@ class ChatTemplate:
     async def _turn_form(self, form: TurnForm, *, tools: bool) -> TurnForm:
         """Return `form` with the first values for each question with which the template shows all of a conversation.
 
-        A question for which there are no such values changes nothing. `tools`: the template is given tools always.
+        A question for which there are no such values changes nothing. `tools` says whether the template always gets
+        tools.
         """
         for question in questions(form.calls != "none"):
             for values in question.values:

@@ -1,7 +1,7 @@
-"""The order of turns that a chat template can take, which is found by rendering conversations.
+"""The order of turns that a chat template accepts, which is found by rendering conversations.
 
 Clients send system messages anywhere, several messages of one role after another, and results of tools without their
-calls. Many templates refuse some of these or leave them out. Only what a template cannot take is changed.
+calls. Many templates refuse some of these or leave them out. Only what a template does not accept is changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EMPTY: Message = {"role": "user", "content": ""}
 
 
 class TurnForm(NamedTuple):
-    """What a template can take. The default takes everything.
+    """What a template accepts. The default accepts everything.
 
     systems: where system messages may stand: anywhere, several at the beginning, one at the beginning, or nowhere.
     alternates: turns of the user and of the assistant have to alternate, the user's first; calls may stand between.
@@ -59,7 +59,7 @@ class TurnForm(NamedTuple):
         return turns
 
     def _in_roles(self, messages: Iterable[Message]) -> list[Message]:
-        """Return the messages, of which those in a place where the template cannot take their role have another one.
+        """Return the messages. A message whose role the template does not accept at that place gets another role.
 
         A later system message is text of the user, or of the result that it follows: many templates leave out thoughts
         of the steps before the user's last turn.
@@ -170,7 +170,7 @@ def _contents(contents: Sequence[Any]) -> Any:
 
 
 class Question(NamedTuple):
-    """A conversation that shows what a template can take, and the values of some fields, the usual ones first."""
+    """A conversation that shows what a template accepts, and the values of some fields, the usual ones first."""
 
     conversation: Sequence[Message]
     values: Sequence[Mapping[str, Any]]
@@ -182,7 +182,10 @@ class Question(NamedTuple):
 
 
 def questions(calls: bool) -> Iterator[Question]:
-    """Yield the questions by which the form is found, in their order. `calls`: the template prints calls of tools."""
+    """Yield the questions by which the form is found, in their order.
+
+    `calls` says whether the template prints tool calls.
+    """
     if calls:
         asked = _conversation("user call result assistant user call result assistant user")
         asked = [_without_id(m) if i < 3 else _with_long_id(m) for i, m in enumerate(asked)]

@@ -43,9 +43,9 @@ class CallForm:
 class CallParser(RoutineParser):
     """A parser that finds calls behind `openers` and leaves all other text as it is.
 
-    `calls` reads what follows an opener. What fails before a call has begun was no call: its opener becomes text, and
-    what was read behind it is read again. What fails later ends the call, whose arguments are completed, and is read
-    again, too. White space behind a call means nothing.
+    `calls` reads what follows an opener. If reading fails before a call has begun, the opener becomes text and the text
+    after it is read again. If it fails later, the call's arguments are completed and the text after the last complete
+    part is read again. White space after a call is left out.
     """
 
     openers: ClassVar[Markers]
@@ -56,15 +56,16 @@ class CallParser(RoutineParser):
     mark: ClassVar[str] = ""
     """The family's own mark at both ends of a text in arguments."""
     inline: ClassVar[tuple[str, ...]] = ()
-    """The openers that are a part of the call that they begin. Only names that the request offers count there."""
+    """Openers that are part of the call itself. After these, only functions that the request offers count."""
     keeps_ids: ClassVar[bool] = False
-    """Whether the ids that the model gives to its calls are kept."""
+    """Whether the ids in the JSON objects of calls are kept."""
     form: ClassVar[CallForm | None] = None
-    """The form that calls are written in; None if the arguments are not JSON."""
+    """The form in which calls are enforced. None if calls of this family cannot be enforced."""
 
     starts: ClassVar[str] = ""
-    """Characters at which an answer may begin with a call that has no opener. Only names that the request offers count
-    there.
+    """The first characters of calls that have no opener, which may only be at the beginning of an answer.
+
+    There, only functions that the request offers count.
     """
 
     def __init__(self, choice: int, tools: Tools):
@@ -103,7 +104,7 @@ class CallParser(RoutineParser):
         is_text = self._call == before and not is_read
         if is_text and not is_part:
             yield from self.text(opener)
-        if self._may_reread():
+        if self._spend_reread():
             self.scan.unread()
             if is_text and is_part:
                 yield from self.expect(opener)
@@ -117,8 +118,12 @@ class CallParser(RoutineParser):
         """Return whether a call without an opener may begin with this character."""
         return bool(character) and character in self.starts
 
-    def _may_reread(self) -> bool:
-        """Return whether what is held may be read again. On average, no text is read more than five times."""
+    def _spend_reread(self) -> bool:
+        """Count what is held as read again, and return whether that is still allowed.
+
+        The text read again must stay below four times the length of the answer plus a constant, so that the work stays
+        linear.
+        """
         if not (held := self.scan.held):
             return True
         self._reread += held
@@ -152,7 +157,7 @@ class CallParser(RoutineParser):
         return f"call_{secrets.token_hex(12)}"
 
     def begin(self, name: str, id: str = "") -> Sequence[Said]:
-        """Return the event of a call that begins. What was read for it cannot become text any more."""
+        """Return the event of a call that begins. What was read for it can no longer become text of the answer."""
         if not NAME.fullmatch(name):
             raise Malformed
         self._call += 1
@@ -164,11 +169,11 @@ class CallParser(RoutineParser):
         return (ToolCallArguments(self.choice, self._call, text),) if text else ()
 
     def end(self) -> None:
-        """End a call or a part of it that is complete. What is read from here on is read again in a failure."""
+        """Note that a call, or a part of it, is complete. After a failure the text from here on is read again."""
         self.scan.hold()
 
     def complete(self, out: JsonWriter) -> Sequence[Said]:
-        """Return the event of what the arguments lack; none where something else than the model has ended the text."""
+        """Return the events that complete the arguments; none if something else than the model has ended the text."""
         return () if self.is_cut else out.complete()
 
     def object_or_nothing(self, name: str, id: str = "") -> Routine[None]:
@@ -188,7 +193,7 @@ class CallParser(RoutineParser):
         return ValueReader(self, self._followers, mark=self.mark, texts=texts, is_python=is_python)
 
     def opening(self, name: str, id: str = "", *, spaced: bool = False) -> JsonWriter:
-        """Return a writer of the arguments of a call, which begins with the first piece of them.
+        """Return a writer of the arguments of a call. The call begins with their first piece.
 
         With `spaced`, the white space in the arguments is the writer's own.
         """
@@ -201,9 +206,9 @@ class CallParser(RoutineParser):
         return JsonWriter(say, spaced=spaced or bool(self.mark))
 
     def object(self, name: str, id: str, reader: ValueReader) -> Routine[None]:
-        """Read a call's arguments, which are an object. Raises Malformed where no object is.
+        """Read a call's arguments, which are an object. Raises Malformed if there is no object.
 
-        Arguments that break off are completed; then Malformed is raised, too.
+        If the arguments break off, they are completed before Malformed is raised.
         """
         if (yield from self.gap()) != "{" or not NAME.fullmatch(name):
             raise Malformed
@@ -220,7 +225,7 @@ class CallParser(RoutineParser):
     def end_section(self, before: int) -> Routine[None]:
         """Read the closer of a section, which may be missing. There were `before` calls when the section began.
 
-        An empty section on a line of its own means nothing. Raises Malformed for another section without a call.
+        An empty section on a line of its own is left out. Raises Malformed for any other section without a call.
         """
         closer = yield from self.passed(*self.closers)
         if self.begun == before and not (closer and self._is_at_line):
@@ -229,7 +234,7 @@ class CallParser(RoutineParser):
             self.end()
 
     def gap(self) -> Routine[str]:
-        """Read white space inside a call; return the character behind it, an empty string at the end of the text."""
+        """Read white space inside a call; return the character after it, or an empty string at the end of the text."""
         yield from self.span(_GAP, LONGEST_GAP)
         return (yield from self.peek())
 
@@ -241,7 +246,7 @@ class CallParser(RoutineParser):
         return name
 
     def passed(self, *texts: str) -> Routine[str]:
-        """Read one of `texts` behind white space if it is there; return it. Other text stays unread."""
+        """Read and return one of `texts`, with the white space before it. If none comes next, read nothing."""
         found, at = yield from self.ahead(texts)
         if not found:
             return ""

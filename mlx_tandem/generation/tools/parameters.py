@@ -18,17 +18,17 @@ WRAPPERS = ("arguments", "input", "parameters")
 _NULLS = ("null", "none")
 _BOOLEANS = {"true": "true", "false": "false"}
 _CODE = re.compile(r"[-+]?0[0-9]")
-"""Pattern of the beginning of digits that are a code such as 007 and no number."""
+"""Pattern of a leading zero, which makes digits a code such as 007 rather than a number."""
 _WHOLE = re.compile(r"-?[0-9]+\.0+")
 _FIRST_OF_JSON = frozenset("{[(\"'-+.0123456789tTfFnNI")
-"""The characters with which a value can begin that is not a text."""
+"""The first characters of values that are not strings."""
 
 
 class Parameters:
     """The arguments of one call as an object that is written parameter by parameter.
 
-    A text is written while it arrives. A value of another type is kept until it is complete. A value whose type the
-    request does not describe is JSON if it can be; otherwise it is a text.
+    A string is written while it arrives. A value of another type is kept until it is complete. A value whose type the
+    request does not describe is JSON if it can be read as JSON; otherwise it is a string.
     """
 
     def __init__(self, parser: CallParser, name: str):
@@ -102,9 +102,10 @@ class Parameters:
         return closer.lstrip("\n")
 
     def _unwrap(self, is_all: bool) -> Sequence[Said]:
-        """Return the event of the arguments in the one parameter that may hold them all, if there was one.
+        """Return the events of the parameter that may hold all arguments, if one waits.
 
-        If it is not an object, or other parameters follow, it is a parameter like others.
+        If it `is_all` of the call and holds an object, the object becomes the arguments. Otherwise it is written like
+        any other parameter.
         """
         wrapped, self._wrapped = self._wrapped, None
         if wrapped is None:
@@ -122,7 +123,7 @@ class Parameters:
         return self._out.begin("{")
 
     def _schema_of(self, key: str) -> Any:
-        """Return the schema of a parameter, which may be that of all parameters that have no own."""
+        """Return a parameter's schema, or `additionalProperties` if the parameter has none."""
         return self._properties.get(key, self._schema.get("additionalProperties"))
 
 
@@ -144,7 +145,7 @@ class _Wrapped:
         return ()
 
     def close(self, *, is_cut: bool) -> Sequence[Said]:
-        """Return no event: what the value is, is not known yet."""
+        """Return no event, because it is not known yet how the value is written."""
         return ()
 
 
@@ -194,7 +195,10 @@ class _Value:
 
 
 def json_of(text: str, types: set[str]) -> str:
-    """Return a raw value as JSON of one of these types; of any type for none. What is of none of them is a string."""
+    """Return a raw value as JSON of one of these types, or of any type if there are none.
+
+    A value that fits none of the types becomes a string.
+    """
     value = text.strip()
     lowered = value.lower()
     if lowered in _NULLS and (not types or "null" in types or "string" not in types):

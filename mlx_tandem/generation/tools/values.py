@@ -17,7 +17,10 @@ QUOTES = ('"', "'")
 DIVIDERS = (":", "=")
 CLOSERS = {"{": "}", "[": "]", "(": ")"}
 Items = Literal["pairs", "values", "arguments", "calls"]
-"""What is in a list or an object: pairs of a key and a value, values, either of them, or calls in Python's notation."""
+"""What a bracket holds.
+
+`pairs`: keys with values. `values`: values. `arguments`: pairs and values mixed. `calls`: calls in Python's notation.
+"""
 
 LONGEST_WORD = 4096
 """Most characters of a key, and of a text without quotes."""
@@ -43,7 +46,7 @@ _WORDS = {
     "inf": "null",
     "-inf": "null",
 }
-"""Words that are values, and what they are in JSON, which has no number that is not finite."""
+"""Words that are values, and the JSON for each. Numbers that are not finite become null, as JSON has none."""
 _PYTHON = ("True", "False", "None")
 
 _PIECE = 1 << 16
@@ -78,8 +81,8 @@ class ValueReader:
     ):
         """Read from `parser`. `followers` are the markers that may follow although something is still open.
 
-        The values of the outermost keys `texts` are texts, also where a number or a word stands without quotes. With
-        `is_python`, texts have Python's prefixes and escapes.
+        The values of the outermost keys `texts` are strings, even if they look like numbers and have no quotes.
+        With `is_python`, texts have Python's prefixes and escapes.
         """
         self._parser = parser
         self._scan = parser.scan
@@ -91,12 +94,12 @@ class ValueReader:
         """Whether something was read that is neither JSON nor a literal of Python."""
         self._marks: tuple[str, ...] = (*((mark,) if mark else ()), *QUOTES)
         self.open: list[tuple[str, Items]] = []
-        """What is open: the character that closes it, and what is in it. The innermost is the last."""
+        """The open brackets, innermost last: the closing character of each, and what it holds."""
 
     def value(self, out: JsonWriter, *, is_text: bool = False) -> Routine[None]:
         """Read one value. Raises Malformed where none begins, and when the text ends inside of it.
 
-        A word without quotes `is_text` whatever it looks like, if that is known.
+        With `is_text`, a word without quotes is a string even if it looks like a number.
         """
         out.space((yield from self.spaces()))
         first = yield from self._parser.peek()
@@ -176,7 +179,7 @@ class ValueReader:
                 self._scan.skip()
                 out.comma()
                 continue
-            elif not any(first == other for other, _ in self.open[:-1]):  # else its own end is missing
+            elif not any(first == other for other, _ in self.open[:-1]):
                 if not first:
                     raise Malformed
                 self.is_mended |= not is_divided
@@ -186,6 +189,7 @@ class ValueReader:
                 else:
                     yield from self.value(out)
                 continue
+            # An outer closer, which stays unread, means that this bracket's own closer is missing.
             self.is_mended |= first != closer
             self.open.pop()
             yield from out.end()
@@ -416,7 +420,7 @@ class ValueReader:
         return "\\\\" + (_CONTROL.get(first) or first)
 
     def _bare(self, *, is_text: bool) -> Routine[str]:
-        """Read a word or a text without quotes; return it as JSON, which is a string if it `is_text`."""
+        """Read a word or a text without quotes; return it as JSON. With `is_text` it is always a string."""
         word = yield from self._parser.span(_WORD, LONGEST_WORD)
         following = yield from self._parser.peek()
         if following in ("", ",", "}", "]", ")", " ", "\t", "\r", "\n") and (made := scalar(word)) is not None:
