@@ -147,15 +147,12 @@ class ThoughtParser(RoutineParser):
                 said += events
                 size += len(text)
                 plain += sum(len(event.text) for event in events if isinstance(event, TextDelta))
-            if marker is not None:
-                break
             text, marker = self.scan.upto(self._ends)
-            if text:
-                pieces.append(text)
-            if text or marker is not None:
-                continue
-            if self.scan.ended:
+            pieces.append(text)
+            if marker is not None or (self.scan.ended and not text):
                 break
+            if text:
+                continue
             if plain == size or size > LONGEST_KEPT:
                 yield from self._thought("".join(pieces))
                 return ""

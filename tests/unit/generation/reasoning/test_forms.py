@@ -81,6 +81,12 @@ PIECES = (
 texts = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
+@pytest.mark.parametrize("call", ["<tool_call>", '<tool_call>{"name": "now"}</tool_call>'])
+def test_a_thought_ends_in_the_piece_in_which_a_call_begins(call: str) -> None:
+    said = heard(parser("think", opened=True, calls="hermes"), [f"a{call}b</think>c"])
+    assert said == [("thought", f"a{call}b"), ("text", "c")]
+
+
 @pytest.mark.parametrize("name", FORMS)
 @given(text=texts, opened=st.booleans(), data=st.data())
 @settings(max_examples=80, deadline=None)
