@@ -155,10 +155,6 @@ class Scanner:
         self.scanned += 1
         self._take(self._at + 1)
 
-    def rest(self) -> str:
-        """Read and return everything that is there."""
-        return self._take(len(self._text))
-
     def _take(self, end: int) -> str:
         text = self._text[self._at : end]
         self._at = end
@@ -263,6 +259,16 @@ class RoutineParser(ABC):
             if not following:
                 return "", at
             return next((text for text in texts if following.startswith(text)), None), at
+
+    def span_ahead(self, pattern: re.Pattern[str], most: int, start: int = 0) -> Routine[str]:
+        """Return up to `most` characters as far as `pattern` matches them, without reading them.
+
+        `start` is the number of characters that are passed over first.
+        """
+        end = start
+        while end - start < most and pattern.match((yield from self.peek(end))):
+            end += 1
+        return self.scan.peek(start, end - start)
 
     def span(self, pattern: re.Pattern[str], most: int) -> Routine[str]:
         """Read and return characters as far as `pattern` matches. Raises Malformed for more than `most` of them."""

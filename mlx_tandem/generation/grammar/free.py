@@ -17,10 +17,12 @@ def with_depth(schema: dict[str, Any]) -> dict[str, Any]:
     """
     kind = schema.get("type")
     rest = {key: value for key, value in schema.items() if key not in ("type", "$schema")}
+    inner = True
     if kind in ("object", "array"):
         inner = rest.pop("additionalProperties" if kind == "object" else "items", True)
-        rest = rest if is_true(inner) else {"items": inner}
-    if not is_true(rest) or kind not in (None, "object", "array"):
+    elif kind is not None:
+        return schema
+    if not (is_true(rest) and is_true(inner)):
         return schema
     levels: dict[str, Any] = {f"level {MAX_JSON_DEPTH}": {"type": _SCALARS}}
     for level in range(MAX_JSON_DEPTH):

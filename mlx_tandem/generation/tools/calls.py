@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mlx_tandem.generation.events import Said, ToolCallArguments, ToolCallStart
-from mlx_tandem.generation.scanner import Malformed, Markers, Routine, RoutineParser
+from mlx_tandem.generation.scanner import SPACE, Malformed, Markers, Routine, RoutineParser
 from mlx_tandem.generation.tools.json_writer import JsonWriter
 from mlx_tandem.generation.tools.offer import NAME, Tools
 from mlx_tandem.generation.tools.values import ValueReader
@@ -22,7 +22,6 @@ LONGEST_GAP = 4096
 LONGEST_KEPT = 1 << 20
 """Most characters that are kept until it is known whether they are a call."""
 
-_GAP = re.compile(r"[ \t\r\n]+")
 _REREAD_FREELY = 1 << 12
 """Characters of an answer that may be read again, besides as many as there are in it."""
 
@@ -235,7 +234,7 @@ class CallParser(RoutineParser):
 
     def gap(self) -> Routine[str]:
         """Read white space inside a call; return the character after it, or an empty string at the end of the text."""
-        yield from self.span(_GAP, LONGEST_GAP)
+        yield from self.span(SPACE, LONGEST_GAP)
         return (yield from self.peek())
 
     def name(self) -> Routine[str]:
@@ -250,6 +249,6 @@ class CallParser(RoutineParser):
         found, at = yield from self.ahead(texts)
         if not found:
             return ""
-        yield from self.span(_GAP, at)
+        yield from self.span(SPACE, at)
         yield from self.expect(found)
         return found

@@ -25,12 +25,10 @@ def read_keyed(parser: CallParser, name: str) -> Routine[None]:
             return (yield from parser.ahead((KEY, *parser.closers, *parser.openers.texts)))[0] is not None
         if closer in parser.closers:
             return (yield from parser.ahead(parser.openers.texts))[0] is not None
-        size = 0
-        while (yield from parser.peek(size)) not in ("", "<", "\n") and size <= LONGEST_NAME:
-            size += 1
-        if not parameters.may_follow(parser.scan.peek(0, size).strip()):
+        key = yield from parser.span_ahead(_NAME, LONGEST_NAME)
+        if not parameters.may_follow(key.strip()):
             return False
-        end, at = yield from parser.ahead((_KEY_END,), size)
+        end, at = yield from parser.ahead((_KEY_END,), len(key))
         return end == _KEY_END and (yield from parser.ahead((_VALUE,), at + len(end)))[0] == _VALUE
 
     closer = _VALUE_END

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from mlx_tandem.generation.events import ReasoningDelta, Said, TextDelta
 from mlx_tandem.generation.scanner import Malformed, Markers, Routine
 from mlx_tandem.generation.tools.calls import CallForm, CallParser
-from mlx_tandem.generation.tools.offer import Tools
+from mlx_tandem.generation.tools.offer import NAME, Tools
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -19,7 +19,7 @@ _WORDS = ("assistant", "analysis", "commentary", "final")
 _TYPES = ("json", "code", "text")
 _LONGEST_WORD = 16
 _HEADER_PART = re.compile(r"[^<]+")
-_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]{1,128})")
+_RECIPIENT = re.compile(rf"\bto=(?:functions\.)?({NAME.pattern})")
 _IN_HEADER = re.compile(r"<\|\w+\|>|[^\s<]+")
 _ROLE = re.compile(r"[a-z_.]{1,64}")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")

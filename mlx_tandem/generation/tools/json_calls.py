@@ -80,9 +80,9 @@ def _another(parser: CallParser) -> Routine[bool]:
 def _skip_surplus(parser: CallParser, closer: str) -> Routine[None]:
     """Read closing brackets that are too many, where nothing but a closer, an opener, or the end comes behind them."""
     ends = (*parser.openers.texts, *parser.closers, "```", ";", ",", "]", closer)
-    while (yield from parser.ahead((closer,)))[0]:
-        _, at = yield from parser.ahead((closer,))
-        if (yield from parser.ahead(ends, at + 1))[0] is None:
+    while True:
+        found, at = yield from parser.ahead((closer,))
+        if not found or (yield from parser.ahead(ends, at + 1))[0] is None:
             return
         yield from parser.passed(closer)
         parser.end()

@@ -87,15 +87,10 @@ class JsonWriter:
 
     def complete(self) -> Sequence[Said]:
         """Write what the value lacks, which is nothing if it has not begun. A key without a value gets null."""
-        pieces = []
-        if self._in_text:
-            self._in_text = False
-            pieces.append('"')
+        said = [*self.text_end()] if self._in_text else []
         while self._open:
-            pieces.append(self._last() + self._open.pop())
-            self._items.pop()
-        said = "".join(pieces)
-        return self._say(said) if said else ()
+            said += self.end()
+        return said
 
     def _divide(self) -> None:
         """Let a comma wait if the next item needs one."""

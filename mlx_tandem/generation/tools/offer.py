@@ -61,11 +61,10 @@ class Tools:
         """The functions in the form that chat templates print."""
         return [{"type": "function", "function": _described(function)} for function in self.functions.values()]
 
-    def parameters(self, name: str) -> Mapping[str, Any]:
-        """Return the schema of each parameter of the function `name`, as far as the request describes it."""
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """Return the schema of the arguments of the function `name`; an empty one if the request has none."""
         function = self.functions.get(name)
-        properties = (function.parameters or {}).get("properties") if function is not None else None
-        return properties if isinstance(properties, dict) else {}
+        return (function.parameters if function is not None else None) or {}
 
 
 def tools_of(

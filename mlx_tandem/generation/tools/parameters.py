@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_tandem.generation.events import Said
@@ -34,8 +34,7 @@ class Parameters:
     def __init__(self, parser: CallParser, name: str):
         """Write the parameters of the function `name`, whose call has begun."""
         self._parser = parser
-        function = parser.tools.functions.get(name)
-        self._schema: Mapping[str, Any] = (function.parameters or {}) if function is not None else {}
+        self._schema = parser.tools.schema(name)
         self._properties = properties_of(self._schema)
         self._out = JsonWriter(parser.arguments, spaced=True)
         self._has_begun = False
@@ -61,18 +60,17 @@ class Parameters:
         closers: Markers,
         ends: Callable[[str], Routine[bool]],
         *,
-        said: str = "",
+        is_text: bool = False,
         is_framed: bool = False,
     ) -> Routine[str]:
         """Read the value of `key` and the closer behind it; return the closer, an empty string at the text's end.
 
-        `ends` tells whether a closer that was read ends the value. `said` is "true" or "false" where the call itself
-        says whether the value is a text, which counts as far as the schema does not tell. If the value `is_framed`, a
-        line break at its end is not its own.
+        `ends` tells whether a closer that was read ends the value. With `is_text` the value is a string, unless the
+        schema forbids strings. If the value `is_framed`, a line break at its end is not its own.
         """
         parser, out = self._parser, self._out
         types = types_of(self._schema_of(key), self._schema)
-        if said == "true" and ("string" in types or not types):
+        if is_text and ("string" in types or not types):
             types = {"string"}
         parser.scan.release()
         is_first = not self._seen
@@ -85,7 +83,7 @@ class Parameters:
             if not self._has_begun:
                 yield from self._begin()
             out.key(quoted(key))
-            value = _Value(out, types, is_guess=not types)
+            value = _Value(out, types)
         while True:
             closer = yield from parser.upto(closers, value.push)
             if closer is None:
@@ -152,11 +150,10 @@ class _Wrapped:
 class _Value:
     """A raw value that is written as JSON: a text while it arrives, anything else when it is complete."""
 
-    def __init__(self, out: JsonWriter, types: set[str], *, is_guess: bool):
+    def __init__(self, out: JsonWriter, types: set[str]):
         self._out = out
         self._types = types
-        self._is_guess = is_guess
-        self._is_text = types <= {"string", "null"} and not is_guess
+        self._is_text = bool(types) and types <= {"string", "null"}
         self._kept: list[str] = []
         self._first = ""
         self._is_open = False
@@ -188,7 +185,7 @@ class _Value:
         """Return whether it is known that the value is a text, when `piece` was added to what is kept."""
         if self._is_text:
             return "null" not in self._types or not "null".startswith("".join(self._kept))
-        if not self._is_guess or self._types:
+        if self._types:
             return False
         self._first = self._first or piece.lstrip()[:1]
         return bool(self._first) and self._first not in _FIRST_OF_JSON

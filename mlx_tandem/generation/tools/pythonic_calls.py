@@ -43,8 +43,7 @@ def read_pythonic(parser: CallParser, *, offered_only: bool = False) -> Routine[
 
 def _read_arguments(parser: CallParser, reader: ValueReader, out: JsonWriter, name: str) -> Routine[None]:
     """Read the arguments of one call and the bracket behind them. Those without a key get it by their order."""
-    function = parser.tools.functions.get(name)
-    schema = (function.parameters if function is not None else None) or {}
+    schema = parser.tools.schema(name)
     properties = properties_of(schema)
     keys = [*properties]
     first = yield from parser.gap()

@@ -65,8 +65,7 @@ class SectionParser(CallParser):
 
     def _texts(self, name: str) -> list[str]:
         """Return the parameters of a function that are texts only."""
-        function = self.tools.functions.get(name)
-        schema = (function.parameters if function is not None else None) or {}
+        schema = self.tools.schema(name)
         return [key for key, inner in properties_of(schema).items() if types_of(inner, schema) == {"string"}]
 
     def _is_json(self) -> Routine[bool]:
@@ -79,11 +78,8 @@ class SectionParser(CallParser):
 
         Unless a key follows the name, only names that the request offers count.
         """
-        end = at
-        while end - at <= LONGEST_NAME and NAME_CHARACTERS.match((yield from self.peek(end))):
-            end += 1
-        name = self.scan.peek(at, end - at)
-        following, _ = yield from self.ahead((KEY, "{", "(", *self.closers), end)
+        name = yield from self.span_ahead(NAME_CHARACTERS, LONGEST_NAME, at)
+        following, _ = yield from self.ahead((KEY, "{", "(", *self.closers), at + len(name))
         if not name or following is None or (following != KEY and name not in self.tools.functions):
             return False
         if not following and KEY not in self.others:  # a name at the end of the text, in a family without such calls

@@ -15,13 +15,14 @@ _SAYS_TEXT = re.compile(r"""\sstring\s*=\s*["'](true|false)["']\Z""")
 
 
 class _Tag(NamedTuple):
-    """What an opening tag says: a name, which may be an attribute or stand behind `=`, and what else is in it."""
+    """What an opening tag says: a name, which may be an attribute, whether it closes itself, and whether its value is
+    a text.
+    """
 
     name: str
     is_attribute: bool
     is_closed: bool
-    said: str
-    """Whether the value is a text: "true", "false", or nothing."""
+    is_text: bool
 
 
 def _tag_of(inner: str) -> _Tag | None:
@@ -41,7 +42,7 @@ def _tag_of(inner: str) -> _Tag | None:
         name = name[1:-1].strip()
     if not name or '"' in name or "'" in name:
         return None
-    return _Tag(name, is_attribute, is_closed, said[1] if said else "")
+    return _Tag(name, is_attribute, is_closed, said is not None and said[1] == "true")
 
 
 class Tags(NamedTuple):
@@ -151,7 +152,7 @@ class TaggedCall:
             if self._is_framed:
                 parser.scan.skip()
             closer = yield from parameters.value(
-                tag.name, self._closers, self._ends, said=tag.said, is_framed=self._is_framed
+                tag.name, self._closers, self._ends, is_text=tag.is_text, is_framed=self._is_framed
             )
 
     def _tag(self) -> Routine[_Tag]:
@@ -182,17 +183,11 @@ class TaggedCall:
         If the value before it `is_closed`, the function need not have the parameter, unless its name is an attribute,
         as in other languages with such tags.
         """
-        end = at
-        while (character := (yield from self._parser.peek(end))) not in (
-            "",
-            ">",
-            "\n",
-            "<",
-        ) and end - at < _LONGEST_TAG:
-            end += 1
+        rest = yield from self._parser.span_ahead(_IN_TAG, _LONGEST_TAG, at)
+        character = yield from self._parser.peek(at + len(rest))
         if not character:
             return is_closed
-        tag = _tag_of(self._parser.scan.peek(at, end - at)) if character == ">" else None
+        tag = _tag_of(rest) if character == ">" else None
         assert self._parameters is not None
         is_any = is_closed and tag is not None and not tag.is_attribute
         return tag is not None and (is_any or self._parameters.may_follow(tag.name))
