@@ -270,10 +270,10 @@ def _draft_model(channel: EngineChannel, config: EngineConfig, built: Built) -> 
 def _grammars(config: EngineConfig, info: EngineInfo, wake: Callable[[], None]) -> Grammars:
     """Return the store of grammars, which opens the tokenizer when there is a request with one."""
     from mlx_tandem.engine.grammars.compiling import open_tokenizer
-    from mlx_tandem.engine.grammars.digits import EndingGrammars
+    from mlx_tandem.engine.grammars.digits import DigitLimitedGrammars
 
     tokenizer = partial(open_tokenizer, Path(config.model.path), info.vocab_size, info.eos_token_ids)
-    return EndingGrammars(tokenizer, info.vocab_size, wake)
+    return DigitLimitedGrammars(tokenizer, info.vocab_size, wake)
 
 
 def _open_blocks(

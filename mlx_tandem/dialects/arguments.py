@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 
 INVALID = "INVALID_JSON"
-"""The member of an object that has the text of arguments that are no JSON object."""
+"""The key under which a text that is no JSON object is wrapped."""
 
 
-def arguments_object(text: str) -> Any:
-    """Return the arguments of a call as an object that JSON can be made of.
+def arguments_in_reply(text: str) -> Any:
+    """Return the arguments of a call in the form in which a reply has them: an object that can be encoded as JSON.
 
-    Arguments that are no JSON object, such as those of an answer that was cut off, become the only member of an object,
-    as Anthropic recommends.
+    Text that is no JSON object, such as that of an answer that was cut off, is wrapped in an object, as Anthropic
+    recommends.
     """
     try:
         msgspec.json.decode(text or "{}", type=dict[str, Any])
@@ -26,6 +26,6 @@ def arguments_object(text: str) -> Any:
 def arguments_sent_back(value: Any) -> Any:
     """Return the arguments of a call in a message that a client sends back.
 
-    They are the text itself where `arguments_object` made an object of it.
+    If `arguments_in_reply` wrapped a text, return this text.
     """
     return value[INVALID] if isinstance(value, dict) and set(value) == {INVALID} else value

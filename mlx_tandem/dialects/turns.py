@@ -10,22 +10,26 @@ from mlx_tandem.generation.messages import ImageSource, image_field, image_url
 
 Message = dict[str, Any]
 
-FOLLOWS = "[An image, which the next message shows.]"
-UNSEEN = "[An image, which this model cannot see.]"
-LEFT_OUT = f"[An image, which is left out: a request has at most {limits.MAX_IMAGES}.]"
-"""What the result of a tool says in the place of an image: chat templates print results as text."""
+IMAGE_FOLLOWS = "[An image, which the next message shows.]"
+"""The note in a tool result in place of an image that becomes a turn of the user after the results."""
 
-UNREAD = "[A document, which this server cannot read.]"
-"""What it says in the place of a document that is no text."""
+IMAGE_UNSUPPORTED = "[An image, which this model cannot see.]"
+"""The note in place of an image if the model reads no images."""
+
+IMAGE_OVER_LIMIT = f"[An image, which is left out: a request has at most {limits.MAX_IMAGES}.]"
+"""The note in place of an image that the request has no room for."""
+
+DOCUMENT_UNSUPPORTED = "[A document, which this server cannot read.]"
+"""The note in place of a document that is not plain text."""
 
 
-class Unread(NamedTuple):
-    """A document in the result of a tool, by its field."""
+class UnsupportedDocument(NamedTuple):
+    """A document in a tool result that is not plain text, by its field in the request."""
 
     field: str
 
 
-Piece = str | ImageSource | Unread
+Piece = str | ImageSource | UnsupportedDocument
 """One part of a tool result: text, an image, or a document that cannot be read."""
 
 
@@ -64,7 +68,7 @@ class Turns:
 
     def end(self) -> Turns:
         """Return these turns, which are complete."""
-        self._show()
+        self._flush_images()
         return self
 
     def skip(self, role: str, field: str) -> None:
@@ -131,22 +135,22 @@ class Turns:
         self.messages.append(made)
         return made
 
-    def _in_result(self, piece: ImageSource | Unread) -> str:
+    def _in_result(self, piece: ImageSource | UnsupportedDocument) -> str:
         """Return what a tool's result says in the place of an image or a document. Images follow the results.
 
         Of more images than a request may have, the oldest ones are left out: a session that goes on has ever more.
         """
-        if isinstance(piece, Unread):
+        if isinstance(piece, UnsupportedDocument):
             self.skipped.append(f"{piece.field} document")
-            return UNREAD
+            return DOCUMENT_UNSUPPORTED
         if self._sees and self._surplus <= 0:
             self._waiting.append(piece)
-            return FOLLOWS
+            return IMAGE_FOLLOWS
         self._surplus -= 1
         self.skipped.append(f"{piece.field} image")
-        return LEFT_OUT if self._sees else UNSEEN
+        return IMAGE_OVER_LIMIT if self._sees else IMAGE_UNSUPPORTED
 
-    def _show(self) -> None:
+    def _flush_images(self) -> None:
         """Add the images of the results so far."""
         if self._waiting:
             images, self._waiting = self._waiting, []
@@ -154,7 +158,7 @@ class Turns:
 
     def _turn(self, role: str) -> Message:
         """Return the last turn if this piece joins it, or else a new one."""
-        self._show()
+        self._flush_images()
         if not self._messages or self._messages[-1]["role"] != role or role not in self._joined:
             self.messages.append({"role": role, "content": ""})
         return self._messages[-1]

@@ -153,8 +153,8 @@ class EngineCore:
     def _flush(self) -> None:
         """Send what there is to say in one frame, with the occupancy if it has changed."""
         started, preempted = self._scheduler.take_events()
-        if self._scheduler.has_lost_leavers:
-            self._scheduler.has_lost_leavers = False
+        if self._scheduler.abandoned_ended:
+            self._scheduler.abandoned_ended = False
             self._release_adapters()
             self._freed = True
         self._outbox += [m.Started(request, at) for request, at in started]

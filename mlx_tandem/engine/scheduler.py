@@ -23,6 +23,7 @@ from types import MappingProxyType
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
+from mlx_tandem.engine.abandoned import AbandonedPrefills
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
@@ -30,7 +31,6 @@ from mlx_tandem.engine.drafting import Drafting, predicted_of
 from mlx_tandem.engine.images import Images, Work, shift_at, shown
 from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.late_rows import LateRows
-from mlx_tandem.engine.leavers import Leavers
 from mlx_tandem.engine.masks import MaskMaker, masks_of_plan
 from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, UNKNOWN, Mask, Row, RowKind, StepPlan, StepResult
@@ -74,13 +74,13 @@ class Scheduler:
         self.mask_maker: MaskMaker | None = None  # the owner sets it before the first request
         self.images: Images | None = None  # the owner sets it before the first request; None: none are served
         self.queue = RunQueue(config, blocks, slots)
-        self._leavers = Leavers(blocks)
+        self._abandoned = AbandonedPrefills(blocks)
         self._late = LateRows(self.queue, vocab_size)
         self._sequences: dict[int, Sequence] = {}
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
         self._background: set[int] = set()  # requests made for training
         self._started: list[tuple[int, float]] = []  # for the next `take_events`
-        self.has_lost_leavers = False  # whether a sequence has ended whose client had left; the owner resets it
+        self.abandoned_ended = False  # whether a sequence has ended whose client had left; the owner resets it
         self._next_id = self._num_masked = 0  # the latter counts open choices
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -123,7 +123,7 @@ class Scheduler:
         for s in reversed(list(choices.values())):  # the siblings of the first come before it
             if choice is not None and s.choice != choice:
                 continue
-            if keep and self._leavers.take(s):
+            if keep and self._abandoned.keep(s):
                 self.drafting.forget(s)
             else:
                 self._end(s)
@@ -196,7 +196,7 @@ class Scheduler:
         """
         left_out = set() if background or not self.has_users else self._background
         rows: list[Row] = []
-        for s in self._leavers.lost():
+        for s in self._abandoned.reserve_or_list_lost():
             self._end(s)
         self._blocks.poll()
         if self._num_masked:
@@ -310,7 +310,7 @@ class Scheduler:
     def _end(self, s: Sequence) -> None:
         """End a sequence, whether it waits or runs."""
         self._blocks.forget(s)
-        self.has_lost_leavers |= self._leavers.drop(s)
+        self.abandoned_ended |= self._abandoned.drop(s)
         if s.is_masked and self.mask_maker is not None:
             self._num_masked -= 1
             self.mask_maker.forget(s.request.id, s.choice)
@@ -342,7 +342,7 @@ class Scheduler:
             if not row.sample or s is None:
                 continue
             assert drawn, "a row that samples draws"
-            if self._leavers and self._leavers.has_drawn(s, is_finite=is_finite):
+            if self._abandoned and self._abandoned.settle(s, is_finite=is_finite):
                 self._end(s)
                 continue
             if not is_finite:
@@ -418,7 +418,7 @@ class Scheduler:
         for s in self._sequences.values():
             s.is_pure = s.seat < 0
         self._blocks.distrust()
-        for s in self._leavers.here():
+        for s in self._abandoned.all():
             self._end(s)
         self._late.clear()
         if self.images is not None:

@@ -151,7 +151,7 @@ class AnswerReading:
         marks = () if self.form is None else self.form.marks
         parser = HarmonyParser if self.thoughts == HARMONY else None if tools is None else self._parser
         if parser is not None:
-            marks = (*marks, *parser.openers.texts, *parser.closers, *parser.others)
+            marks = (*marks, *parser.openers.texts, *parser.closers, *parser.extra_markers)
         return self._tokenizer.specials_in(marks)
 
 

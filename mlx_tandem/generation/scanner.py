@@ -72,7 +72,7 @@ class Scanner:
         self._text = self._text[self._at :] + text if self._at < len(self._text) else text
         self._at = 0
 
-    def skips(self, text: str) -> bool:
+    def try_skip(self, text: str) -> bool:
         """Return whether `text` can be passed over, because nothing is unread or held; count it if so."""
         if self._mark >= 0 or self._at < len(self._text):
             return False
@@ -181,7 +181,7 @@ class RoutineParser(ABC):
         """Return the events that the next piece of text completes."""
         waits = self._waits
         if (
-            waits is not None and waits[0].isdisjoint(text) and self.scan.skips(text)
+            waits is not None and waits[0].isdisjoint(text) and self.scan.try_skip(text)
         ):  # Fast path of almost every piece.
             return waits[1](text) if text else ()
         self.scan.feed(text)

@@ -33,7 +33,7 @@ from mlx_tandem.server.origins import Origins
 from mlx_tandem.server.prometheus import render
 from mlx_tandem.server.receiving import Receiving
 from mlx_tandem.server.root_path import RootPath
-from mlx_tandem.server.skipping import Skipping
+from mlx_tandem.server.skipping import WithSkippedHeader
 from mlx_tandem.server.stream_reply import StreamReply
 from mlx_tandem.server.text_reply import TextReply
 from mlx_tandem.server.whole_reply import WholeReply
@@ -151,7 +151,7 @@ def _answer(front: ServerFront, found: Any) -> ASGIApp:
     match found:
         case Plan():
             reply = StreamReply(front, found) if found.stream else WholeReply(front, found)
-            return Skipping(reply, found.skipped) if found.skipped else reply
+            return WithSkippedHeader(reply, found.skipped) if found.skipped else reply
         case bytes():
             return Response(found, media_type="application/json")
         case Iterator():

@@ -10,7 +10,7 @@ SKIPPED = b"x-tandem-skipped"
 """The name of the header."""
 
 
-class Skipping:
+class WithSkippedHeader:
     """A reply with the header, which has the fields of the request that were left out and what they were."""
 
     def __init__(self, reply: ASGIApp, fields: Sequence[str]):

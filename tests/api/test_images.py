@@ -16,7 +16,7 @@ from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_tandem.config import Config
-from mlx_tandem.dialects.turns import FOLLOWS
+from mlx_tandem.dialects.turns import IMAGE_FOLLOWS
 from mlx_tandem.generation.vision.client import _setup
 from mlx_tandem.generation.vision.layouts import LAYOUTS
 from mlx_tandem.generation.vision.messages import GroupJob, Job, Made
@@ -243,7 +243,7 @@ def test_an_image_of_a_tool_s_result_is_seen(seeing: Seeing) -> None:
     shown = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "", "tool_calls": [told]},
-        {"role": "tool", "tool_call_id": "t1", "content": FOLLOWS},
+        {"role": "tool", "tool_call_id": "t1", "content": IMAGE_FOLLOWS},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(ONE)}}]},
     ]
     same = seeing.server.client.post("/v1/chat/completions", json=asked | {"messages": shown}).json()

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from mlx_tandem import demo
 from mlx_tandem.engine.grammars.compiling import open_tokenizer
-from mlx_tandem.engine.grammars.digits import MOST_DIGITS, Digits, EndingGrammars
+from mlx_tandem.engine.grammars.digits import MOST_DIGITS, DigitLimitedGrammars, Digits
 from mlx_tandem.engine.masks import Place, allows
 from mlx_tandem.generation.grammar.constraint import Constraint, Pattern, Rules, Schema
 from mlx_tandem.generation.grammar.lark import grammar_of
@@ -34,7 +34,7 @@ def form(value: Any) -> Schema:
 
 def written(constrained: Any, wanted: list[int], most: int, said: str = "", seed: int = 0) -> tuple[str, bool]:
     """What comes of a model that takes the first of `wanted` that may follow, else any token; and whether it ended."""
-    grammars, random = EndingGrammars(lambda: TOKENIZER, VOCAB, lambda: None), Random(seed)
+    grammars, random = DigitLimitedGrammars(lambda: TOKENIZER, VOCAB, lambda: None), Random(seed)
     text = grammar_of(Constraint(constrained, "field"), {})
     request = Request(1, PROMPT, SamplingParams(max_tokens=most), grammar=Grammar(text.encode(), "field"))
     while not grammars.hold(request):
@@ -118,4 +118,4 @@ def test_every_double_and_long_integers_can_be_written() -> None:
     doubles = [repr(random.uniform(-1, 1) * 10.0 ** random.randint(-300, 300)) for _ in range(50)]
     for text in (*doubles, "5e-324", "1.7976931348623157e+308", str(2**256 - 1), str(-(2**63))):
         tokens = BACKEND.encode(text).ids
-        assert not any(digits.are_many(tokens[:end], 0) for end in range(len(tokens)))
+        assert not any(digits.is_at_limit(tokens[:end], 0) for end in range(len(tokens)))

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.arguments import arguments_sent_back
-from mlx_tandem.dialects.turns import Message, Piece, Turns, Unread
+from mlx_tandem.dialects.turns import Message, Piece, Turns, UnsupportedDocument
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.messages import ImageSource
 from mlx_tandem.strict_json import check_nested, convert
@@ -252,7 +252,7 @@ def _piece(given: Any, where: str) -> Piece:
             return "\n".join([title, source, *_texts(content, f"{where}.content")])
         case _Document(source, title, context):
             if source.type != "text" or source.data is None:
-                return Unread(where)
+                return UnsupportedDocument(where)
             return "\n".join(text for text in (title, context, source.data) if text is not None)
         case other:
             raise AssertionError(other)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mlx_tandem.dialects.anthropic.errors import error_body
-from mlx_tandem.dialects.arguments import arguments_object
+from mlx_tandem.dialects.arguments import arguments_in_reply
 from mlx_tandem.dialects.plan import Renderer
 from mlx_tandem.dialects.sse import event as sse
 from mlx_tandem.errors import TandemError
@@ -157,7 +157,7 @@ class MessageRenderer(Renderer):
                 "type": "tool_use",
                 "id": part.id,
                 "name": part.name,
-                "input": arguments_object("".join(part.pieces)),
+                "input": arguments_in_reply("".join(part.pieces)),
             }
         if part.kind == "text":
             return {"type": "text", "text": part.text}

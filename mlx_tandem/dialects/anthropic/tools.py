@@ -38,7 +38,7 @@ def offer(given: Sequence[Any] | None, choice: ToolChoice | None) -> Offer:
     skipped: list[str] = []
     for i, tool in enumerate(given or ()):
         where = f"tools[{i}]"
-        if (kind := _elsewhere(tool, where)) is not None:
+        if (kind := _kind_of_skipped(tool, where)) is not None:
             skipped.append(f"{where} {kind}")
         else:
             functions.append(_function(convert(tool, Tool, where)))
@@ -49,7 +49,7 @@ def offer(given: Sequence[Any] | None, choice: ToolChoice | None) -> Offer:
     return Offer(flat_tools_of(functions, *_choice(choice), places, skipped, schemas), tuple(skipped))
 
 
-def _elsewhere(tool: Any, where: str) -> str | None:
+def _kind_of_skipped(tool: Any, where: str) -> str | None:
     """Return the kind of a tool that cannot be called from here; None for a tool of the client's own.
 
     Raises InvalidRequest for an unknown type, and for a key that changes how the tool is offered.

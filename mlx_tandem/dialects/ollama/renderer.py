@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from mlx_tandem.dialects.arguments import arguments_object
+from mlx_tandem.dialects.arguments import arguments_in_reply
 from mlx_tandem.dialects.ollama.errors import error_body
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Renderer
@@ -178,4 +178,4 @@ class GenerateRenderer(OllamaRenderer):
 
 def _call_object(call: ToolCall) -> dict[str, Any]:
     """Return Ollama's object for a tool call."""
-    return {"id": call.id, "function": {"name": call.name, "arguments": arguments_object("".join(call.pieces))}}
+    return {"id": call.id, "function": {"name": call.name, "arguments": arguments_in_reply("".join(call.pieces))}}

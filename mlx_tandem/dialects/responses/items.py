@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.responses.tools import INPUT
-from mlx_tandem.dialects.turns import Piece, Turns, Unread
+from mlx_tandem.dialects.turns import Piece, Turns, UnsupportedDocument
 from mlx_tandem.errors import InvalidRequest, TooLarge
 from mlx_tandem.generation.messages import ImageSource
 from mlx_tandem.strict_json import check_nested, convert
@@ -219,7 +219,7 @@ def _result(output: str | Sequence[_Part], where: str) -> Iterator[Piece]:
     text = ""
     for i, part in enumerate(output):
         field = f"{where}[{i}]"
-        piece = Unread(field) if part.type == "input_file" else _piece(part, field)
+        piece = UnsupportedDocument(field) if part.type == "input_file" else _piece(part, field)
         if isinstance(piece, str):
             text += piece
             continue

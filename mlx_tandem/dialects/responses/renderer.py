@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mlx_tandem.dialects.arguments import arguments_object
+from mlx_tandem.dialects.arguments import arguments_in_reply
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Renderer
 from mlx_tandem.dialects.responses.tools import INPUT
@@ -332,7 +332,7 @@ def _custom_input(arguments: str) -> str:
 
     Arguments without an input are the input themselves: models that know the tool may call it as they learned to.
     """
-    given = arguments_object(arguments)
+    given = arguments_in_reply(arguments)
     found = msgspec.json.decode(given) if isinstance(given, msgspec.Raw) else {}
     text = found.get(INPUT)
     return text if isinstance(text, str) else arguments

@@ -42,7 +42,7 @@ class Digits:
         self._others = ~np.packbits(np.array(begins, bool), bitorder="little")  # the tokens that begin with no digit
         self._letter = next((texts.index(bytes([c])) for c in _LETTERS if bytes([c]) in texts), None)
 
-    def are_many(self, tokens: Sequence[int], begin: int) -> bool:
+    def is_at_limit(self, tokens: Sequence[int], begin: int) -> bool:
         """Return whether the output `tokens[begin:]` ends with as many digits as may follow each other."""
         digits = 0
         for at in range(len(tokens) - 1, begin - 1, -1):
@@ -52,7 +52,7 @@ class Digits:
                 break
         return digits >= MOST_DIGITS
 
-    def without(self, mask: Mask) -> Mask:
+    def without_digits(self, mask: Mask) -> Mask:
         """Remove the tokens that begin with a digit from a mask inside a number.
 
         A mask that allows a letter is not inside a number and is returned unchanged. So is a mask that allows digits
@@ -67,7 +67,7 @@ class Digits:
         return rest.tobytes() if rest.any() else mask
 
 
-class EndingGrammars(Grammars):
+class DigitLimitedGrammars(Grammars):
     """The grammars of open requests, with a limit on consecutive digits in JSON."""
 
     def __init__(self, open_tokenizer: Callable[[], LLTokenizer], vocab_size: int, wake: Callable[[], None]):
@@ -83,14 +83,14 @@ class EndingGrammars(Grammars):
 
     def masks(self, places: Sequence[Place]) -> list[Mask | None]:
         """Return which tokens may follow at each place, as `Grammars` does."""
-        return [self._ended(place, mask) for place, mask in zip(places, super().masks(places), strict=True)]
+        return [self._limited(place, mask) for place, mask in zip(places, super().masks(places), strict=True)]
 
-    def _ended(self, place: Place, mask: Mask | None) -> Mask | None:
+    def _limited(self, place: Place, mask: Mask | None) -> Mask | None:
         """Return the mask at a place, without digits if the text there ends with too many."""
         digits = self._digits
         assert digits is not None
-        if mask and digits.are_many(place.tokens, len(place.request.prompt)) and _has_json(place.request):
-            return digits.without(mask)
+        if mask and digits.is_at_limit(place.tokens, len(place.request.prompt)) and _has_json(place.request):
+            return digits.without_digits(mask)
         return mask
 
 

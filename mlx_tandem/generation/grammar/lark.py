@@ -11,8 +11,8 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from mlx_tandem.generation.grammar.constraint import Call, Calls, Constraint, OneOf, Pattern, Rules, Schema, Thought
-from mlx_tandem.generation.grammar.free import with_depth
 from mlx_tandem.generation.grammar.schemas import SchemaError, checked
+from mlx_tandem.generation.grammar.unrestricted import with_depth
 from mlx_tandem.generation.templates.shields import texts
 
 WHITESPACE = r"( |\n {0,64})"

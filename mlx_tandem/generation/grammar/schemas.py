@@ -13,7 +13,7 @@ import jsonschema_rs
 from llguidance import LLMatcher
 
 from mlx_tandem.generation.grammar.alternatives import are_disjoint
-from mlx_tandem.generation.grammar.idle import OTHER_FORMATS, bind_names, drop_idle, names_allowed
+from mlx_tandem.generation.grammar.simplify import OTHER_FORMATS, bind_names, drop_redundant, names_allowed
 
 UNSUPPORTED = frozenset(
     """
@@ -139,7 +139,7 @@ class _Walk:
 
     def _check(self, part: dict[str, Any], path: Path) -> None:
         """Raise SchemaError for a keyword of this object that cannot be enforced, and drop those without effect."""
-        drop_idle(part)
+        drop_redundant(part)
         for pattern in list(part.get("patternProperties", ())):
             why = _problem_of_pattern(pattern)
             if part.get("additionalProperties") is False and not why:

@@ -13,7 +13,7 @@ from mlx_tandem.generation.parts import Part
 from mlx_tandem.generation.templates.call_forms import CONVERSATION, FORMS, TOOLS, CallForm, prints_call
 from mlx_tandem.generation.templates.contents import GREETING, ContentForm, form_of, in_form
 from mlx_tandem.generation.templates.messages import Failed, Rendered, Setup, decode_answer
-from mlx_tandem.generation.templates.turn_forms import TurnForm, prints_all, questions
+from mlx_tandem.generation.templates.turn_forms import TurnForm, prints_all, probes
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.generation.tool_history import Message, with_missing_results
 from mlx_tandem.isolation.frames import encode
@@ -170,17 +170,17 @@ class ChatTemplate:
         return None
 
     async def _turn_form(self, form: TurnForm, *, tools: bool) -> TurnForm:
-        """Return `form` with the first values for each question with which the template shows all of a conversation.
+        """Return `form` with the first values for each probe with which the template shows all of a conversation.
 
-        A question for which there are no such values changes nothing. `tools` says whether the template always gets
+        A probe for which there are no such values changes nothing. `tools` says whether the template always gets
         tools.
         """
-        for question in questions(form.calls != "none"):
-            for values in question.values:
+        for probe in probes(form.calls != "none"):
+            for values in probe.values:
                 asked = form._replace(**values)
-                messages = asked.messages(question.conversation)
-                parts = await self._parts(messages, tools=tools or question.has_calls)
-                if parts is not None and prints_all(parts, question.conversation):
+                messages = asked.messages(probe.conversation)
+                parts = await self._parts(messages, tools=tools or probe.has_calls)
+                if parts is not None and prints_all(parts, probe.conversation):
                     form = asked
                     break
         return form

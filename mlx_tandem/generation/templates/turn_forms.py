@@ -169,8 +169,8 @@ def _contents(contents: Sequence[Any]) -> Any:
     return parts
 
 
-class Question(NamedTuple):
-    """A conversation that shows what a template accepts, and the values of some fields, the usual ones first."""
+class Probe(NamedTuple):
+    """A conversation that shows what a template accepts, and values of `TurnForm` to try, the usual ones first."""
 
     conversation: Sequence[Message]
     values: Sequence[Mapping[str, Any]]
@@ -181,25 +181,25 @@ class Question(NamedTuple):
         return any(map(calls_of, self.conversation))
 
 
-def questions(calls: bool) -> Iterator[Question]:
-    """Yield the questions by which the form is found, in their order.
+def probes(calls: bool) -> Iterator[Probe]:
+    """Yield the probes by which the form is found, in their order.
 
     `calls` says whether the template prints tool calls.
     """
     if calls:
         asked = _conversation("user call result assistant user call result assistant user")
         asked = [_without_id(m) if i < 3 else _with_long_id(m) for i, m in enumerate(asked)]
-        yield Question(asked, tuple({"ids": ids} for ids in ("any", "given", "short")))
+        yield Probe(asked, tuple({"ids": ids} for ids in ("any", "given", "short")))
         asked = _conversation("user calls assistant user")
-        yield Question(asked, ({"calls": "many"}, {"calls": "one"}))
+        yield Probe(asked, ({"calls": "many"}, {"calls": "one"}))
     roles = "assistant user user assistant assistant user" + " call result user" * calls
     kinds = ({"alternates": False}, {"alternates": True}, {"alternates": True, "filler": "OK."})
-    yield Question(_conversation(roles), kinds)
+    yield Probe(_conversation(roles), kinds)
     asked = _conversation("system system user assistant system user system assistant user")
-    yield Question(asked, tuple({"systems": kind} for kind in ("anywhere", "beginning", "first", "nowhere")))
-    yield Question(_conversation("system"), ({"needs_user": False}, {"needs_user": True}))
+    yield Probe(asked, tuple({"systems": kind} for kind in ("anywhere", "beginning", "first", "nowhere")))
+    yield Probe(_conversation("system"), ({"needs_user": False}, {"needs_user": True}))
     asked = _conversation("user result user assistant user")
-    yield Question(asked, ({"early_results": True}, {"early_results": False}))
+    yield Probe(asked, ({"early_results": True}, {"early_results": False}))
 
 
 def prints_all(parts: Sequence[Part], conversation: Sequence[Message]) -> bool:

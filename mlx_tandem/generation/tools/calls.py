@@ -50,7 +50,7 @@ class CallParser(RoutineParser):
     openers: ClassVar[Markers]
     closers: ClassVar[tuple[str, ...]] = ()
     """The markers that end what an opener begins. All of them may be missing."""
-    others: ClassVar[tuple[str, ...]] = ()
+    extra_markers: ClassVar[tuple[str, ...]] = ()
     """Markers besides the openers and closers, as far as they may be special tokens."""
     mark: ClassVar[str] = ""
     """The family's own mark at both ends of a text in arguments."""
@@ -73,7 +73,7 @@ class CallParser(RoutineParser):
         self._call = -1
         self._reread = 0
         self._is_at_line = True  # whether the content ends with a line break, or is empty
-        self._followers = (*self.openers.texts, *self.closers, *self.others)
+        self._followers = (*self.openers.texts, *self.closers, *self.extra_markers)
 
     @abstractmethod
     def calls(self, opener: str) -> Routine[None]:
@@ -93,7 +93,7 @@ class CallParser(RoutineParser):
             self.scan.back(len(opener))
         self.scan.hold()
         try:
-            while opener and not is_part and (yield from self.passed(opener)):
+            while opener and not is_part and (yield from self.accept(opener)):
                 pass
             if opener or self._begins((yield from self.gap())):
                 yield from self.calls("" if is_part else opener)
@@ -129,7 +129,7 @@ class CallParser(RoutineParser):
         return self._reread <= 4 * self.scan.read + _REREAD_FREELY
 
     @property
-    def begun(self) -> int:
+    def call_count(self) -> int:
         """The number of calls so far."""
         return self._call + 1
 
@@ -167,7 +167,7 @@ class CallParser(RoutineParser):
         """Return the event of a piece of the arguments of the call that has begun."""
         return (ToolCallArguments(self.choice, self._call, text),) if text else ()
 
-    def end(self) -> None:
+    def checkpoint(self) -> None:
         """Note that a call, or a part of it, is complete. After a failure the text from here on is read again."""
         self.scan.hold()
 
@@ -182,7 +182,7 @@ class CallParser(RoutineParser):
             return
         yield from self.begin(name, id)
         yield from self.arguments("" if self.is_cut else "{}")
-        self.end()
+        self.checkpoint()
 
     def values(self, texts: Collection[str] = (), *, is_python: bool = False) -> ValueReader:
         """Return a reader of the values of one call. The values of the keys `texts` are known to be texts.
@@ -191,7 +191,7 @@ class CallParser(RoutineParser):
         """
         return ValueReader(self, self._followers, mark=self.mark, texts=texts, is_python=is_python)
 
-    def opening(self, name: str, id: str = "", *, spaced: bool = False) -> JsonWriter:
+    def argument_writer(self, name: str, id: str = "", *, spaced: bool = False) -> JsonWriter:
         """Return a writer of the arguments of a call. The call begins with their first piece.
 
         With `spaced`, the white space in the arguments is the writer's own.
@@ -211,26 +211,26 @@ class CallParser(RoutineParser):
         """
         if (yield from self.gap()) != "{" or not NAME.fullmatch(name):
             raise Malformed
-        before, out = self._call, self.opening(name, id)
+        before, out = self._call, self.argument_writer(name, id)
         try:
             yield from reader.object(out, keyed=True)
         except Malformed:
             if self._call != before:
                 yield from self.complete(out)
-                self.end()
+                self.checkpoint()
             raise
-        self.end()
+        self.checkpoint()
 
     def end_section(self, before: int) -> Routine[None]:
         """Read the closer of a section, which may be missing. There were `before` calls when the section began.
 
         An empty section on a line of its own is left out. Raises Malformed for any other section without a call.
         """
-        closer = yield from self.passed(*self.closers)
-        if self.begun == before and not (closer and self._is_at_line):
+        closer = yield from self.accept(*self.closers)
+        if self.call_count == before and not (closer and self._is_at_line):
             raise Malformed
         if closer:
-            self.end()
+            self.checkpoint()
 
     def gap(self) -> Routine[str]:
         """Read white space inside a call; return the character after it, or an empty string at the end of the text."""
@@ -244,7 +244,7 @@ class CallParser(RoutineParser):
             raise Malformed
         return name
 
-    def passed(self, *texts: str) -> Routine[str]:
+    def accept(self, *texts: str) -> Routine[str]:
         """Read and return one of `texts`, with the white space before it. If none comes next, read nothing."""
         found, at = yield from self.ahead(texts)
         if not found:

@@ -35,4 +35,4 @@ class DeepSeek32Parser(SectionParser):
 
     openers = Markers("<｜DSML｜function_calls>", "<｜DSML｜invoke")
     closers = ("</｜DSML｜function_calls>",)
-    others = ("｜DSML｜",)
+    extra_markers = ("｜DSML｜",)

@@ -14,26 +14,26 @@ class DeepSeekParser(CallParser):
 
     openers = Markers(_OPEN, _BEGIN)
     closers = (_CLOSE,)
-    others = (_NAME, _END, "```")
+    extra_markers = (_NAME, _END, "```")
 
     def calls(self, opener: str) -> Routine[None]:
         """Read the calls of one section, or one call without a section."""
-        before = self.begun
-        while opener == _BEGIN or (yield from self.passed(_BEGIN)):
+        before = self.call_count
+        while opener == _BEGIN or (yield from self.accept(_BEGIN)):
             opener = ""
             yield from self.gap()
             name = yield from self.name()
-            if not (yield from self.passed(_NAME)):
+            if not (yield from self.accept(_NAME)):
                 raise Malformed
-            fence = yield from self.passed("```json", "```")
+            fence = yield from self.accept("```json", "```")
             if not fence and name == "function" and NAME_CHARACTERS.match((yield from self.gap())):
                 name = yield from self.name()
-                fence = yield from self.passed("```json", "```")
+                fence = yield from self.accept("```json", "```")
             yield from self.object_or_nothing(name)
             if fence:
-                yield from self.passed("```")
-            yield from self.passed(_END)
-            self.end()
+                yield from self.accept("```")
+            yield from self.accept(_END)
+            self.checkpoint()
         yield from self.end_section(before)
 
 

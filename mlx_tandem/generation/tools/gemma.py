@@ -12,7 +12,7 @@ class FunctionGemmaParser(SectionParser):
     openers = Markers("<start_function_call>")
     closers = ("<end_function_call>",)
     mark = "<escape>"
-    others = ("<escape>",)
+    extra_markers = ("<escape>",)
 
 
 class Gemma4Parser(SectionParser):
@@ -21,4 +21,4 @@ class Gemma4Parser(SectionParser):
     openers = Markers("<|tool_call>")
     closers = ("<tool_call|>",)
     mark = '<|"|>'
-    others = ('<|"|>',)
+    extra_markers = ('<|"|>',)

@@ -11,4 +11,4 @@ class GlmParser(SectionParser):
 
     openers = Markers("<tool_call>", "<function")
     closers = ("</tool_call>",)
-    others = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    extra_markers = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")

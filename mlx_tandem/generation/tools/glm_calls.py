@@ -33,7 +33,7 @@ def read_keyed(parser: CallParser, name: str) -> Routine[None]:
 
     closer = _VALUE_END
     try:
-        while closer == KEY or (closer == _VALUE_END and (yield from parser.passed(KEY))):
+        while closer == KEY or (closer == _VALUE_END and (yield from parser.accept(KEY))):
             key = (yield from parser.span(_NAME, LONGEST_NAME)).strip()
             yield from parser.expect(_KEY_END)
             yield from parser.gap()
@@ -43,4 +43,4 @@ def read_keyed(parser: CallParser, name: str) -> Routine[None]:
         yield from parameters.close()
         raise
     yield from parameters.close()
-    parser.end()
+    parser.checkpoint()

@@ -33,7 +33,7 @@ class HarmonyParser(CallParser):
     """
 
     openers = Markers(_START, _CHANNEL, *_ENDS)
-    others = (_MESSAGE, _CONSTRAIN)
+    extra_markers = (_MESSAGE, _CONSTRAIN)
     form = CallForm(f"{_CHANNEL}commentary to=functions.", f" {_CONSTRAIN}json{_MESSAGE}", "<|call|>")
 
     def __init__(self, choice: int, tools: Tools):
@@ -73,7 +73,7 @@ class HarmonyParser(CallParser):
             header = " to="
         while len(header) < _LONGEST_HEADER:
             header += yield from self.span(_HEADER_PART, _LONGEST_HEADER)
-            marker = yield from self.passed(_CHANNEL, _MESSAGE, _CONSTRAIN)
+            marker = yield from self.accept(_CHANNEL, _MESSAGE, _CONSTRAIN)
             if not marker:
                 raise Malformed
             if marker == _MESSAGE:
@@ -126,12 +126,12 @@ class HarmonyParser(CallParser):
 
     def _call_of(self, name: str) -> Routine[None]:
         """Read the arguments of a call, which are an object or nothing. Raises Malformed."""
-        fence = yield from self.passed("```json", "```")
+        fence = yield from self.accept("```json", "```")
         yield from self.object_or_nothing(name)
         if fence:
-            yield from self.passed("```")
+            yield from self.accept("```")
         yield from self.gap()
-        self.end()
+        self.checkpoint()
 
 
 def _is_header(header: str) -> bool:

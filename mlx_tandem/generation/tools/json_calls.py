@@ -32,8 +32,8 @@ class _Parts:
     id: str = ""
     arguments: str | None = None
     """The arguments, as long as they wait for the name."""
-    others: list[str] = field(default_factory=list)
-    """What stands beside these in the object, each a key with its value. It becomes text behind the call."""
+    surplus: list[str] = field(default_factory=list)
+    """The other pairs of the object, each a key with its value. They become text after the call."""
     begun: bool = False
     in_pair: bool = False
     """Whether a key or a value was not read to its end."""
@@ -45,8 +45,8 @@ def read_calls(parser: CallParser, *, offered_only: bool = False) -> Routine[Non
     With `offered_only`, a name that the request does not offer makes no call, nor does an object with other keys than
     those of a call. Raises Malformed where no call is.
     """
-    fence = yield from parser.passed(*FENCES)
-    in_list = bool((yield from parser.passed("[")))
+    fence = yield from parser.accept(*FENCES)
+    in_list = bool((yield from parser.accept("[")))
     while True:
         reader = parser.values()
         if in_list:
@@ -54,16 +54,16 @@ def read_calls(parser: CallParser, *, offered_only: bool = False) -> Routine[Non
         if (yield from parser.gap()) != "{":
             raise Malformed
         yield from _read_object(parser, reader, _Parts(), offered_only=offered_only)
-        parser.end()
+        parser.checkpoint()
         yield from _skip_surplus(parser, "}")
-        if in_list and (yield from parser.passed("]")):
+        if in_list and (yield from parser.accept("]")):
             in_list = False
-            parser.end()
+            parser.checkpoint()
             yield from _skip_surplus(parser, "]")
         if not (yield from _another(parser)):
             break
-    if fence and (yield from parser.passed("```")):
-        parser.end()
+    if fence and (yield from parser.accept("```")):
+        parser.checkpoint()
 
 
 def _another(parser: CallParser) -> Routine[bool]:
@@ -73,7 +73,7 @@ def _another(parser: CallParser) -> Routine[bool]:
         return True
     if not divider or (yield from parser.ahead(("{",), at + 1))[0] != "{":
         return False
-    yield from parser.passed(divider)
+    yield from parser.accept(divider)
     return True
 
 
@@ -84,8 +84,8 @@ def _skip_surplus(parser: CallParser, closer: str) -> Routine[None]:
         found, at = yield from parser.ahead((closer,))
         if not found or (yield from parser.ahead(ends, at + 1))[0] is None:
             return
-        yield from parser.passed(closer)
-        parser.end()
+        yield from parser.accept(closer)
+        parser.checkpoint()
 
 
 def _read_object(parser: CallParser, reader: ValueReader, parts: _Parts, *, offered_only: bool) -> Routine[None]:
@@ -95,20 +95,20 @@ def _read_object(parser: CallParser, reader: ValueReader, parts: _Parts, *, offe
     except Malformed:
         known = parts.arguments is not None or parts.name in parser.tools.functions
         if parts.begun:
-            yield from parser.text(", ".join(parts.others))
+            yield from parser.text(", ".join(parts.surplus))
         if parts.begun or parts.in_pair or not known or not parser.is_at_end:
             raise
     if parts.begun:
-        yield from parser.text(", ".join(parts.others))
+        yield from parser.text(", ".join(parts.surplus))
         return
-    if not parts.name or (parts.arguments is None and (parts.others or offered_only)):
+    if not parts.name or (parts.arguments is None and (parts.surplus or offered_only)):
         raise Malformed
-    if offered_only and (parts.others or parts.name not in parser.tools.functions):
+    if offered_only and (parts.surplus or parts.name not in parser.tools.functions):
         raise Malformed
     yield from parser.begin(parts.name, parts.id)
     yield from parser.arguments(parts.arguments or ("" if parser.is_cut else "{}"))
-    parser.end()
-    yield from parser.text(", ".join(parts.others))
+    parser.checkpoint()
+    yield from parser.text(", ".join(parts.surplus))
 
 
 def _read_pairs(parser: CallParser, reader: ValueReader, parts: _Parts, *, offered_only: bool) -> Routine[None]:
@@ -144,7 +144,7 @@ def _read_pairs(parser: CallParser, reader: ValueReader, parts: _Parts, *, offer
         else:
             value = yield from _kept(reader)
             if key not in _OTHERS and key not in IDS:
-                parts.others.append(f"{quoted(key)}: {value}")
+                parts.surplus.append(f"{quoted(key)}: {value}")
         parts.in_pair = False
 
 
@@ -152,7 +152,7 @@ def _read_arguments(
     parser: CallParser, reader: ValueReader, parts: _Parts, first: str, *, offered_only: bool
 ) -> Routine[None]:
     """Read the arguments: an object, the text of one, or null. They are said at once if the name is known."""
-    if first == "{" and parts.name and not (offered_only and parts.others):
+    if first == "{" and parts.name and not (offered_only and parts.surplus):
         yield from _begin(parser, reader, parts)
         return
     made: str | None = yield from _kept(reader)
@@ -168,11 +168,11 @@ def _read_arguments(
 
 def _begin(parser: CallParser, reader: ValueReader, parts: _Parts) -> Routine[None]:
     """Read the arguments of a call whose name is known, and say them while they come."""
-    before = parser.begun
+    before = parser.call_count
     try:
         yield from parser.object(parts.name, parts.id, reader)
     finally:
-        parts.begun = parser.begun != before
+        parts.begun = parser.call_count != before
 
 
 def _kept(reader: ValueReader) -> Routine[str]:

@@ -17,24 +17,24 @@ class KimiParser(CallParser):
 
     openers = Markers(OPEN, _BEGIN)
     closers = (CLOSE,)
-    others = (_ARGUMENTS, _END)
+    extra_markers = (_ARGUMENTS, _END)
     form = CallForm(f"{OPEN}{_BEGIN}functions.", f":0{_ARGUMENTS}", f"{_END}{CLOSE}")
 
     def calls(self, opener: str) -> Routine[None]:
         """Read the calls of one section, or one call without a section."""
-        before = self.begun
-        while opener == _BEGIN or (yield from self.passed(_BEGIN)):
+        before = self.call_count
+        while opener == _BEGIN or (yield from self.accept(_BEGIN)):
             opener = ""
             yield from self.gap()
             id = yield from self.name()
             match = _ID.fullmatch(id)
             name = match.group(1) if match else id
-            if (yield from self.passed(_ARGUMENTS)):
+            if (yield from self.accept(_ARGUMENTS)):
                 yield from self.object_or_nothing(name, id if ":" in id else "")
             elif name in self.tools.functions:
                 yield from self.object(name, id if ":" in id else "", self.values())
             else:
                 raise Malformed
-            yield from self.passed(_END)
-            self.end()
+            yield from self.accept(_END)
+            self.checkpoint()
         yield from self.end_section(before)

@@ -21,7 +21,7 @@ class MistralParser(SectionParser):
 
     openers = Markers(_OPEN)
     closers = ("[/TOOL_CALLS]",)
-    others = (_ARGUMENTS, _ID)
+    extra_markers = (_ARGUMENTS, _ID)
     keeps_ids = True
     starts = "{["
 
@@ -39,15 +39,15 @@ class MistralParser(SectionParser):
             yield from read_calls(self)
         else:
             name, id = (yield from self.name()), ""
-            if (yield from self.passed(_ID)):
+            if (yield from self.accept(_ID)):
                 yield from self.gap()
                 id = yield from self.span(_ID_CHARACTERS, 64)
-            if (yield from self.passed(_ARGUMENTS)):
+            if (yield from self.accept(_ARGUMENTS)):
                 yield from self.object_or_nothing(name, id)
             else:
                 yield from self.object(name, id, self.values())
-        if (yield from self.passed(*self.closers)):
-            self.end()
+        if (yield from self.accept(*self.closers)):
+            self.checkpoint()
 
 
 class MistralHeaderParser(MistralParser):

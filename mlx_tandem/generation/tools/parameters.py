@@ -40,7 +40,7 @@ class Parameters:
         self._has_begun = False
         self._seen: set[str] = set()
         self._wrapped: _Wrapped | None = None
-        parser.end()
+        parser.checkpoint()
 
     def may_follow(self, key: str) -> bool:
         """Return whether a parameter `key` may follow one whose own end is missing."""
@@ -94,7 +94,7 @@ class Parameters:
                 break
             yield from value.push(closer)
         yield from value.close(is_cut=parser.is_cut and closer is None)
-        parser.end()
+        parser.checkpoint()
         if closer is None:
             raise Malformed
         return closer.lstrip("\n")

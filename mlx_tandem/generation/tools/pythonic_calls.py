@@ -14,31 +14,31 @@ def read_pythonic(parser: CallParser, *, offered_only: bool = False) -> Routine[
 
     With `offered_only`, a name that the request does not offer makes no call. Raises Malformed.
     """
-    in_list = bool((yield from parser.passed("[")))
+    in_list = bool((yield from parser.accept("[")))
     while True:
         yield from parser.gap()
         name = yield from parser.name()
-        if (offered_only and name not in parser.tools.functions) or not (yield from parser.passed("(")):
+        if (offered_only and name not in parser.tools.functions) or not (yield from parser.accept("(")):
             raise Malformed
         reader = parser.values(is_python=True)
         if in_list:
             reader.open.append(("]", "calls"))
         reader.open.append((")", "arguments"))
-        out = parser.opening(name, spaced=True)
-        before = parser.begun
+        out = parser.argument_writer(name, spaced=True)
+        before = parser.call_count
         try:
             yield from _read_arguments(parser, reader, out, name)
         except Malformed:
-            if parser.begun != before:
+            if parser.call_count != before:
                 yield from parser.complete(out)
-                parser.end()
+                parser.checkpoint()
             raise
-        parser.end()
-        if not (yield from parser.passed(",")):
+        parser.checkpoint()
+        if not (yield from parser.accept(",")):
             break
-    if in_list and not (yield from parser.passed("]")) and not parser.is_at_end:
+    if in_list and not (yield from parser.accept("]")) and not parser.is_at_end:
         raise Malformed
-    parser.end()
+    parser.checkpoint()
 
 
 def _read_arguments(parser: CallParser, reader: ValueReader, out: JsonWriter, name: str) -> Routine[None]:
@@ -49,7 +49,7 @@ def _read_arguments(parser: CallParser, reader: ValueReader, out: JsonWriter, na
     first = yield from parser.gap()
     if first == "{" and (not keys or "object" not in types_of(properties[keys[0]], schema)):
         yield from reader.object(out, keyed=True)
-        yield from parser.passed(")")
+        yield from parser.accept(")")
         return
     count = 0
     while first != ")":

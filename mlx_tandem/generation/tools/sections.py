@@ -25,8 +25,8 @@ class SectionParser(CallParser):
         """Read the calls of one section, or one call without a section."""
         if opener in OPENERS:
             yield from TaggedCall(self, OPENERS[opener], is_bare=True).read()
-            yield from self.passed(*self.closers)
-            self.end()
+            yield from self.accept(*self.closers)
+            self.checkpoint()
         elif not opener:
             yield from self.bare()
         else:
@@ -41,7 +41,7 @@ class SectionParser(CallParser):
 
     def _section(self) -> Routine[None]:
         """Read calls up to the closer, or as long as they come."""
-        before = self.begun
+        before = self.call_count
         while not (yield from self.ahead(self.closers))[0] and (yield from self._body()):
             pass
         yield from self.end_section(before)
@@ -52,7 +52,7 @@ class SectionParser(CallParser):
         if found in OPENERS:
             yield from read_tagged(self)
         elif found in _CALLS:
-            yield from self.passed(found)
+            yield from self.accept(found)
             name = yield from self.name()
             yield from self.object(name, "", self.values(self._texts(name)))
         elif found in ("{", "```") or (found and (yield from self._is_json())):
@@ -82,7 +82,9 @@ class SectionParser(CallParser):
         following, _ = yield from self.ahead((KEY, "{", "(", *self.closers), at + len(name))
         if not name or following is None or (following != KEY and name not in self.tools.functions):
             return False
-        if not following and KEY not in self.others:  # a name at the end of the text, in a family without such calls
+        if (
+            not following and KEY not in self.extra_markers
+        ):  # a name at the end of the text, in a family without such calls
             return False
         if following == "(":
             yield from read_pythonic(self)

@@ -115,7 +115,7 @@ class TaggedCall:
         if is_closed and (name in parser.tools.functions or not self._is_bare):
             yield from parser.begin(name)
             yield from parser.arguments("{}")
-            parser.end()
+            parser.checkpoint()
             return
         following, _ = yield from parser.ahead((tags.opener, tags.call_closer, "{", *parser.closers))
         offered = name in parser.tools.functions
@@ -124,8 +124,8 @@ class TaggedCall:
         if following == "{":
             yield from parser.gap()
             yield from parser.object(name, "", parser.values())
-            yield from parser.passed(tags.call_closer)
-            parser.end()
+            yield from parser.accept(tags.call_closer)
+            parser.checkpoint()
             return
         yield from parser.begin(name)
         self._parameters = Parameters(parser, name)
@@ -135,8 +135,8 @@ class TaggedCall:
             yield from self._parameters.close()
             raise
         yield from self._parameters.close()
-        yield from parser.passed(tags.call_closer)
-        parser.end()
+        yield from parser.accept(tags.call_closer)
+        parser.checkpoint()
 
     def _read_parameters(self, parameters: Parameters) -> Routine[None]:
         """Read the parameters up to the end of the call, which stays unread."""
@@ -145,7 +145,7 @@ class TaggedCall:
         while True:
             if closer == tags.call_closer:
                 return
-            if closer == tags.closer and not (yield from parser.passed(tags.opener)):
+            if closer == tags.closer and not (yield from parser.accept(tags.opener)):
                 return
             tag = yield from self._tag()
             self._is_framed = tags.framed and (yield from parser.peek()) == "\n"
@@ -195,5 +195,5 @@ class TaggedCall:
 
 def read_tagged(parser: CallParser) -> Routine[None]:
     """Read calls as long as they come. Raises Malformed for one that breaks off."""
-    while opener := (yield from parser.passed(*OPENERS)):
+    while opener := (yield from parser.accept(*OPENERS)):
         yield from TaggedCall(parser, OPENERS[opener], is_bare=False).read()

@@ -17,7 +17,7 @@ from mlx_tandem.dialects.anthropic.errors import error_body
 from mlx_tandem.dialects.anthropic.messages import chat_form, is_prefill
 from mlx_tandem.dialects.anthropic.renderer import AtLimit, MessageRenderer
 from mlx_tandem.dialects.anthropic.tools import offer
-from mlx_tandem.dialects.turns import FOLLOWS, LEFT_OUT, UNREAD, UNSEEN
+from mlx_tandem.dialects.turns import DOCUMENT_UNSUPPORTED, IMAGE_FOLLOWS, IMAGE_OVER_LIMIT, IMAGE_UNSUPPORTED
 from mlx_tandem.errors import (
     EngineDied,
     Forbidden,
@@ -426,8 +426,8 @@ def test_pieces_of_results() -> None:
         "The tool WebFetch can be called now.",
         *("T", "s", "x", "y"),
         *("D", "c", "abc"),
-        UNREAD,
-        UNSEEN,
+        DOCUMENT_UNSUPPORTED,
+        IMAGE_UNSUPPORTED,
     ]
 
 
@@ -442,12 +442,12 @@ def test_images_of_results_follow_the_results_where_the_model_sees() -> None:
     turns = chat_form(None, sent, sees=True)
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aQ=="}}
     assert turns.messages == [
-        {"role": "tool", "tool_call_id": "t1", "content": f"a\n{FOLLOWS}"},
-        {"role": "tool", "tool_call_id": "t2", "content": f"Error:\n{FOLLOWS}"},
+        {"role": "tool", "tool_call_id": "t1", "content": f"a\n{IMAGE_FOLLOWS}"},
+        {"role": "tool", "tool_call_id": "t2", "content": f"Error:\n{IMAGE_FOLLOWS}"},
         {"role": "tool", "tool_call_id": "t3", "content": "c"},
         {"role": "user", "content": [url, url, {"type": "text", "text": "d"}]},
         {"role": "assistant", "content": "", "tool_calls": [ANY]},
-        {"role": "tool", "tool_call_id": "t1", "content": FOLLOWS},
+        {"role": "tool", "tool_call_id": "t1", "content": IMAGE_FOLLOWS},
         {"role": "user", "content": [url]},
     ]
     assert turns.fields == {
@@ -465,7 +465,7 @@ def test_the_oldest_images_of_results_are_left_out_if_there_are_too_many(own: in
     turns = chat_form(None, sent, sees=True)
     results = [m["content"] for m in turns.messages if m["role"] == "tool"]
     assert turns.skipped == [f"messages[1].content[{i}].content[0].source image" for i in range(2 + own)]
-    assert results == [LEFT_OUT] * (2 + own) + [FOLLOWS] * (most - own)
+    assert results == [IMAGE_OVER_LIMIT] * (2 + own) + [IMAGE_FOLLOWS] * (most - own)
 
 
 # --- fields --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from mlx_tandem.dialects.ollama.models import _in_words
 from mlx_tandem.dialects.ollama.plans import _sampling
 from mlx_tandem.dialects.ollama.renderer import ChatRenderer, GenerateRenderer, OllamaRenderer
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
-from mlx_tandem.dialects.turns import FOLLOWS, UNSEEN
+from mlx_tandem.dialects.turns import IMAGE_FOLLOWS, IMAGE_UNSUPPORTED
 from mlx_tandem.errors import EngineDied, InvalidRequest
 from mlx_tandem.generation.answers import Spoken
 from mlx_tandem.generation.events import Finish, PromptRead, ReasoningDelta, TextDelta, Usage
@@ -125,14 +125,14 @@ def test_images_of_results_follow_the_results_where_the_model_sees() -> None:
     url = {"type": "image_url", "image_url": {"url": "data:image/*;base64,aQ=="}}
     turns = chat_form(sent, sees=True)
     assert turns.messages == [
-        {"role": "tool", "content": f"a\n{FOLLOWS}", "name": "look"},
-        {"role": "tool", "content": FOLLOWS, "tool_call_id": "c1"},
+        {"role": "tool", "content": f"a\n{IMAGE_FOLLOWS}", "name": "look"},
+        {"role": "tool", "content": IMAGE_FOLLOWS, "tool_call_id": "c1"},
         {"role": "user", "content": [url, url]},
         {"role": "user", "content": "b"},
     ]
     assert [*turns.fields.values()] == ["messages[0].images[0]", "messages[1].images[0]"]
     blind = chat_form(sent)
-    assert [m["content"] for m in blind.messages] == [f"a\n{UNSEEN}", UNSEEN, "b"]
+    assert [m["content"] for m in blind.messages] == [f"a\n{IMAGE_UNSUPPORTED}", IMAGE_UNSUPPORTED, "b"]
     assert blind.skipped == ["messages[0].images[0] image", "messages[1].images[0] image"]
 
 

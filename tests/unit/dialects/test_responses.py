@@ -25,7 +25,7 @@ from mlx_tandem.dialects.responses.plans import MANY_ITEMS, _conversation, _sett
 from mlx_tandem.dialects.responses.renderer import ResponseRenderer
 from mlx_tandem.dialects.responses.replay import replayed
 from mlx_tandem.dialects.responses.tools import offer
-from mlx_tandem.dialects.turns import FOLLOWS, UNREAD, UNSEEN
+from mlx_tandem.dialects.turns import DOCUMENT_UNSUPPORTED, IMAGE_FOLLOWS, IMAGE_UNSUPPORTED
 from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound, TooLarge
 from mlx_tandem.generation.events import (
     Event,
@@ -468,8 +468,8 @@ def test_images_of_results_follow_the_results_where_the_model_sees() -> None:
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aQ=="}}
     turns = chat_form(None, sent, sees=True)
     assert turns.messages == [
-        {"role": "tool", "tool_call_id": "c1", "content": f"ab\n{FOLLOWS}\nc"},
-        {"role": "tool", "tool_call_id": "c2", "content": FOLLOWS},
+        {"role": "tool", "tool_call_id": "c1", "content": f"ab\n{IMAGE_FOLLOWS}\nc"},
+        {"role": "tool", "tool_call_id": "c2", "content": IMAGE_FOLLOWS},
         {"role": "user", "content": [url, url]},
         {"role": "user", "content": "d"},
     ]
@@ -477,7 +477,12 @@ def test_images_of_results_follow_the_results_where_the_model_sees() -> None:
     assert turns.skipped == []
     file = {"type": "input_file", "filename": "a.pdf", "file_data": "aQ=="}
     blind = chat_form(None, [*sent, {"type": "custom_tool_call_output", "call_id": "c3", "output": [file]}])
-    assert [m["content"] for m in blind.messages] == [f"ab\n{UNSEEN}\nc", UNSEEN, "d", UNREAD]
+    assert [m["content"] for m in blind.messages] == [
+        f"ab\n{IMAGE_UNSUPPORTED}\nc",
+        IMAGE_UNSUPPORTED,
+        "d",
+        DOCUMENT_UNSUPPORTED,
+    ]
     assert blind.skipped == [
         "input[0].output[2].image_url image",
         "input[1].output[0].image_url image",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_tandem.generation.grammar.idle import is_true
+from mlx_tandem.generation.grammar.simplify import is_true
 from mlx_tandem.limits import MAX_JSON_DEPTH
 
 _SCALARS = ["null", "boolean", "number", "string"]

@@ -25,7 +25,7 @@ _SPECIAL, _ESCAPED = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]"), r"\\\g<0>"
 """The characters that mean something in a pattern, and how they are written there."""
 
 
-def drop_idle(part: dict[str, Any]) -> None:
+def drop_redundant(part: dict[str, Any]) -> None:
     """Remove the keywords of one schema object that every value satisfies, and write counts such as 2.0 as integers.
 
     The values that are valid stay the same. Schemas inside of this one are left as they are.
