@@ -196,7 +196,7 @@ def name_results(messages: Sequence[dict[str, Any]]) -> None:
     """
     names: dict[str, str] = {}
     for at, message in enumerate(messages):
-        for call, result in zip(calls_of(message), results_of(messages, at)[0], strict=True):
+        for call, result in zip(calls_of(message), _results_of(messages, at)[0], strict=True):
             if (name := _name(call)) is not None:
                 if isinstance(result, dict):
                     result.setdefault("name", name)
@@ -212,13 +212,10 @@ def with_missing_results(messages: Sequence[Message]) -> list[Message]:
     Without it the result of the later call would be read as that of the earlier one.
     """
     made: list[Message] = []
-    at = 0
-    while at < len(messages):
-        calls = calls_of(messages[at])
-        own, surplus = results_of(messages, at)
+    for message, own, surplus in with_results(messages):
+        calls = calls_of(message)
         last = max((k for k, result in enumerate(own) if result is not None), default=-1)
-        made += [messages[at], *(own[k] or _missing(calls[k]) for k in range(last + 1)), *surplus]
-        at += 1 + len(own) - own.count(None) + len(surplus)
+        made += [message, *(own[k] or _missing(calls[k]) for k in range(last + 1)), *surplus]
     return made
 
 
@@ -239,11 +236,8 @@ def with_ids(messages: Sequence[Message], *, short: bool) -> list[Message]:
             return given
         return hashlib.blake2b(given.encode(), digest_size=_SHORT).hexdigest()[:_SHORT]
 
-    at = 0
-    while at < len(messages):
-        message = messages[at]
+    for message, own, surplus in with_results(messages):
         calls = calls_of(message)
-        own, surplus = results_of(messages, at)
         ids = [id_of(_id(call)) for call in calls]
         if message["role"] == "tool":
             message = {**message, "tool_call_id": id_of(_text(message, "tool_call_id"))}
@@ -252,11 +246,22 @@ def with_ids(messages: Sequence[Message], *, short: bool) -> list[Message]:
         made.append(message)
         made += [{**result, "tool_call_id": id} for result, id in zip(own, ids, strict=True) if result is not None]
         made += [{**result, "tool_call_id": id_of(_text(result, "tool_call_id"))} for result in surplus]
-        at += 1 + len(own) - own.count(None) + len(surplus)
     return made
 
 
-def results_of(messages: Sequence[Message], at: int) -> tuple[list[Message | None], list[Message]]:
+def with_results(messages: Sequence[Message]) -> Iterator[tuple[Message, list[Message | None], list[Message]]]:
+    """Yield each message of a conversation in call order, with the results of its calls and the surplus ones.
+
+    These results are not yielded as messages.
+    """
+    at = 0
+    while at < len(messages):
+        own, surplus = _results_of(messages, at)
+        yield messages[at], own, surplus
+        at += 1 + len(own) - own.count(None) + len(surplus)
+
+
+def _results_of(messages: Sequence[Message], at: int) -> tuple[list[Message | None], list[Message]]:
     """Return the results that follow the message with the index `at`: that of each call, and the surplus ones."""
     calls = calls_of(messages[at])
     own: list[Message | None] = [None] * len(calls)

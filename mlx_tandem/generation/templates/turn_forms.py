@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from mlx_tandem.generation.parts import Part
 from mlx_tandem.generation.templates.call_forms import FUNCTION, call_of
-from mlx_tandem.generation.tool_history import Message, calls_of, results_of, with_ids
+from mlx_tandem.generation.tool_history import Message, calls_of, with_ids, with_results
 
 BETWEEN = "\n\n"
 """The text between messages that become one."""
@@ -113,22 +113,15 @@ class TurnForm(NamedTuple):
 
 def _apart(messages: Sequence[Message]) -> Iterator[Message]:
     """Yield the messages with each call in a message of its own, which its result follows."""
-    at = 0
-    while at < len(messages):
-        message = messages[at]
-        calls = calls_of(message)
-        if len(calls) < 2:
+    for message, own, surplus in with_results(messages):
+        if not own:
             yield message
-            at += 1
-            continue
-        own, surplus = results_of(messages, at)
-        for call, result in zip(calls, own, strict=True):
+        for call, result in zip(calls_of(message), own, strict=True):
             yield {**message, "tool_calls": [call]}
             message = {"role": message["role"], "content": ""}
             if result is not None:
                 yield result
         yield from surplus
-        at += 1 + len(own) - own.count(None) + len(surplus)
 
 
 def _beginning(messages: Sequence[Message]) -> int:
