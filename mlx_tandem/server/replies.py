@@ -104,9 +104,9 @@ class Reply:
         """Return the seconds until the engine reported the first token, and from there to the last."""
         return stream.first_token_at - self._began, stream.last_token_at - stream.first_token_at
 
-    def _headers(self, kind: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """Return the headers of a reply with the content type `kind`."""
-        return [kind, (b"cache-control", b"no-cache")]
+    def _headers(self, *own: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """Return the headers of a reply, of which `own` are those of its kind."""
+        return [*own, (b"cache-control", b"no-cache")]
 
     # -- metrics ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ from mlx_tandem.server.replies import Reply
 
 T = TypeVar("T")
 
+_UNBUFFERED = (b"x-accel-buffering", b"no")
+"""The header that asks nginx to pass each event on at once."""
+
 
 class StreamReply(Reply):
     """A stream with at least one event for each delta. Events that waited for a slow reader are written together.
@@ -39,7 +42,7 @@ class StreamReply(Reply):
         await stream.accepted()
         if self._client_left():
             return
-        headers = self._headers((b"content-type", renderer.media))
+        headers = self._headers((b"content-type", renderer.media), _UNBUFFERED)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await send({"type": "http.response.body", "body": renderer.open(), "more_body": True})

@@ -98,6 +98,7 @@ def test_the_first_event_comes_before_the_prompt_is_read(seldom: Served, path: s
     with asked(client, peer, path) as (reply, pieces, request):
         said = until(pieces, lambda said: FIRST[path] in said)
         assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert reply.headers["x-accel-buffering"] == "no", "proxies pass each event on at once"
         peer.say(drawn(request, "one", "stop"))
         said += b"".join(pieces)
         assert said.count(FIRST[path]) == 1
