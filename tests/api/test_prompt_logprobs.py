@@ -120,8 +120,10 @@ def test_echo(server, prompt):
         assert max(top.values()) == pytest.approx(lp.max(), abs=TOLERANCE)
         assert token in top and 2 <= len(top) <= 3
     assert scores["token_logprobs"][n:] == pytest.approx(own["token_logprobs"], abs=TOLERANCE)
-    lengths = [len(t) for t in scores["tokens"]]
-    assert scores["text_offset"] == [sum(lengths[:i]) for i in range(len(lengths))]
+    # A token inside of a character has the character's offset.
+    offsets = [len(TOKENIZER.decode(ids[:i], show_special=True).rstrip("\ufffd")) for i in range(n)]
+    lengths = [len(t) for t in own["tokens"]]
+    assert scores["text_offset"] == offsets + [len(text) + sum(lengths[:i]) for i in range(len(lengths))]
     assert "prompt_logprobs" not in choice
 
 

@@ -78,6 +78,10 @@ def make(kind: type[TandemError], message: str, param: str) -> TandemError:
         error: TandemError = errors.Overloaded(message, retry_after=1.0)
         error.param = param
         return error
+    if kind is errors.ContextOverflow:
+        error = errors.ContextOverflow(9, 8, 8, param=param)
+        error.message = message
+        return error
     return kind(message, param=param)
 
 

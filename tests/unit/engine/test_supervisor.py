@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -51,7 +52,7 @@ def supervised(lives: list[Life], monkeypatch: pytest.MonkeyPatch) -> Supervised
     async def lived() -> Supervised:
         side = Supervised(lives)
         with monkeypatch.context() as patch:
-            patch.setattr(asyncio.get_running_loop(), "time", lambda: side.now)
+            patch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: side.now))
             patch.setattr(supervisor.asyncio, "sleep", side.sleep)
             await side._supervise()
         return side
