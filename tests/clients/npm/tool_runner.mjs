@@ -21,6 +21,7 @@ const runner = client.beta.messages.toolRunner({
   model,
   stream,
   max_tokens: 96,
+  temperature: 0,
   messages: [{ role: "user", content: question }],
   tools: [weather],
 });
