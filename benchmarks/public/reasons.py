@@ -102,6 +102,5 @@ REASONS: dict[str, str] = {
     f"{_REASONING}TestContinueFinalMessage": STATE,
     _REASONING: "Theirs drops the beginning of a closing tag at the end of a cut thought.",
     f"{_SGLANG}unit/function_call/test_function_call_parser.py::TestLlama32Detector": LENIENT,
-    f"{_SGLANG}unit/function_call/test_function_call_parser.py::TestDeepSeek": OPEN,
 }
 """The reason of each accepted difference, by the beginning of the ids of tests. The first one counts."""

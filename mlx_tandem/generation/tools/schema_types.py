@@ -16,6 +16,21 @@ _IMPLIED = {
 }
 """The keywords that speak of values of one type, which count where `type` is missing."""
 
+_OTHER_NAMES = {
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "str": "string",
+    "text": "string",
+    "bool": "boolean",
+    "dict": "object",
+    "map": "object",
+    "list": "array",
+    "tuple": "array",
+    "none": "null",
+}
+"""Names of types that are not JSON Schema's but that people write."""
+
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -29,9 +44,8 @@ def types_of(schema: Any, root: Mapping[str, Any], seen: set[int] | None = None)
         return set()
     seen.add(id(schema))
     given = schema.get("type")
-    types = {given} if isinstance(given, str) else set()
-    if isinstance(given, list):
-        types = {kind for kind in given if isinstance(kind, str)}
+    kinds = given if isinstance(given, list) else [given]
+    types = {_OTHER_NAMES.get(kind, kind) for kind in kinds if isinstance(kind, str)}
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not types and isinstance(values, list):
         types = {_NAMES.get(type(value), "null") for value in values}

@@ -180,8 +180,8 @@ class TaggedCall:
     def _parameter_follows(self, at: int, *, is_closed: bool) -> Routine[bool]:
         """Return whether the rest of a parameter's opening tag comes `at` characters ahead.
 
-        If the value before it `is_closed`, the function need not have the parameter, unless its name is an attribute,
-        as in other languages with such tags.
+        If the value before it `is_closed`, the function need not have the parameter, unless its name is an attribute of
+        a tag that other languages have, too.
         """
         rest = yield from self._parser.span_ahead(_IN_TAG, _LONGEST_TAG, at)
         character = yield from self._parser.peek(at + len(rest))
@@ -189,7 +189,7 @@ class TaggedCall:
             return is_closed
         tag = _tag_of(rest) if character == ">" else None
         assert self._parameters is not None
-        is_any = is_closed and tag is not None and not tag.is_attribute
+        is_any = is_closed and tag is not None and (not tag.is_attribute or bool(self._tags.prefix))
         return tag is not None and (is_any or self._parameters.may_follow(tag.name))
 
 

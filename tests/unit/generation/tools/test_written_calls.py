@@ -125,6 +125,14 @@ def test_texts_are_kept_to_the_letter(family: str, content: str) -> None:
 
 
 @pytest.mark.parametrize("family", PARSERS)
+def test_parameters_that_the_function_does_not_describe_are_passed_on(family: str) -> None:
+    """But for tags that other languages have, too, where only the function tells what is a parameter."""
+    if family != "minimax_m2":
+        call: Call = ("write", {"path": "a", "unheard": "b", "other": 3})
+        assert calls_of(read(family, WRITERS[family]([call]))) == [call]
+
+
+@pytest.mark.parametrize("family", PARSERS)
 def test_a_mention_is_text(family: str) -> None:
     for mark in MARKUP[family]:
         text = f"The marker {mark} begins a call of write, as I said."
@@ -375,6 +383,17 @@ def test_halves_of_surrogate_pairs_stay_escapes() -> None:
         assert found[0][:2] == ("call", "write")
         for event in found:
             "".join(event).encode()
+
+
+def test_names_of_types_that_people_write_are_understood() -> None:
+    properties = {"a": {"type": "float"}, "b": {"type": "int"}, "c": {"type": "str"}, "d": {"type": ["list", "none"]}}
+    tools = tools_of(
+        [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}], None, None
+    )
+    assert tools is not None
+    call: Call = ("f", {"a": 3.14, "b": 7, "c": "12", "d": [1]})
+    parser = PARSERS["qwen3_coder"](0, tools)
+    assert calls_of(joined([*parser.push(WRITERS["qwen3_coder"]([call])), *parser.flush()])) == [call]
 
 
 def test_a_schema_that_refers_to_itself_is_looked_at_once() -> None:
