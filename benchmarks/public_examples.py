@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from partial import Results
 from public.expressions import skip
 from public.families import family_of, joined
 from public.harmony import message, text_of, tokens_of
@@ -404,13 +405,12 @@ def main() -> None:
             if each.state == "unread":
                 print("unread", each.name, each.why)
     differing = [each for each in outcomes if each.state == "differs"]
-    if args.json_out:
-        found = {
-            "counts": Counter(f"{each.project}, {each.family}: {each.state}" for each in outcomes if each.family),
-            "summary": [*shares(outcomes), *left_out(outcomes)],
-            "differences": {each.name: reason_of(each) for each in differing},
-        }
-        args.json_out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    counts = Counter(f"{each.project}, {each.family}: {each.state}" for each in outcomes if each.family)
+    Results(args.json_out).finish(
+        counts=dict(sorted(counts.items())),
+        summary=[*shares(outcomes), *left_out(outcomes)],
+        differences={each.name: reason_of(each) for each in differing},
+    )
     sys.exit(not all(map(reason_of, differing)))
 
 
