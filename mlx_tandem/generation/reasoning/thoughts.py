@@ -139,6 +139,7 @@ class ThoughtParser(RoutineParser):
         """
         assert self._calls is not None
         parser, pieces, said = self._calls(), [opener], list[Said]()
+        parser.is_at_line = False  # An empty section belongs to the thought.
         size = plain = 0  # the characters of all that was read, and of what is text to the parser of calls
         text, marker = opener, None
         while True:

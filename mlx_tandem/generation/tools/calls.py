@@ -72,7 +72,7 @@ class CallParser(RoutineParser):
         self.tools = tools
         self._call = -1
         self._reread = 0
-        self._is_at_line = True  # whether the content ends with a line break, or is empty
+        self.is_at_line = True  # whether the content ends with a line break, or is empty
         self._followers = (*self.openers.texts, *self.closers, *self.extra_markers)
 
     @abstractmethod
@@ -148,7 +148,7 @@ class CallParser(RoutineParser):
     def text(self, text: str) -> Sequence[Said]:
         """Return the events of text that belongs to the answer."""
         if text:
-            self._is_at_line = text.endswith("\n")
+            self.is_at_line = text.endswith("\n")
         return super().text(text)
 
     def new_id(self, name: str) -> str:
@@ -227,7 +227,7 @@ class CallParser(RoutineParser):
         An empty section on a line of its own is left out. Raises Malformed for any other section without a call.
         """
         closer = yield from self.accept(*self.closers)
-        if self.call_count == before and not (closer and self._is_at_line):
+        if self.call_count == before and not (closer and self.is_at_line):
             raise Malformed
         if closer:
             self.checkpoint()

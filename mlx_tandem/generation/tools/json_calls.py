@@ -18,6 +18,9 @@ IDS = ("id", "tool_call_id", "call_id")
 _OTHERS = ("type", "index")
 """Keys beside them that say nothing."""
 
+_LONGEST_NAME_TEXT = 1024
+"""Most characters of a name in JSON, where a character may be an escape."""
+
 _MOST_OPEN = 2
 """Most brackets that are open where the object with the name and the arguments begins: a list's and one object's."""
 
@@ -60,6 +63,8 @@ def read_calls(parser: CallParser, *, offered_only: bool = False) -> Routine[Non
             in_list = False
             parser.checkpoint()
             yield from _skip_surplus(parser, "]")
+        if in_list and (yield from _ends_with_comma(parser)):
+            in_list = False
         if not (yield from _another(parser)):
             break
     if fence and (yield from parser.accept("```")):
@@ -74,6 +79,17 @@ def _another(parser: CallParser) -> Routine[bool]:
     if not divider or (yield from parser.ahead(("{",), at + 1))[0] != "{":
         return False
     yield from parser.accept(divider)
+    return True
+
+
+def _ends_with_comma(parser: CallParser) -> Routine[bool]:
+    """Read a comma and the end of the list behind it, if both come next; return whether they did."""
+    comma, at = yield from parser.ahead((",",))
+    if not comma or (yield from parser.ahead(("]",), at + 1))[0] != "]":
+        return False
+    yield from parser.accept(",")
+    yield from parser.accept("]")
+    parser.checkpoint()
     return True
 
 
@@ -131,7 +147,7 @@ def _read_pairs(parser: CallParser, reader: ValueReader, parts: _Parts, *, offer
         if key in NAMES and first == "{" and len(reader.open) <= _MOST_OPEN:
             yield from _read_pairs(parser, reader, parts, offered_only=offered_only)
         elif key in NAMES and not parts.name:
-            parts.name = text_of((yield from _kept(reader)))
+            parts.name = text_of((yield from _kept(reader, most=_LONGEST_NAME_TEXT)))
             if offered_only and parts.name not in parser.tools.functions:
                 raise Malformed
         elif key in IDS and first in QUOTES:
@@ -155,6 +171,8 @@ def _read_arguments(
     if first == "{" and parts.name and not (offered_only and parts.surplus):
         yield from _begin(parser, reader, parts)
         return
+    if offered_only and first != "{":
+        raise Malformed
     made: str | None = yield from _kept(reader)
     if made and made[0] == '"':
         text = text_of(made).strip()
@@ -175,15 +193,15 @@ def _begin(parser: CallParser, reader: ValueReader, parts: _Parts) -> Routine[No
         parts.begun = parser.call_count != before
 
 
-def _kept(reader: ValueReader) -> Routine[str]:
-    """Read one value; return it as JSON. Raises Malformed for one that is too long to be kept."""
+def _kept(reader: ValueReader, *, most: int = LONGEST_KEPT) -> Routine[str]:
+    """Read one value; return it as JSON. Raises Malformed for one of more than `most` characters."""
     pieces: list[str] = []
     size = 0
 
     def keep(text: str) -> Sequence[Said]:
         nonlocal size
         size += len(text)
-        if size > LONGEST_KEPT:
+        if size > most:
             raise Malformed
         pieces.append(text)
         return ()

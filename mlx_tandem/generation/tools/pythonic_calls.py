@@ -36,6 +36,8 @@ def read_pythonic(parser: CallParser, *, offered_only: bool = False) -> Routine[
         parser.checkpoint()
         if not (yield from parser.accept(",")):
             break
+        if in_list and (yield from parser.ahead(("]",)))[0] == "]":
+            break
     if in_list and not (yield from parser.accept("]")) and not parser.is_at_end:
         raise Malformed
     parser.checkpoint()

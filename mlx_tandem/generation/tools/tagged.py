@@ -189,8 +189,12 @@ class TaggedCall:
             return is_closed
         tag = _tag_of(rest) if character == ">" else None
         assert self._parameters is not None
-        is_any = is_closed and tag is not None and (not tag.is_attribute or bool(self._tags.prefix))
-        return tag is not None and (is_any or self._parameters.may_follow(tag.name))
+        if tag is None:
+            return False
+        is_own = not tag.is_attribute or bool(self._tags.prefix)
+        if is_closed:
+            return is_own or self._parameters.may_follow(tag.name)
+        return is_own and self._parameters.may_follow(tag.name)
 
 
 def read_tagged(parser: CallParser) -> Routine[None]:

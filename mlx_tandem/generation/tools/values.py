@@ -22,10 +22,10 @@ Items = Literal["pairs", "values", "arguments", "calls"]
 `pairs`: keys with values. `values`: values. `arguments`: pairs and values mixed. `calls`: calls in Python's notation.
 """
 
-LONGEST_WORD = 4096
+LONGEST_WORD = 1 << 20
 """Most characters of a key, and of a text without quotes."""
 
-_LONGEST_KEY_AHEAD = 256
+_LONGEST_KEY_AHEAD = 4096
 _KEY = re.compile(r"[\w.$-]+")
 _FUNCTION = re.compile(r"[\w.:/-]+")
 _WORD = re.compile(r"[-+.\w]+")
@@ -90,6 +90,7 @@ class ValueReader:
         self._mark = mark
         self._texts = texts
         self._is_python = is_python
+        self._has_equals = False  # whether `=` has divided a key from its value
         self.is_mended = False
         """Whether something was read that is neither JSON nor a literal of Python."""
         self._marks: tuple[str, ...] = (*((mark,) if mark else ()), *QUOTES)
@@ -208,8 +209,10 @@ class ValueReader:
         if not key:
             raise Malformed
         yield from self.spaces()
-        if (yield from self._parser.peek()) not in DIVIDERS:
+        divider = yield from self._parser.peek()
+        if divider not in DIVIDERS:
             raise Malformed
+        self._has_equals |= divider == "="
         self._scan.skip()
         return text_of(key) if key[0] == '"' else key
 
@@ -243,8 +246,13 @@ class ValueReader:
         It is a pair on a line of its own, or an object behind an object. White space begins `begin` characters ahead.
         """
         if self.open[depth][1] == "pairs":
-            return "\n" in self._scan.peek(begin, at - begin) and (yield from self._follows_key(at, DIVIDERS))
+            is_line = "\n" in self._scan.peek(begin, at - begin)
+            return is_line and (yield from self._follows_key(at, self._dividers_of("pairs")))
         return has_closed and (yield from self._parser.peek(at)) == "{"
+
+    def _dividers_of(self, items: Items) -> Sequence[str]:
+        """Return what divides keys from values. In pairs, `=` counts only if it was read before."""
+        return DIVIDERS if items == "arguments" or self._has_equals else DIVIDERS[:1]
 
     def key_follows(self) -> Routine[bool]:
         """Return whether a key and what divides it from a value come next."""
@@ -257,7 +265,7 @@ class ValueReader:
         closer, items = self.open[depth]
         if ended == "" or first in (closer, ","):
             return True
-        if items in ("pairs", "arguments") and (yield from self._follows_key(at, DIVIDERS)):
+        if items in ("pairs", "arguments") and (yield from self._follows_key(at, self._dividers_of(items))):
             return True
         if items == "calls":
             return (yield from self._follows_key(at, ("(",), _FUNCTION))
@@ -324,11 +332,14 @@ class ValueReader:
     def _key(self, ends: Callable[[int], Routine[bool]]) -> Routine[str]:
         """Read a key; return it as JSON, or as it stands if it has no quotes, or nothing where none begins."""
         pieces: list[str] = []
+        size = 0
 
         def keep(piece: str) -> Sequence[Said]:
-            pieces.append(piece)
-            if sum(map(len, pieces)) > LONGEST_WORD:
+            nonlocal size
+            size += len(piece)
+            if size > LONGEST_WORD:
                 raise Malformed
+            pieces.append(piece)
             return ()
 
         if mark := (yield from self._opening()):
@@ -349,6 +360,7 @@ class ValueReader:
         if not following:
             raise Malformed
         self.is_mended |= following != ":"
+        self._has_equals |= following == "="
         if following in DIVIDERS:
             self._scan.skip()
             space = yield from self.spaces()

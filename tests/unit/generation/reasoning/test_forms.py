@@ -152,6 +152,13 @@ def test_a_mention_of_a_call_does_not_keep_a_thought_back() -> None:
     assert joined(said) == [("thought", "I could use <tool_call> for this, or not. So:")]
 
 
+def test_an_empty_section_in_a_thought_does_not_keep_it_back() -> None:
+    text = "Answer within <tool_call></tool_call> tags. And so on"
+    reader = parser("think", calls="hermes", opened=True)
+    said = [event for at in range(0, len(text), 6) for event in reader.push(text[at : at + 6])]
+    assert joined(said) == [("thought", text)]
+
+
 AROUND = [
     ("<think>a</think>b <think>c</think>", False, [("thought", "a"), ("text", "b <think>c</think>")]),
     ("Write <think>a</think>.", False, [("text", "Write <think>a</think>.")]),

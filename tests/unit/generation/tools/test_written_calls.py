@@ -199,7 +199,28 @@ XML: Call = (
 )
 INLINE: Call = ("write", {"content": "use <parameter=path> or <arg_key>path</arg_key> here", "path": "a"})
 
+LONG = 10**4000
+"""A number longer than the words that models write, which is valid JSON all the same."""
+
 SPELLINGS: list[tuple[str, str, list[Call]]] = [
+    ("lfm2", "<|tool_call_start|>[\n  stop(),\n]<|tool_call_end|>", [STOP]),
+    ("hermes", '<tool_call>[{"name": "stop", "arguments": {}},\n]</tool_call>', [STOP]),
+    ("mistral", '[TOOL_CALLS] [{"name": "stop"},]', [STOP]),
+    (
+        "hermes",
+        '<tool_call>{"name": "write", "arguments": {"content": "print("hi", end="x")\nx", "path": "p"}}</tool_call>',
+        [("write", {"content": 'print("hi", end="x")\nx', "path": "p"})],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "write", "arguments": {"path": "a", "' + "b" * 5000 + '": ' + str(LONG) + "}}</tool_call>",
+        [("write", {"path": "a", "b" * 5000: LONG})],
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:write{path:a,content:" + "word and " * 600 + "}<end_function_call>",
+        [("write", {"path": "a", "content": ("word and " * 600).strip()})],
+    ),
     (
         "hermes",
         "<tool_call>{'name': 'write', 'arguments': {'flag': True, path: 'it's', 'count': None,}}</tool_call>",
