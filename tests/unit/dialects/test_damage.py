@@ -46,26 +46,6 @@ MESSAGES = st.lists(
 )
 
 
-TEXT = st.just({"type": "text", "text": "a"}) | st.just("a")
-KINDS = """
-text image tool_use tool_result thinking redacted_thinking server_tool_use mcp_tool_use web_search_tool_result
-tool_reference search_result document input_text input_image input_file output_text refusal message function_call
-function_call_output custom_tool_call custom_tool_call_output reasoning item_reference additional_tools web_search_call
-namespace function custom web_search web_search_20250305 mcp_toolset base64 url
-""".split()
-KEYS = """
-role content text source data media_type url tool_use_id id name input is_error tool_name title context image_url
-file_id output call_id arguments summary tools description parameters format defer_loading allowed_callers input_schema
-images tool_calls thinking function
-""".split()
-PIECES = st.recursive(TEXT, lambda inner: objects(KINDS, inner, KEYS), max_leaves=12)
-ROLES = st.sampled_from(["user", "assistant", "system", "tool", "developer"])
-MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=3) | st.lists(PIECES, max_size=4)}) | PIECES,
-    max_size=4,
-)
-
-
 def read(make: Callable[..., Any], *given: Any, **options: Any) -> Any:
     """What is made, or None where it is refused by name."""
     try:
