@@ -43,7 +43,7 @@ SHOWN = 300
 
 @dataclass
 class Outcome:
-    """What came of one test."""
+    """The outcome of one test."""
 
     project: str
     file: str

@@ -68,7 +68,7 @@ _LISTED: dict[str, Any] = {
     "types.NoneType": NoneType,
     "typing.cast": lambda kind, value: value,
 }
-"""What may be called of Python's own modules."""
+"""The functions of Python's own modules that may be called."""
 
 _VALUES = (str, bytes, int, float, list, dict, tuple, set, frozenset, re.Pattern, re.Match, range, itertools.chain)
 """The classes of values whose methods may be called."""

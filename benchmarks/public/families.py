@@ -1,4 +1,4 @@
-"""Which of our forms the parsers of other projects read."""
+"""The table of our forms that the parsers of other projects read."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from public.values import Unknown, Unread
 
 
 class Host(Protocol):
-    """What reads the bodies of functions."""
+    """The reader of the bodies of functions."""
 
     def value(self, node: ast.expr, scope: Scope) -> Any:
         """Return the value of an expression."""

@@ -43,7 +43,7 @@ class Family:
 
 @dataclass
 class Answer:
-    """What our parser makes of a text."""
+    """The outcome of our parser for a text."""
 
     reasoning: str = ""
     content: str = ""

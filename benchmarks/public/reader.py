@@ -25,7 +25,7 @@ _ERRORS = (
     AssertionError, AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError,
     ZeroDivisionError, NotImplementedError,
 )  # fmt: skip
-"""What statements of a test may raise."""
+"""The exceptions that statements of a test may raise."""
 
 
 class Reader:

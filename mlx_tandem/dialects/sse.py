@@ -1,4 +1,4 @@
-"""What several dialects write into streams of server-sent events: events that have names, and a comment."""
+"""The text that several dialects write into streams of server-sent events: events that have names, and a comment."""
 
 from __future__ import annotations
 

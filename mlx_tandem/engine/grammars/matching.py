@@ -132,7 +132,7 @@ class Job:
 
 
 class Lane:
-    """What a thread needs to run jobs ahead of steps. It never waits for llguidance with Python's global lock."""
+    """The state of a thread that runs jobs ahead of steps. It never waits for llguidance with Python's global lock."""
 
     def __init__(self, tokenizer: LLTokenizer, store: Store, clock: Clock):
         """Prepare the thread."""

@@ -211,9 +211,17 @@ class CallParser(RoutineParser):
         """
         if (yield from self.gap()) != "{" or not NAME.fullmatch(name):
             raise Malformed
-        before, out = self._call, self.argument_writer(name, id)
+        out = self.argument_writer(name, id)
+        yield from self.written(out, reader.object(out, keyed=True))
+
+    def written(self, out: JsonWriter, reading: Routine[None]) -> Routine[None]:
+        """Run a routine that reads the arguments of a call and writes them to `out`.
+
+        Arguments that break off are completed; then Malformed is raised, too.
+        """
+        before = self._call
         try:
-            yield from reader.object(out, keyed=True)
+            yield from reading
         except Malformed:
             if self._call != before:
                 yield from self.complete(out)

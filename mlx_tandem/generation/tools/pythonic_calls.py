@@ -25,15 +25,7 @@ def read_pythonic(parser: CallParser, *, offered_only: bool = False) -> Routine[
             reader.open.append(("]", "calls"))
         reader.open.append((")", "arguments"))
         out = parser.argument_writer(name, spaced=True)
-        before = parser.call_count
-        try:
-            yield from _read_arguments(parser, reader, out, name)
-        except Malformed:
-            if parser.call_count != before:
-                yield from parser.complete(out)
-                parser.checkpoint()
-            raise
-        parser.checkpoint()
+        yield from parser.written(out, _read_arguments(parser, reader, out, name))
         if not (yield from parser.accept(",")):
             break
         if in_list and (yield from parser.ahead(("]",)))[0] == "]":
