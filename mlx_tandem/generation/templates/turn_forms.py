@@ -26,7 +26,7 @@ _EMPTY: Message = {"role": "user", "content": ""}
 
 
 class TurnForm(NamedTuple):
-    """What a template accepts. The default accepts everything.
+    """The turns that a template accepts. The default accepts everything.
 
     systems: where system messages may stand: anywhere, several at the beginning, one at the beginning, or nowhere.
     alternates: turns of the user and of the assistant have to alternate, the user's first; calls may stand between.

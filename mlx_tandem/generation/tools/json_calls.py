@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlx_tandem.generation.events import Said
 from mlx_tandem.generation.scanner import Malformed, Routine
 from mlx_tandem.generation.tools.calls import LONGEST_KEPT, CallParser
 from mlx_tandem.generation.tools.json_writer import JsonWriter
-from mlx_tandem.generation.tools.values import QUOTES, ValueReader, as_json, quoted, text_of
+from mlx_tandem.generation.tools.values import QUOTES, Kept, ValueReader, as_json, quoted, text_of
 
 NAMES = ("name", "function", "tool_name")
 ARGUMENTS = ("arguments", "parameters", "args")
@@ -29,7 +27,7 @@ FENCES = ("```json", "```python", "```tool_call", "```")
 
 @dataclass
 class _Parts:
-    """What is known of a call before its object has ended."""
+    """The parts of a call that are known before its object has ended."""
 
     name: str = ""
     id: str = ""
@@ -195,16 +193,6 @@ def _begin(parser: CallParser, reader: ValueReader, parts: _Parts) -> Routine[No
 
 def _kept(reader: ValueReader, *, most: int = LONGEST_KEPT) -> Routine[str]:
     """Read one value; return it as JSON. Raises Malformed for one of more than `most` characters."""
-    pieces: list[str] = []
-    size = 0
-
-    def keep(text: str) -> Sequence[Said]:
-        nonlocal size
-        size += len(text)
-        if size > most:
-            raise Malformed
-        pieces.append(text)
-        return ()
-
-    yield from reader.value(JsonWriter(keep))
-    return "".join(pieces).strip()
+    kept = Kept(most)
+    yield from reader.value(JsonWriter(kept.push))
+    return kept.text.strip()

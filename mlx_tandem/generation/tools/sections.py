@@ -11,7 +11,7 @@ from mlx_tandem.generation.tools.schema_types import properties_of, types_of
 from mlx_tandem.generation.tools.tagged import OPENERS, TaggedCall, read_tagged
 
 _CALLS = ("call:", ":")
-"""What begins a call in Gemma's notation. Its models leave the word out."""
+"""The texts that begin a call in Gemma's notation. Its models leave the word out."""
 
 
 class SectionParser(CallParser):

@@ -15,8 +15,8 @@ _SAYS_TEXT = re.compile(r"""\sstring\s*=\s*["'](true|false)["']\Z""")
 
 
 class _Tag(NamedTuple):
-    """What an opening tag says: a name, which may be an attribute, whether it closes itself, and whether its value is
-    a text.
+    """The content of an opening tag: a name, which may be an attribute, whether it closes itself, and whether its
+    value is a text.
     """
 
     name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
@@ -17,7 +18,7 @@ QUOTES = ('"', "'")
 DIVIDERS = (":", "=")
 CLOSERS = {"{": "}", "[": "]", "(": ")"}
 Items = Literal["pairs", "values", "arguments", "calls"]
-"""What a bracket holds.
+"""The content of a bracket.
 
 `pairs`: keys with values. `values`: values. `arguments`: pairs and values mixed. `calls`: calls in Python's notation.
 """
@@ -59,6 +60,28 @@ _OCTAL = "01234567"
 _OTHER_ESCAPES = {"'": "'", "a": "\\u0007", "v": "\\u000b", "\n": ""}
 _CONTROL = {chr(c): f"\\u{c:04x}" for c in range(0x20)} | {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _PLAIN = {first: re.compile(rf'[^\\"{re.escape(first)}\x00-\x1f]+') for first in "\"'<"}
+
+
+class Kept:
+    """Pieces of text that are kept until it is known what they are, of `most` characters together."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._size = 0
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
+
+    def push(self, piece: str) -> Sequence[Said]:
+        """Keep the next piece, and return no event. Raises Malformed for a text that is too long."""
+        self._size += len(piece)
+        if self._size > self._most:
+            raise Malformed
+        self._pieces.append(piece)
+        return ()
 
 
 class ValueReader:
@@ -331,24 +354,14 @@ class ValueReader:
 
     def _key(self, ends: Callable[[int], Routine[bool]]) -> Routine[str]:
         """Read a key; return it as JSON, or as it stands if it has no quotes, or nothing where none begins."""
-        pieces: list[str] = []
-        size = 0
-
-        def keep(piece: str) -> Sequence[Said]:
-            nonlocal size
-            size += len(piece)
-            if size > LONGEST_WORD:
-                raise Malformed
-            pieces.append(piece)
-            return ()
-
+        kept = Kept(LONGEST_WORD)
         if mark := (yield from self._opening()):
             try:
-                yield from self._text(mark, keep, ends)
+                yield from self._text(mark, kept.push, ends)
             except Malformed:
                 if not self._scan.ended or self._scan.peek():
                     raise
-            return f'"{"".join(pieces)}"'
+            return f'"{kept.text}"'
         self.is_mended = True
         return (yield from self._parser.span(_KEY, LONGEST_WORD))
 
@@ -468,30 +481,25 @@ class _Whole(RoutineParser):
     def __init__(self, text: str):
         super().__init__(0)
         self.made: str | None = None
-        self._pieces: list[str] = []
+        self._kept = Kept(sys.maxsize)
         self.reader = ValueReader(self)
         self.scan.feed(text)
         self.flush()
 
     def read(self) -> Routine[None]:
         """Read the value."""
-
-        def keep(piece: str) -> Sequence[Said]:
-            self._pieces.append(piece)
-            return ()
-
         try:
-            yield from self.reader.value(JsonWriter(keep))
+            yield from self.reader.value(JsonWriter(self._kept.push))
         except Malformed:
             return
         yield from self.skip_space()
         if not self.scan.peek():
-            self.made = "".join(self._pieces).strip()
+            self.made = self._kept.text.strip()
 
     @property
     def beginning(self) -> str:
-        """What was written of the value."""
-        return "".join(self._pieces)
+        """The part of the value that was written."""
+        return self._kept.text
 
 
 def as_json(text: str, *, strict: bool = False) -> str | None:

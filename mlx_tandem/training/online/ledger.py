@@ -59,7 +59,7 @@ class Ledger:
         """The update that has begun and not ended."""
         self._journal: Journal | None = None
         self.folder = Folder()
-        """What looks whether the journal is still there."""
+        """The watch that notices when the journal is no longer there."""
         self._saving: asyncio.Task[CheckpointInfo] | None = None
         self._late: list[tuple[Trajectory, int] | str] | None = None  # what comes in while the journal is read
         self._told = Counts()  # what reports of updates have told
