@@ -19,7 +19,7 @@ from rich.text import Text
 from mlx_tandem.cli.demo import chart, traffic
 from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, SKILL, Curve, Learner, TeachingError
 from mlx_tandem.cli.demo.server import started_server
-from mlx_tandem.cli.http import Connection, HttpError
+from mlx_tandem.cli.http import HttpError, once
 
 PROBE = SKILL.format("5 3 9 1 7")
 """Question whose answer is shown for each version."""
@@ -121,12 +121,13 @@ class _Lines:
 async def _teach(url: str, view: View, seed: int, streams: int, update: Callable[[], None]) -> None:
     learner = Learner(url, seed=seed)
     view.curve = learner.curve
+    # The base answers first: the policy's first version says the same, and an answer is shown where it changes.
+    await _probe(url, view, "base", 0)
     beside = [
         asyncio.create_task(traffic.run(url, view.traffic, streams)),
         asyncio.create_task(_watch(url, view, update)),
     ]
     try:
-        await _probe(url, view, "base", 0)
         await learner.learn(view.steps)
         await _refresh(url, view)
     finally:
@@ -146,26 +147,22 @@ async def _watch(url: str, view: View, update: Callable[[], None]) -> None:
 
 async def _refresh(url: str, view: View) -> None:
     """Fetch the server's status, and the policy's answer to the probe if it has a new version."""
-    connection = Connection.to(url)
     with contextlib.suppress(HttpError):
-        status, found = await connection.json("GET", "/v1/training/status")
+        status, found = await once(url, "GET", "/v1/training/status")
         if status == 200:
             before, view.status = view.status.get("version", 0), found
             if found["version"] != before:
                 await _probe(url, view, POLICY, found["version"])
-    connection.close()
 
 
 async def _probe(url: str, view: View, model: str, version: int) -> None:
-    connection = Connection.to(url)
     body = {
         "model": model,
         "messages": [{"role": "user", "content": PROBE}],
         "temperature": 0.0,
         "max_tokens": 24,
     }
-    status, reply = await connection.json("POST", "/v1/chat/completions", body)
-    connection.close()
+    status, reply = await once(url, "POST", "/v1/chat/completions", body)
     if status == 200:
         answer = reply["choices"][0]["message"]["content"]
         if not view.answers or view.answers[-1][1] != answer:
