@@ -17,6 +17,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the model's own
     max_model_len: int = 0  # 0: the model's own limit
     random_weights: bool = False  # draw weights at random from the folder's shapes, for benchmarks
+    unpack_weights: bool = True  # on a CPU, unpack 4-bit and 8-bit weights at start where half of the memory suffices
     images: bool = True  # serve images where the model's family and the installed packages allow it
 
 

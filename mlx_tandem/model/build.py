@@ -32,6 +32,7 @@ from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.layout import lay_out
 from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
+from mlx_tandem.model.linears.unpacked import unpack_for_cpu
 from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
@@ -126,7 +127,7 @@ def build(
     started = time.monotonic()
     limit = device.memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
-    model = load_unread(config.model, report, mtp=config.speculation.method == "mtp")
+    model = _load_unread(config, limit, report)
     subject = _check_fit(config, limit, model, given)
     read_weights(model, report)
     for module in (model.module, model.mtp) if device.is_cpu() else ():
@@ -229,13 +230,18 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
         ModelError: The model cannot be served with these settings on this device.
     """
     limit = device.memory_limit(config.memory_limit_gb)
-    model = load_unread(config.model, lambda stage, fraction: None, mtp=config.speculation.method == "mtp")
+    model = _load_unread(config, limit, lambda stage, fraction: None)
     found = examine(config, model, evaluate=False)
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
     )
     groups = open_groups(memory, config.cache.block_size)
     return memory, min(model.max_model_len, *(group.longest for group in groups))
+
+
+def _load_unread(config: EngineConfig, limit: Limit, report: Report) -> LoadedModel:
+    model = load_unread(config.model, report, mtp=config.speculation.method == "mtp")
+    return unpack_for_cpu(model, config.model, limit.size)
 
 
 def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Choices | None) -> Subject:

@@ -24,8 +24,14 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 SAMPLED = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
 
-CHUNKS = ((8, 0), (64, 0), (256, 0), (8, 1024), (64, 1024), (256, 1024), (64, 6144))
+CHUNKS = ((8, 0), (64, 0), (8, 1024), (64, 1024), (256, 0), (256, 1024), (64, 6144))
 """Prompt chunks that are timed: the number of tokens, and the number of positions before them."""
+
+ENOUGH_CHUNKS = 4
+"""Number of chunks, from the first on, that determine the cost model. The others make it more exact."""
+
+CHUNK_SECONDS = 1.0
+"""Seconds of timed chunks after which no other one is timed, once there are enough."""
 
 _DRAFTS = 4
 """Tokens of the rows that verify drafts, unless a head of the model makes one draft at a time."""
@@ -113,9 +119,12 @@ def _chunk(info: EngineInfo, length: int, context: int) -> StepPlan:
 
 def _time_chunks(runner: MLXRunner, info: EngineInfo, report: Report) -> list[tuple[int, int, float]]:
     """Return (tokens, positions before them, milliseconds) of prompt chunks."""
-    measured = []
+    measured: list[tuple[int, int, float]] = []
     chunks = _chunks(info)
     for done, (length, context) in enumerate(chunks):
+        # Each chunk runs twice at least. The first run of a new process compiles, so it says nothing about the second.
+        if done >= ENOUGH_CHUNKS and 2 * sum(chunk[2] for chunk in measured) >= CHUNK_SECONDS * 1e3:
+            break
         plan = _chunk(info, length, context)
         measured.append((length, context, _shortest(_milliseconds(runner, plan) for _ in range(RUNS))))
         report("warming up", (done + 1) / (len(chunks) + 1))

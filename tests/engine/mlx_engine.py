@@ -124,10 +124,11 @@ def make_engine(
     attention_backend: Literal["auto", "portable", "cuda", "metal"] = "auto",
     backends: Sequence[Fused] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    unpack_weights: bool = False,
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
-        model=ModelConfig(path=str(folder), dtype=dtype),
+        model=ModelConfig(path=str(folder), dtype=dtype, unpack_weights=unpack_weights),
         cache=CacheConfig(
             block_size=block_size,
             num_blocks=num_blocks,
