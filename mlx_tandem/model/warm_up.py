@@ -46,6 +46,10 @@ LONG = 20.0
 """Milliseconds from which a step is timed once: an interruption of a few milliseconds is then a small share of it."""
 
 
+SLOW = 100.0
+"""Milliseconds from which a step is not run at start only to be compiled, which takes a few of them."""
+
+
 def warm_up(
     runner: MLXRunner,
     info: EngineInfo,
@@ -78,7 +82,7 @@ def warm_up(
     else:
         pace = given
         runner.one_at_a_time = pace.one_at_a_time
-        for plan in _usual_steps(info):
+        for plan in _usual_steps(info, pace):
             runner.wait(runner.launch(plan))
         _sample_once(runner, info)
     if method != "none":
@@ -95,10 +99,12 @@ def warm_up(
     return pace
 
 
-def _usual_steps(info: EngineInfo) -> Iterator[StepPlan]:
-    """Yield the steps that are timed where nobody has timed them, each once."""
+def _usual_steps(info: EngineInfo, pace: Pace) -> Iterator[StepPlan]:
+    """Yield the steps that another process has timed and that do not take long, each once."""
+    timed = {chunk[:2]: chunk[2] for chunk in pace.chunks}
     for length, context in _chunks(info):
-        yield _chunk(info, length, context)
+        if timed.get((length, context), SLOW) < SLOW:
+            yield _chunk(info, length, context)
     for rows in _decodes(info):
         yield _decode(info, rows, 0)
 

@@ -30,6 +30,7 @@ from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.choices import Kept
 from mlx_tandem.types import Request
 from tests.engine.harness import Loop
 from tests.engine.workloads import OddChunks
@@ -125,6 +126,7 @@ def make_engine(
     backends: Sequence[Fused] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     unpack_weights: bool = False,
+    kept: Kept | None = None,
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
@@ -139,7 +141,7 @@ def make_engine(
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_chunk_tokens=max_chunk_tokens),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
     )
-    return Engine(build(config, weights, lambda stage, fraction: None, backends), weights)
+    return Engine(build(config, weights, lambda stage, fraction: None, backends, kept=kept), weights)
 
 
 class _RoundedCache(KVCache):

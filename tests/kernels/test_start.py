@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +16,9 @@ from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.choices import Kept
 from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import lora, sampling
+from mlx_tandem.model.kernel_checks import lora, machine, sampling
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
@@ -48,11 +49,11 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
     yield gpu
     mx.enable_compile()
-    inplace.writing.cache_clear()
+    inplace.given(None)
 
 
-def start(tmp_path: Path) -> Engine:
-    engine = make_engine(tiny_models.make(tmp_path / "model", "llama"), num_blocks=12)
+def start(tmp_path: Path, kept: Kept | None = None) -> Engine:
+    engine = make_engine(tiny_models.make(tmp_path / "model", "llama"), num_blocks=12, kept=kept)
     engine.built.warm_up(CostModel())
     return engine
 
@@ -124,6 +125,36 @@ def test_a_server_starts_without_a_kernel_that_is(
     assert (info.lora_backend == "fused") == (kernel != "lora_shrink")
     assert short_blocks(engine) == (kernel not in ("paged_attention", "rotary", "store"))
     assert (inplace.writing().store is None) == (kernel == "store")
+    assert_serves(engine, tmp_path)
+
+
+def test_a_second_start_checks_little_and_times_nothing(
+    metal: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(tmp_path / "kept")
+    first = start(tmp_path, kept)
+
+    def refuse(*args: Any) -> NoReturn:
+        raise AssertionError("a second start times nothing")
+
+    monkeypatch.setattr(machine, "seconds", refuse)
+    monkeypatch.setattr(choice, "_seconds", refuse)
+    second = start(tmp_path, kept)
+    assert second.built.info.attention_backend == "metal" and second.built.info.lora_backend == "fused"
+    assert second.built.info.attention_reason == first.built.info.attention_reason
+    assert short_blocks(second)
+    assert_serves(second, tmp_path)
+
+
+@pytest.mark.parametrize("kernel", WRONG)
+def test_a_second_start_notices_that_a_kernel_has_become_wrong(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, kernel: str
+) -> None:
+    kept = Kept(tmp_path / "kept")
+    start(tmp_path, kept)
+    metal.faults[kernel] = WRONG[kernel]
+    engine = start(tmp_path, kept)
+    assert "everything is checked anew" in caplog.text
     assert_serves(engine, tmp_path)
 
 

@@ -43,8 +43,11 @@ class Writing(NamedTuple):
 _given: str | None = None  # the problem that another process found, or its empty text
 
 
-def given(problem: str) -> None:
-    """Take the result of another process's test of the kernel; call it before anything is written."""
+def given(problem: str | None) -> None:
+    """Take the result of another process's test of the kernel, or forget it (None), so that it is tested here.
+
+    Call it before anything is written.
+    """
     global _given
     _given = problem
     writing.cache_clear()

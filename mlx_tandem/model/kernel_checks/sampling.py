@@ -150,6 +150,21 @@ def wrong(pick: Pick, dtypes: Iterable[mx.Dtype], vocabulary: int) -> str:
     return ""
 
 
+def wrong_once(pickers: Pickers, dtype: mx.Dtype, vocabulary: int) -> str:
+    """Return what is wrong with one call of each kernel among these functions; empty if nothing is."""
+    rng = np.random.default_rng(2)
+    noise, masks = invent_draws(rng, vocabulary)
+    logits = mx.array(invent(rng, vocabulary)[:20]).astype(dtype)
+    if pickers.plain is MLX_PICKERS.plain:
+        return ""
+    if problem := difference(pickers.plain, logits, _first(noise, 20), masks):
+        return f"{problem}, {dtype}"
+    if pickers.truncated is None:
+        return ""
+    limits = Limits(*(array[:20] for array in invent_limits(rng, vocabulary)))
+    return difference_truncated(pickers.truncated, logits, _first(noise, 20), limits, None)
+
+
 def difference(pick: Pick, logits: mx.array, noise: Noise | None, masks: Masks | None) -> str:
     """Return how the picked tokens differ from what numpy picks; empty if they do not."""
     with np.errstate(invalid="ignore"):  # some numbers are not finite
