@@ -117,11 +117,11 @@ def doctor(
     fails.
     """
     if mac:
-        from mlx_tandem.cli.doctor.mac import command
+        from mlx_tandem.cli.doctor.mac import command, stages
 
         if only or as_json or as_block:
             raise typer.BadParameter("goes with none of --only, --json and --report", param_hint="--mac")
-        raise SystemExit(command.examine(model, quick=quick))
+        raise SystemExit(command.examine(stages.ALL, model, quick=quick))
     if model is not None or quick:
         raise typer.BadParameter("goes with --mac only", param_hint="--model" if model is not None else "--quick")
     from mlx_tandem.cli.doctor.checks import CHECKS, chosen

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from mlx_tandem.cli.console import say
 from mlx_tandem.cli.doctor import isolate, report
-from mlx_tandem.cli.doctor.mac.stages import ALL
 from mlx_tandem.cli.doctor.result import Check, Finding
 from mlx_tandem.cli.doctor.sizes import Sizes
 
@@ -25,8 +24,8 @@ DETAIL = 10
 """Last lines of what the process of a failed check has written that are in the block."""
 
 
-def examine(model: Path | None, *, quick: bool, checks: Sequence[Check] = ALL) -> int:
-    """Run all checks and print the block for an issue on standard output; return the exit status.
+def examine(checks: Sequence[Check], model: Path | None, *, quick: bool) -> int:
+    """Run the checks and print the block for an issue on standard output; return the exit status.
 
     It is 1 if a check has failed, and INTERRUPTED after Ctrl-C, where the block has what is known by then.
     """
