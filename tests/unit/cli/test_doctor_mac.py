@@ -26,11 +26,17 @@ from mlx_tandem.cli.doctor.mac import command, decode, engine, idle, machine, st
 from mlx_tandem.cli.doctor.mac.stages import ALL, STAGES
 from mlx_tandem.cli.doctor.result import Check, Failed, Outcome
 from mlx_tandem.cli.doctor.sizes import Sizes
+from mlx_tandem.config import SchedulerConfig
+from mlx_tandem.engine.budget import StepLimits
+from mlx_tandem.engine.prefill import Prefill
+from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.kernel_checks import each, store
+from mlx_tandem.model.kernels.dialect import Kernel, Source
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import MemoryBudget
+from tests.kernels import gpu as fake
 from tests.kernels import shim
-from tests.kernels.broken import Broken
+from tests.kernels.gpu import Gpu
 from tests.terminal import Terminal
 from tests.unit.cli.test_doctor import check
 from tests.unit.cli_tools import on_a_thread, tandem
@@ -71,7 +77,9 @@ def test_it_runs_here_with_little_of_everything(monkeypatch: pytest.MonkeyPatch)
     assert list(rows) == ["packages", *(stage.name for stage in STAGES)]
     assert {name for name, status in rows.items() if status == "skipped"} == OF_MACS
     assert lines[-1].startswith(f"**tandem doctor --mac --quick on Linux, which is not a Mac: {len(rows) - 4} of ")
-    assert re.search(r"^- decode-long: 1x96_tokens_s [\d.e+]+, .*2x96_mlx_lm_tokens_s", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^- decode-long: 1x96_tokens_s [\d.]+ and [\d.]+, .*2x96_mlx_lm_tokens_s", done.stdout, re.MULTILINE
+    )
     assert re.search(r"^- memory-after: limit_gb .*MemAvailable \d+ kB", done.stdout, re.MULTILINE)
     assert re.search(r"^\| idle \| ok \| \d+ s without a request, awake: the engine lives", done.stdout, re.MULTILINE)
     assert len(done.stdout) < 8000, "an issue's reader would rather not"
@@ -225,25 +233,43 @@ def test_functions_for_the_accelerators_are_found_in_the_file(tmp_path: Path) ->
 # --- stages on the device ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
-def test_each_kernel_is_compiled_and_judged_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is wrong costs its line. The kernels are compiled for the CPU, where they are slow."""
+@pytest.fixture
+def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """A Metal device that is not there; its kernels are compiled for the CPU, where they are slow."""
     monkeypatch.setattr(store, "MOST", float("inf"))
     monkeypatch.setattr(each, "HALVES", (mx.bfloat16,))
-    made: set[str] = set()
-    broken = Broken(shim.maker(), "swiglu(gate.y, up.y, T())", "swiglu(gate.x, up.x, T())")
+    yield fake.install("metal", shim.maker(), monkeypatch)
+    inplace.writing.cache_clear()
 
-    def make(source: Any) -> Any:
-        made.add(source.name)
-        return (broken if source.name == "swiglu" else shim.maker())(source)
 
-    found = {one.name: one for one in each.tried("metal", make)}
-    assert {name for name, one in found.items() if one.problem} == {"swiglu"}, found
-    assert "wrong by" in found["swiglu"].problem
-    assert all(one.seconds > 0 and one.forms > 0 for one in found.values())
-    assert found["store"].forms == len(store.TYPES)
-    assert {"store", "swiglu", "add_norm", "gated_delta", "argmax", "gumbel_max", "truncated_draw"} <= made
-    assert {"paged_attention", "lora_shrink_3"} <= made
+@pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+def test_each_kernel_is_compiled_and_judged_by_itself(metal: Gpu, bench: Bench) -> None:
+    right = engine.kernels(bench)
+    assert right.says.endswith("s: all are right") and not right.advice
+    made = {name for name, _ in metal.sources}
+    assert made >= {"store", "swiglu", "add_norm", "gated_delta", "argmax", "gumbel_max", "truncated_draw"}
+    assert made >= {"paged_attention", "lora_shrink_3"}
+    metal.faults = {
+        "swiglu": fake.instead("swiglu(gate.y, up.y, T())", "swiglu(gate.x, up.x, T())"),
+        "lora": fake.uncompilable,
+        "paged_attention": fake.uncompilable,
+    }
+    with pytest.raises(Failed, match="4 cannot be used: attention bfloat16") as failed:
+        engine.kernels(bench)
+    for told in ("swiglu: the kernel is wrong by", "adapters: RuntimeError: [metal::Device] Unable to build"):
+        assert told in failed.value.says
+    assert failed.value.figures.keys() == right.figures.keys(), "every kernel has its seconds"
+
+
+def test_first_calls_of_each_form_are_timed() -> None:
+    def make(source: Source) -> Kernel:
+        return lambda inputs, template, groups, threads, outputs: [mx.zeros(*shaped) for shaped in outputs]
+
+    calls = each.FirstCalls(make)
+    kernel = calls(Source("any", ["x"], ["y"], ""))
+    for dtype, width in ((mx.float32, 1), (mx.float32, 1), (mx.float16, 1), (mx.float32, 2), (mx.float16, 1)):
+        kernel([mx.ones(3, dtype)], {"WIDTH": width}, (1, 1, 1), 32, [((3,), mx.float32)])
+    assert calls.forms == 3 and calls.seconds > 0
 
 
 def test_steps_that_disturb_each_other_are_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +292,11 @@ def test_a_long_prompt_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch
     """Also what is left out for lack of time, and memory that was not planned."""
     found = engine.prompt(bench)
     assert found.figures["tokens"] == LEAST.prompt and not found.advice
-    built = engine._built(bench)
-    few = structs.replace(built.info, memory=structs.replace(built.info.memory, chunk_tokens=32, activations=1 << 20))
-    monkeypatch.setattr(engine, "_built", lambda bench: replace(built, info=few))
+    started = engine._started(bench)
+    memory = structs.replace(started.built.info.memory, activations=1 << 20)
+    little = replace(started.built, info=structs.replace(started.built.info, memory=memory))
+    prefill = Prefill(SchedulerConfig(), StepLimits(tokens=32), little.info.vocab_size)
+    monkeypatch.setattr(engine, "_started", lambda bench: engine.Started(little, started.choices, prefill))
     held: list[mx.array] = []
     launch = MLXRunner.launch
 
@@ -279,11 +307,11 @@ def test_a_long_prompt_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(MLXRunner, "launch", holds)
     more = engine.prompt(bench)
-    assert more.figures["chunk"] == 32 and float(more.figures["beside_mb"]) > 6 * 8
+    assert more.figures["chunks"] == "32 to 32" and float(more.figures["beside_mb"]) > 6 * 8
     assert "more memory than was set aside" in more.advice
     bench.sizes = structs.replace(bench.sizes, prompt_seconds=0.0)
     cut = engine.prompt(bench)
-    assert cut.figures["tokens"] == 32 and "of 192, for which there was time" in cut.says
+    assert cut.figures["tokens"] == 64 and "of 192, for which there was time" in cut.says
 
 
 def test_what_does_not_fit_is_left_out_with_its_reason(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

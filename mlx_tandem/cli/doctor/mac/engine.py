@@ -4,16 +4,17 @@ a long prompt takes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.mac import models
 from mlx_tandem.cli.doctor.result import Failed, Figures, NotHere, Outcome
 from mlx_tandem.config import CacheConfig, EngineConfig
-from mlx_tandem.engine.cost import CostModel
+from mlx_tandem.engine.prefill import Prefill
 
 if TYPE_CHECKING:
     from mlx_tandem.model.build import Built
+    from mlx_tandem.model.choices import Choices
 
 REPORT = "This must not happen on a machine that is supported: please report it."
 
@@ -41,22 +42,32 @@ def kernels(bench: Bench) -> Outcome:
     return Outcome(f"{says}: all are right", figures)
 
 
-def _built(bench: Bench) -> Built:
+class Started(NamedTuple):
+    """An engine's runner behind its first steps, and how it would cut prompts."""
+
+    built: Built
+    choices: Choices
+    prefill: Prefill
+
+
+def _started(bench: Bench) -> Started:
+    """Return the engine of the model, with room for the long prompt."""
     from mlx_tandem.model.build import build
 
-    def make() -> Built:
+    def make() -> Started:
         model = models.dense(bench)
         config = EngineConfig(model, CacheConfig(num_blocks=2 + -(-bench.sizes.prompt // BLOCK)))
-        return build(config, {}, lambda stage, fraction: None)
+        built = build(config, {}, lambda stage, fraction: None)
+        prefill = Prefill(config.scheduler, built.step_limits, built.info.vocab_size)
+        return Started(built, built.warm_up(prefill.cost), prefill)
 
-    built: Built = bench.keep("built", make)
-    return built
+    started: Started = bench.keep("started", make)
+    return started
 
 
 def start(bench: Bench) -> Outcome:
     """Build the engine of the model and run its first steps, as a server does at start."""
-    built = _built(bench)
-    choices = built.warm_up(CostModel())
+    built, choices, _ = _started(bench)
     info, chosen, gib = built.info, choices.kernels, 2**30
     figures: Figures = {
         "model": f"{info.model_type}, {info.parameters:,} parameters, {info.quantization or info.dtype}",
@@ -86,7 +97,7 @@ def overlap(bench: Bench) -> Outcome:
     """Launch each step while the one before it runs, many times, and compare the pool with that after steps apart."""
     from mlx_tandem.model.overlap import disturbed
 
-    built, times = _built(bench), bench.sizes.overlaps
+    built, times = _started(bench).built, bench.sizes.overlaps
     wrong = disturbed(built.runner, built.info, times)
     figures: Figures = {"runs": times, "other_contents": wrong}
     if wrong:
@@ -111,14 +122,14 @@ def prompt(bench: Bench) -> Outcome:
     """Read a long prompt, and measure its longest step and the memory that it takes."""
     from mlx_tandem.model.long_prompt import read, room
 
-    built = _built(bench)
+    built, _, prefill = _started(bench)
     info, allowed = built.info, built.info.memory.activations
     tokens = min(bench.sizes.prompt, room(info))
-    found = read(built.runner, info, tokens, bench.sizes.prompt_seconds)
+    found = read(built.runner, info, tokens, bench.sizes.prompt_seconds, prefill.chunk_alone)
     mb = 2**20
     figures: Figures = {
         "tokens": found.tokens,
-        "chunk": found.chunk,
+        "chunks": f"{min(found.chunks)} to {max(found.chunks)}",
         "tokens_s": round(found.tokens / found.seconds),
         "longest_step_ms": round(found.longest * 1e3, 1),
         "beside_mb": round(found.bytes / mb, 1),
@@ -126,7 +137,7 @@ def prompt(bench: Bench) -> Outcome:
     }
     cut = "" if found.tokens == tokens else f" of {tokens:,}, for which there was time,"
     says = (
-        f"{found.tokens:,} tokens{cut} at {figures['tokens_s']:,} a second; longest step of {found.chunk}: "
+        f"{found.tokens:,} tokens{cut} at {figures['tokens_s']:,} a second, {figures['chunks']} a step; the longest: "
         f"{figures['longest_step_ms']} ms; {figures['beside_mb']} MB beside weights and pool, "
         f"{figures['planned_mb']} planned"
     )
