@@ -131,11 +131,9 @@ def test_a_check_can_have_a_process_and_an_environment_of_its_own() -> None:
 
 
 def test_when_the_time_is_up_the_rest_is_skipped() -> None:
-    checks = [check("well"), check("hangs", 60), replace_name(check("well"), "late")]
-    found = list(isolate.each(checks, seconds=4))
-    assert [f.status for f in found] == ["ok", "failed", "skipped"]
-    allowed = re.match(r"did not end within ([\d.]+) s", found[1].says)
-    assert allowed and float(allowed[1]) <= 4 and "the time was up" in found[2].says
+    found = list(isolate.each([check("hangs"), check("well")], seconds=2))
+    assert [f.status for f in found] == ["failed", "skipped"]
+    assert found[0].says.startswith("did not end within 2 s") and "the time was up" in found[1].says
 
 
 def test_what_a_check_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
