@@ -103,6 +103,14 @@ class Prefill:
         """Return the milliseconds of a step of prompts while nobody decodes."""
         return self._config.idle_prefill_ms or min(max(_IDLE_MS, _FIXED_SHARE * self.cost.fixed()), _MOST_IDLE_MS)
 
+    def chunk_alone(self, position: int, left: int) -> int:
+        """Return the tokens of a chunk of a prompt that nobody decodes beside, of which `left` are left."""
+        return min(left, self.cost.affordable(position, self.idle_ms(), self._longest(position)))
+
+    def _longest(self, position: int) -> int:
+        """Return the tokens of the longest chunk at a position that a forward has memory for."""
+        return min(self._chunk_tokens, longest_within(self._pairs, position))
+
     def _share(self, reading: Iterable[Sequence], streams: int) -> float:
         """Return the milliseconds per step that so many streams give to prompts."""
         choices = sum(1 + len(s.siblings) for s in reading)
@@ -140,7 +148,7 @@ class Prefill:
         for s in reading:
             if s.seat < 0:  # a chunk taken before may have taken its blocks
                 continue
-            longest = min(self._chunk_tokens, longest_within(self._pairs, s.scheduled))
+            longest = self._longest(s.scheduled)
             n = min(s.unread, longest)
             if s.targets(s.scheduled, s.scheduled + n):
                 n = min(n, self._scored_positions - scored)

@@ -199,6 +199,14 @@ def describe() -> str:
     return str(info.get("device_name") or info.get("architecture") or "GPU")
 
 
+def sizes() -> dict[str, int | str]:
+    """Return the sizes in bytes that MLX says of the GPU's memory, and its architecture; empty on a CPU."""
+    if is_cpu():
+        return {}
+    names = ("architecture", "memory_size", "max_recommended_working_set_size", "max_buffer_length", "free_memory")
+    return {name: value for name in names if (value := mx.device_info().get(name)) is not None}
+
+
 def blas_threads(every_core: bool) -> None:
     """Set how many threads BLAS uses for the next operations: every core, or half of them.
 

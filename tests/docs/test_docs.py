@@ -111,6 +111,7 @@ ELSEWHERE = {
     "tandem demo learn": "tests/api/test_cli_terminal.py",
     "tandem bench report": "tests/unit/cli/test_bench_report.py",
     "tandem doctor --report": "tests/unit/cli/test_doctor.py",
+    "tandem doctor --mac": "tests/unit/cli/test_doctor_mac.py",
 }
 """Commands that take seconds, and the tests that run them and look at all that they print."""
 

@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
 
 from mlx_tandem.cli.doctor.child import Bench
@@ -99,6 +99,18 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
+
+
+def wheel_tag(package: str = "mlx-metal") -> str:
+    """Return the tag of the wheel that a package was installed from, like "py3-none-macosx_26_0_arm64".
+
+    It is empty if the package is not installed or does not say.
+    """
+    try:
+        said = distribution(package).read_text("WHEEL") or ""
+    except PackageNotFoundError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in said.splitlines() if line.startswith("Tag:")), "")
 
 
 def wanted(name: str) -> list[tuple[str, str]]:
