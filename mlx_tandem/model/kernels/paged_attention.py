@@ -60,7 +60,7 @@ template <int WORDS> struct Part {
 };
 template <class T, int D, int TEAM>
 DEVICE Part<4 * sizeof(T)> read(GLOBAL const T* pool, size_t line, int member) {
-  constexpr int RUN = 16 / sizeof(T);
+  constexpr int RUN = 16 / (int)sizeof(T);
   Part<4 * sizeof(T)> part;
   UNROLL
   for (int r = 0; r < 16 / RUN; r++) {
