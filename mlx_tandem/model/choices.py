@@ -30,7 +30,7 @@ from mlx_tandem.model.linears.skinny import Shape
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import LoadedModel
 
-FORMAT = 4
+FORMAT = 5
 """Version of the value; another one is refused."""
 
 
@@ -125,6 +125,11 @@ class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
 
     adapters: AdapterLimits
     sampling: SamplingKernels
+    rule_problem: str = ""
+    """Why mlx-lm's functions compute the gated delta rule; empty if a kernel does or no layer needs it."""
+
+    own_delta_nets: str = ""
+    """Why gated delta nets run their own code; empty if they are on the fused path or cannot be."""
 
 
 class Pace(Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_tandem.config import EngineConfig
-from mlx_tandem.model import cpu, device, probe
+from mlx_tandem.model import cpu, delta_net, device, gated_delta, probe
 from mlx_tandem.model.attention import fused, hook
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
@@ -67,6 +67,8 @@ class Kernels:
             own_blocks=self.own_blocks,
             adapters=limits,
             sampling=sampling.described(self.sampling),
+            rule_problem=gated_delta.verdict.problem,
+            own_delta_nets=delta_net.verdict.problem,
         )
 
 
@@ -84,6 +86,7 @@ def choose(
     """
     if given is not None:
         return _install(config, model, merged, candidates, given)
+    delta_net.verdict.give(None)
     report("checking products", 0.0)
     merged = use_views(model.module, merged) if candidates else merged
     modules = skinny.candidates(model.module, merged)
@@ -117,6 +120,8 @@ def _install(
 ) -> tuple[probe.Examined, Kernels]:
     """Build the functions that another process chose, and change the model's modules so that they use them."""
     inplace.given(given.store_problem)
+    gated_delta.verdict.give(given.rule_problem)
+    delta_net.verdict.give(given.own_delta_nets)
     merged = use_views(model.module, merged) if candidates else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:

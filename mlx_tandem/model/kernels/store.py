@@ -45,9 +45,7 @@ class Store:
     """The kernel for one target."""
 
     def __init__(self, make: Make):
-        self._kernel = make(
-            Source("store", ["array", "rows", "lines"], ["done"], _BODY, _FUNCTIONS, writes=["array"])
-        )
+        self._kernel = make(Source("store", ["array", "rows", "lines"], ["done"], _BODY, _FUNCTIONS, writes=["array"]))
 
     def __call__(self, array: mx.array, rows: mx.array, lines: mx.array) -> mx.array:
         """Set array[rows] = lines, and return a zero, int32 [1], on which everything that reads the lines must
