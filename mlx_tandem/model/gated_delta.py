@@ -80,12 +80,16 @@ def install(model: nn.Module) -> None:
     """Replace mlx-lm's functions within `using_kernel`, if the model has layers that use them."""
     if any(hasattr(sys.modules[type(m).__module__], "gated_delta_update") for m in model.modules()):
         kernel()  # it is checked here, since no array can be evaluated while a step is traced
-        gated_delta.gated_delta_ops = _replacing(_operations)
-        gated_delta.gated_delta_kernel = _replacing(_kernel)
+        on_metal = "metal" in dialect.available()
+        gated_delta.gated_delta_ops = _replacing(_operations, only_in_pool=on_metal)
+        gated_delta.gated_delta_kernel = _replacing(_kernel, only_in_pool=on_metal)
 
 
-def _replacing(own: Rule) -> Rule:
-    """Return a function that uses the kernel where it can and is meant to, and `own` of mlx-lm elsewhere."""
+def _replacing(own: Rule, *, only_in_pool: bool) -> Rule:
+    """Return a function that uses the kernel where it can, and `own` of mlx-lm elsewhere.
+
+    only_in_pool: whether `own` computes rows of more than MOST_TOKENS and rows whose states are not in the pool.
+    """
 
     def rule(
         q: mx.array,
@@ -98,11 +102,11 @@ def _replacing(own: Rule) -> Rule:
     ) -> tuple[mx.array, mx.array]:
         inputs = RuleInputs(q, k, v, g, beta)
         found = kernel() if _caches and state is not None and mask is None and fits(inputs) else None
-        if found is None or state is None or (own is _kernel and q.shape[1] > MOST_TOKENS):
+        if found is None or state is None or (only_in_pool and q.shape[1] > MOST_TOKENS):
             return own(q, k, v, g, beta, state, mask)
         lines = _caches[-1].lines_of(state) if inplace.writing().store is not None else None
         if lines is None:
-            return own(q, k, v, g, beta, state, mask) if own is _kernel else found(inputs, state)
+            return own(q, k, v, g, beta, state, mask) if only_in_pool else found(inputs, state)
         y = found.in_place(inputs, lines.pool, lines.read, lines.write)
         _caches[-1].wrote(lines)
         return y, state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_tandem.model.kernels.dialect import Make, Source
+from mlx_tandem.model.kernels.dialect import Constant, Make, Source
 
 _THREADS = 256
 
@@ -58,6 +58,6 @@ class Store:
         runs = width // run
         team = min(1 << (runs - 1).bit_length(), _THREADS)
         groups = (-(-count * team // _THREADS), -(-runs // team), 1)
-        template = {"T": array.dtype, "RUN": run}
+        template: dict[str, Constant] = {"T": array.dtype, "RUN": run}
         (done,) = self._kernel([array, rows, lines], template, groups, _THREADS, [((1,), mx.int32)])
         return done

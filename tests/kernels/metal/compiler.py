@@ -97,7 +97,7 @@ def _banned(node: Cursor) -> str:
 
 
 def _divides_wide(node: Cursor) -> bool:
-    """Whether an operand of a division has 64 bits. In a template its own type may not be known, but an operand's is."""
+    """Whether a division has 64 bits. In a template its own type may not be known, but that of an operand is."""
     return any(each.type.get_canonical().kind in _WIDE for each in (node, *node.get_children()))
 
 
