@@ -101,6 +101,7 @@ def serve_by_given(folder: Path, file: Path) -> None:
         (warm_up.time, "perf_counter"),
         (choice, "_problem"),
         (choice, "_seconds"),
+        (choice, "contiguous_seconds"),
         (lora, "wrong"),
         (sampling, "wrong"),
         (sampling, "wrong_truncated"),
