@@ -77,7 +77,7 @@ def test_a_chunk_that_waits_on_the_way_is_safe(metal: Metal, monkeypatch: pytest
     assert not faults(graph, metal.kept)
 
 
-@pytest.mark.parametrize("metal", ["short blocks", "windows"], indirect=True)
+@pytest.mark.parametrize("metal", ["short blocks", "windows", "states"], indirect=True)
 def test_what_the_scheduler_asks_for_is_safe(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps of a workload with forks, chunks, copies and preemption, as if none had been waited for."""
     plans: list[StepPlan] = []
