@@ -72,10 +72,8 @@ DEVICE Part<N * (int)sizeof(T) / 4> read(GLOBAL const T* pool, size_t line, int 
   return part;
 }
 template <class T, int WORDS> DEVICE float4 quarter(Part<WORDS> part, int i) {
-  if (sizeof(T) == 4) {
-    return FLOAT4(FLOAT_BITS(part.w[4 * i]), FLOAT_BITS(part.w[4 * i + 1]), FLOAT_BITS(part.w[4 * i + 2]),
-                  FLOAT_BITS(part.w[4 * i + 3]));
-  }
+#define NUMBER(n) FLOAT_BITS(part.w[4 * i + n])
+  if (sizeof(T) == 4) return FLOAT4(NUMBER(0), NUMBER(1), NUMBER(2), NUMBER(3));
   const float2 a = pair(part.w[2 * i], T()), b = pair(part.w[2 * i + 1], T());
   return FLOAT4(a.x, a.y, b.x, b.y);
 }
@@ -95,14 +93,8 @@ DEVICE Part<BITS * N / 32> read(GLOBAL const uint* codes, GLOBAL const uint* gri
   part.grid = 0;
   if (D == N * TEAM || member * N < D) {
     GLOBAL const uint* at = codes + line * (D * BITS / 32) + member * WORDS;
-    if (WORDS == 4) {
-      w = LOAD16(at);
-    } else if (WORDS == 2) {
-      const uint2 half_of_it = LOAD8(at);
-      w.x = half_of_it.x, w.y = half_of_it.y;
-    } else {
-      w.x = at[0];
-    }
+    const uint2 two = WORDS == 2 ? LOAD8(at) : WORDS2(at[0], 0);
+    w = WORDS == 4 ? LOAD16(at) : WORDS4(two.x, two.y, 0, 0);
     part.grid = grids[line * GRIDS + member * N / (D / GRIDS)];
   }
   part.w[0] = w.x;
