@@ -22,7 +22,6 @@ from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, device, footprint, probe
 from mlx_tandem.model.attention import fused
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import Choices, Kept, Subject
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
@@ -136,7 +135,7 @@ def build(
         log.warning("everything is checked anew, because with the choices of the last start %s", e)
         if kept is not None:
             kept.drop(e.subject)
-    inplace.given(None)
+    everything.forget()
     # The first attempt has changed the model's modules, so the second one loads the model again.
     return _build(config, weights, report, backends, None, None)
 

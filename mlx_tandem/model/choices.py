@@ -163,6 +163,11 @@ class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
 
     adapters: AdapterLimits
     sampling: SamplingKernels
+    rule_problem: str = ""
+    """Why mlx-lm's functions compute the gated delta rule; empty if a kernel does or no layer needs it."""
+
+    own_delta_nets: str = ""
+    """Why gated delta nets run their own code; empty if they are on the fused path or cannot be."""
 
 
 class Pace(Struct, frozen=True, forbid_unknown_fields=True):

@@ -80,6 +80,7 @@ def record(
             own.setattr(mx, "async_eval", note(False))
             own.setattr(mx, "eval", note(True))
             own.setattr(mx, "synchronize", note(True))
+            own.setattr(mx, "contiguous", _contiguous)
             work(dict(zip(state, arrays, strict=True)))
         return evaluated
 
@@ -102,6 +103,11 @@ def flat(arrays: Any) -> list[mx.array]:
     if isinstance(arrays, mx.array):
         return [arrays]
     return [x for each in (arrays.values() if isinstance(arrays, dict) else arrays) for x in flat(each)]
+
+
+def _contiguous(x: mx.array, allow_col_major: bool = False) -> mx.array:
+    """Return what `mx.contiguous` returns, which cannot be recorded, by operations that copy and share alike."""
+    return mx.unflatten(mx.flatten(x), 0, x.shape)
 
 
 def _names(arrays: Sequence[tuple[str, Any, Any]]) -> tuple[str, ...]:

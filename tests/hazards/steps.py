@@ -127,6 +127,7 @@ ENGINES = {
     "few bits, own blocks, no common offset": Kind("gemma", kv_bits=8, common_offset=False),
     "experts": Kind("qwen3_moe"),
     "plain adapters": Kind(fused_adapters=False),
+    "states": Kind("qwen3_5", {"linear_key_head_dim": 32, "linear_value_head_dim": 32}),
 }
 
 

@@ -33,8 +33,11 @@ from mlx_tandem.model.choices import (
     SamplingKernels,
     Subject,
 )
+from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import attention as choice
+from mlx_tandem.model.kernel_checks import delta_net as delta_check
 from mlx_tandem.model.kernel_checks import everything, lora, machine, sampling, store
+from mlx_tandem.model.kernel_checks import gated_delta as rule_check
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.everything import examine
 from mlx_tandem.model.kernels.division import Division
@@ -60,7 +63,7 @@ BEST = Division(24, queries=2, depth=2)
 def config_of(folder: Path, **cache: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=str(folder)),
-        cache=CacheConfig(block_size=8, num_blocks=12, **cache),
+        cache=CacheConfig(block_size=8, num_blocks=24, **cache),
         scheduler=SchedulerConfig(max_num_seqs=4),
         lora=LoraConfig(max_loras=1, max_lora_rank=8),
     )
@@ -102,10 +105,14 @@ def serve_by_given(folder: Path, file: Path) -> None:
         (warm_up.time, "perf_counter"),
         (choice, "_problem"),
         (choice, "_seconds"),
+        (choice, "contiguous_seconds"),
         (lora, "wrong"),
         (sampling, "wrong"),
         (sampling, "wrong_truncated"),
         (store, "problem"),
+        (rule_check, "problem"),
+        (delta_check, "problem"),
+        (delta_check, "seconds"),
         *((Meter, name) for name in ("seconds", "device_seconds", "host_seconds")),
     ]
     given = Choices.read(file)
@@ -131,13 +138,15 @@ def look(built: Built, made: Choices) -> None:
     assert made.kernels.attention.divisions == (BEST,)
     assert made.kernels.sampling.plain and made.kernels.sampling.truncated and made.kernels.adapters.mixed
     assert any(isinstance(m, FusedBlock) for m in built.runner.module.modules())
+    assert any(isinstance(m, FusedDeltaNet) for m in built.runner.module.modules())
     assert inplace.writing().store is not None
     assert not built.runner.one_at_a_time
 
 
 @pytest.mark.timeout(400)  # kernels may have to be compiled first, and two engines check them
 def test_another_process_builds_the_same_functions_without_a_trial(tmp_path: Path) -> None:
-    folder, file = tiny_models.make(tmp_path / "model", "llama"), tmp_path / "choices.json"
+    wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # of the states, wide enough for kernels
+    folder, file = tiny_models.make(tmp_path / "model", "qwen3_5", **wide), tmp_path / "choices.json"
     try:
         with pytest.MonkeyPatch.context() as patch:
             metal(patch)

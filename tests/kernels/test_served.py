@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -124,6 +125,8 @@ def test_layers_hand_on_tokens(tmp_path: Path, family: str, monkeypatch: pytest.
     kernels = delta_net.Kernels(DeltaNetInputs(shim.maker()), rule, GatedNorm(shim.maker()))
     monkeypatch.setattr(gated_delta, "kernel", lambda: rule)
     monkeypatch.setattr(delta_net.Kernels, "made", lambda *_: kernels)
+    own = SimpleNamespace(available=lambda: ("cuda",), maker=lambda target: shim.maker())
+    monkeypatch.setattr(delta_net, "dialect", own)
     changes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if family == "qwen3_5" else {}
     folder = tiny_models.make(tmp_path / "model", family, **changes)
     made = {"attention_backend": "cuda", "backends": [Fused("cuda", shim.maker())], "dtype": "float16"}

@@ -14,9 +14,11 @@ import pytest
 
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
+from mlx_tandem.model import gated_delta
 from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import Kept
+from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import attention as choice
 from mlx_tandem.model.kernel_checks import lora, machine, sampling
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
@@ -28,6 +30,7 @@ from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
 from tests.kernels import gpu as fake
 from tests.kernels import shim
 from tests.kernels.gpu import Around, Gpu
+from tests.kernels.test_metal_text import first_words
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
@@ -87,10 +90,55 @@ def test_all_kernels_are_taken_where_they_are_right_and_faster(metal: Gpu, tmp_p
     assert_serves(engine, tmp_path)
 
 
+HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+"""Heads of the states that are wide enough for the kernels."""
+
+
+def start_hybrid(tmp_path: Path) -> Engine:
+    engine = make_engine(tiny_models.make(tmp_path / "model", "qwen3_5", **HYBRID), num_blocks=24)
+    engine.built.warm_up(CostModel())
+    return engine
+
+
+def fused_nets(engine: Engine) -> bool:
+    return any(isinstance(m, FusedDeltaNet) for m in engine.built.runner.module.modules())
+
+
+def test_a_hybrid_s_states_stay_in_the_pool(metal: Gpu, tmp_path: Path) -> None:
+    """Also of rows that are padding, all of which have one line, and of rows that go on in the line that they read."""
+    engine = start_hybrid(tmp_path)
+    assert fused_nets(engine) and gated_delta.kernel() is not None
+    assert engine.built.runner._forward.gathered_share == 0.0
+    assert {name.partition("_")[0] for name, _ in metal.sources} <= first_words(), "a text that nothing has checked"
+    assert_serves(engine, tmp_path)
+
+
+SLOWER = {
+    "gated_delta_in_place": "mlx-lm's own functions compute the gated delta rule: the kernel is ",
+    "delta_net_inputs": "gated delta nets run their own code: the fused path is ",
+}
+
+
+@pytest.mark.parametrize("fault", ["uncompilable", "slow"])
+@pytest.mark.parametrize("kernel", SLOWER)
+def test_a_hybrid_starts_without_a_kernel_that_is(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, kernel: str, fault: str
+) -> None:
+    caplog.set_level("INFO")
+    metal.faults[kernel] = fake.slow(metal) if fault == "slow" else fake.uncompilable
+    engine = start_hybrid(tmp_path)
+    said = SLOWER[kernel] + "slower: " if fault == "slow" else SLOWER[kernel].removesuffix("the fused path is ")
+    assert said in caplog.text
+    assert not fused_nets(engine)
+    assert (gated_delta.kernel() is None) == (kernel == "gated_delta_in_place")
+    assert engine.built.runner._forward.gathered_share > 0.0
+    assert_serves(engine, tmp_path)
+
+
 WRONG: dict[str, Around] = {
     "paged_attention": fake.instead("k <= position", "k < position"),
     "rotary": fake.instead("a * c - b * s", "a * c + b * s"),
-    "store": fake.instead("= lines[i]", "= lines[i] + T(1)"),
+    "store": fake.instead("= lines[from + i]", "= lines[from + i] + T(1)"),
     "lora_shrink": fake.instead("= total;", "= 2.0f * total;"),
     "gumbel_max": fake.instead("logits + begin", "logits"),
 }

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import cpu, device, probe
+from mlx_tandem.model import cpu, delta_net, device, gated_delta, probe
 from mlx_tandem.model.attention import fused, hook
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
@@ -72,6 +72,8 @@ class Kernels:
             own_blocks=self.own_blocks,
             adapters=limits,
             sampling=sampling.described(self.sampling),
+            rule_problem=gated_delta.verdict.problem,
+            own_delta_nets=delta_net.verdict.problem,
         )
 
 
@@ -89,6 +91,7 @@ def choose(
     """
     if given is not None:
         return _install(config, model, merged, candidates, given)
+    delta_net.verdict.give(None)
     report("checking products", 0.0)
     merged = use_views(model.module, merged) if candidates else merged
     modules = skinny.candidates(model.module, merged)
@@ -122,6 +125,8 @@ def _install(
 ) -> tuple[probe.Examined, Kernels]:
     """Build the functions that another process chose, and change the model's modules so that they use them."""
     inplace.given(given.store_problem)
+    gated_delta.verdict.give(given.rule_problem)
+    delta_net.verdict.give(given.own_delta_nets)
     merged = use_views(model.module, merged) if candidates else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:
@@ -144,6 +149,14 @@ def _install(
     )
     _log(kernels)
     return found, kernels
+
+
+def forget() -> None:
+    """Forget what another process found about kernels, so that it is found anew."""
+    inplace.given(None)
+    gated_delta.verdict.give(None)
+    gated_delta.kernel.cache_clear()
+    delta_net.verdict.give(None)
 
 
 def problem(config: EngineConfig, model: LoadedModel, twin: nn.Module, found: probe.Examined, kernels: Kernels) -> str:
