@@ -21,7 +21,7 @@ from mlx_tandem.cli.bench.shapes import Shape, write_model
 from mlx_tandem.config import DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.prefill import Prefill
+from mlx_tandem.engine.prefill import WHOLE, Prefill
 from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.model import device, footprint
 from mlx_tandem.model.build import plan
@@ -95,6 +95,7 @@ class Decided:
     memory: MemoryBudget
     decode_ms: float  # predicted time of a step of one stream
     chunk: int  # prompt tokens of a step while nothing decodes
+    deep: int  # the same at the end of a prompt that fills the pool, at most
     prompt_s: float  # predicted time to read 4,096 tokens
     micro_batch: int  # tokens of a micro-batch of learning
     slice_ms: float  # predicted time of a slice of learning
@@ -125,11 +126,13 @@ def decide(mac: Mac, size: str, bits: int, *, learns: bool = False, adapters: in
     prefill = Prefill(SchedulerConfig(), _limits(memory), _SIZES[size].vocab)
     prefill.cost = cost
     chunk = cost.affordable(0, prefill.idle_ms(), memory.chunk_tokens)
+    full = (memory.pools[0].num_blocks - 1) * 16
+    deep = cost.affordable(full, WHOLE * prefill.idle_ms(), memory.chunk_tokens)
     layer_ms = 3 * 2 * _SIZES[size].parameters / _SIZES[size].layers / (COMPUTED * mac.tflops * 1e9)
     tokens = pace.micro_batch_tokens(lambda n: n * layer_ms, cost.decode(1), footprint.MICRO_BATCH_TOKENS["metal"])
     name = f"{size} in {bits} bits" if bits else f"{size} in bfloat16"
     seconds = prompt_seconds(cost.form, 4096, chunk)
-    return Decided(mac, name, memory, cost.decode(1), chunk, seconds, tokens, tokens * layer_ms)
+    return Decided(mac, name, memory, cost.decode(1), chunk, deep, seconds, tokens, tokens * layer_ms)
 
 
 @contextmanager

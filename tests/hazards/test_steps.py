@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from mlx_tandem.engine.plan import StepPlan
-from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.runner import MLXRunner
-from mlx_tandem.model.step import forward
+from mlx_tandem.model.step.pauses import Pauses
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.hazards import steps
@@ -62,10 +61,8 @@ def test_kernels_write_the_pool_in_each_of_them(metal: Metal) -> None:
 
 @short_blocks
 def test_a_chunk_that_waits_on_the_way_is_safe(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metal has no need of pauses (see `MLXRunner.pauses`), but a step that has them is in order there, too."""
-    monkeypatch.setattr(metal.runner, "pauses", True)
-    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
-    monkeypatch.setattr(forward, "PAUSE", 1)
+    """What is dispatched on the way is in order, too."""
+    monkeypatch.setattr(metal.runner, "pauses", Pauses(16))
     launched = steps.decode(metal), steps.first_chunk(metal), steps.decode_others(metal)
     metal.launch(*launched)  # constants are computed when they are first met
     graph = metal.launch(*launched)
