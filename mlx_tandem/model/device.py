@@ -93,11 +93,15 @@ def _installed(package: str) -> bool:
 # waits when ten are under way. What a command buffer frees is there again only when it is done, so the number of
 # operations stays limited, to that of a graph on CUDA.
 COMMAND_BUFFER_OPERATIONS = "100"
+# While a display is on, macOS ends the GPU work of a process that keeps the display waiting, and with it the process
+# (MLX's issue 3267). With this variable Apple's driver waits longer for work to give way.
+_PATIENCE = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
 
 
 def _set_up_metal() -> None:
-    """Set how large MLX's command buffers are on macOS, unless MLX is loaded. Variables that are set already stay."""
+    """Set up MLX's command buffers and Apple's driver on macOS, unless MLX is loaded. Variables that are set stay."""
     if sys.platform == "darwin" and "mlx.core" not in sys.modules:
+        os.environ.setdefault(_PATIENCE, "1")
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
         os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", COMMAND_BUFFER_OPERATIONS)
 
