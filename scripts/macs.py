@@ -25,12 +25,13 @@ from mlx_tandem.engine.prefill import WHOLE, Prefill
 from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.model import device, footprint
 from mlx_tandem.model.build import plan
-from mlx_tandem.model.memory import HOST_BYTES, UnifiedMemory
+from mlx_tandem.model.memory import HOST_BYTES, UnifiedMemory, parse_vm_stat
 from mlx_tandem.training.device import pace
 from mlx_tandem.types import MemoryBudget
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "macs.md"
+SAMPLES = ROOT / "scripts" / "vm_stat"
 BEGIN, END = "<!-- macs: python scripts/macs.py -->\n", "<!-- end of macs -->\n"
 GIB = 1 << 30
 
@@ -59,8 +60,13 @@ class Mac:
     @property
     def memory(self) -> UnifiedMemory:
         """The memory as the program would find it."""
-        total = self.gib * GIB
-        return UnifiedMemory(total, total * 2 // 3 if self.gib <= 32 else total * 3 // 4, total - SYSTEM)
+        return memory_of(self.gib, self.gib * GIB - SYSTEM)
+
+
+def memory_of(gib: int, available: int) -> UnifiedMemory:
+    """Return the memory of a Mac of so many GiB, of which other programs leave `available` bytes."""
+    total = gib * GIB
+    return UnifiedMemory(total, total * 2 // 3 if gib <= 32 else total * 3 // 4, available)
 
 
 MACS = (
@@ -194,7 +200,24 @@ def tables() -> str:
             f"| {d.mac.name} | {d.model} | {d.decode_ms:.0f} | {d.chunk:,} | {d.prompt_s:.1f} | {d.micro_batch} | "
             f"{d.slice_ms:.0f} |"
         )
-    return "\n".join([*memory, *speed]) + "\n"
+    return "\n".join([*memory, *speed, *in_use()]) + "\n"
+
+
+def in_use() -> Iterator[str]:
+    """Yield the lines of the table of Macs that are in use."""
+    yield from (
+        "",
+        "**What is left on Macs in use.** Each line is from the output of `vm_stat` on one Mac at one moment, as its "
+        "owner has published it (`scripts/vm_stat`): samples, not averages.",
+        "",
+        "| memory | free and inactive | and cached files in use | limit | which is |",
+        "|---:|---:|---:|---:|---|",
+    )
+    for gib, said in sorted((int(file.stem.removesuffix("gb")), file.read_text()) for file in SAMPLES.glob("*.txt")):
+        available, without = parse_vm_stat(said), parse_vm_stat(said.replace("File-backed", "Other"))
+        assert available is not None and without is not None
+        limit = memory_of(gib, available).limit()
+        yield f"| {gib} GB | {_gb(without)} | {_gb(available)} | {_gb(limit.size)} | {limit.reason} |"
 
 
 def _gb(size: int) -> str:
