@@ -87,6 +87,8 @@ def record(
             own.setattr(mx, "async_eval", note(False))
             own.setattr(mx, "eval", note(True))
             own.setattr(mx, "synchronize", note(True))
+            # `Contiguous` cannot be recorded. This also copies what is not laid out line by line, and nothing else.
+            own.setattr(mx, "contiguous", lambda x, *options: x.flatten().reshape(x.shape))
             work(dict(zip(state, arrays, strict=True)))
         return evaluated
 
