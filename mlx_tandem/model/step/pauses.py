@@ -23,6 +23,10 @@ from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 _ANY = 1 << 62
 
 
+METAL_TOKENS = 64
+"""Fewest tokens of a forward that pauses on Metal whatever it gathers."""
+
+
 class Pause(NamedTuple):
     """The pauses of one forward.
 
@@ -85,7 +89,7 @@ def of_device(limits: StepLimits, layers: int) -> Pauses | None:
     if device.is_cuda():
         return Pauses(1024, group=3)
     if device.is_metal():
-        return Pauses(64, MOST_QUERIES + 1, positions=limits.positions, layers=layers)
+        return Pauses(METAL_TOKENS, MOST_QUERIES + 1, positions=limits.positions, layers=layers)
     return None
 
 
