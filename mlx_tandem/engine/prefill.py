@@ -32,7 +32,7 @@ _FIXED_SHARE = 16
 weights slowly does not read them again for every few tokens.
 """
 
-_WHOLE = 4 / 3
+WHOLE = 4 / 3
 """Factor by which a prompt may exceed its budget to be finished in one chunk."""
 
 
@@ -93,7 +93,7 @@ class Prefill:
         budget = idle = self.idle_ms()
         if streams:
             budget = min(idle, self._saved + self._share(reading, streams))
-            if budget < min(idle, self.cost.least()) and _WHOLE * budget < self._whole(reading[0]):
+            if budget < min(idle, self.cost.least()) and WHOLE * budget < self._whole(reading[0]):
                 self._saved = budget
                 return
         self._saved = 0.0
@@ -157,7 +157,7 @@ class Prefill:
             if chunks and padded_length(n) > room:
                 break
             cost = self.cost.predict(padded_length(n), s.scheduled)
-            if cost > _WHOLE * budget:  # within it, the rest goes in one chunk, since cutting it saves nothing
+            if cost > WHOLE * budget:  # within it, the rest goes in one chunk, since cutting it saves nothing
                 if chunks:
                     break
                 n = min(n, self.cost.affordable(s.scheduled, budget, longest))

@@ -110,6 +110,7 @@ def build(
     backends: Sequence[fused.Fused] | None = None,
     given: Choices | None = None,
     kept: Kept | None = None,
+    whole: MemoryBudget | None = None,
 ) -> Built:
     """Load the model, check it on this device, and return a runner for it with pools of a fixed size.
 
@@ -125,19 +126,20 @@ def build(
             checks and times its kernels itself.
         kept: The choices of earlier starts, which are looked up unless some are `given`, and to which those of this
             start are added; None: nothing is kept.
+        whole: The budget of everything in this process, of which this model takes a part; None: it takes everything.
 
     Raises:
         ModelError: The model cannot be served with these settings on this device.
     """
     try:
-        return _build(config, weights, report, backends, given, kept)
+        return _build(config, weights, report, backends, given, kept, whole)
     except _WrongKernels as e:
         log.warning("everything is checked anew, because with the choices of the last start %s", e)
         if kept is not None:
             kept.drop(e.subject)
     everything.forget()
     # The first attempt has changed the model's modules, so the second one loads the model again.
-    return _build(config, weights, report, backends, None, None)
+    return _build(config, weights, report, backends, None, None, whole)
 
 
 class _WrongKernels(Exception):
@@ -155,6 +157,7 @@ def _build(
     backends: Sequence[fused.Fused] | None,
     given: Choices | None,
     kept: Kept | None,
+    whole: MemoryBudget | None,
 ) -> Built:
     started = time.monotonic()
     limit = device.memory_limit(config.memory_limit_gb)  # measured before anything of it is used
@@ -173,9 +176,8 @@ def _build(
         if problem := everything.problem(config, model, twin, found, kernels):
             raise _WrongKernels(problem, subject)
     adapters = LoraState(model.module, config.lora, model.dtype, kernels.adapters.chosen, kernels.products.chosen)
-    needs = _needs(config, limit, model, found, adapters)
-    memory = _divide(config, limit, needs)
-    step_limits = _limit_steps(model, kernels, needs, memory)
+    memory = _divide(config, limit, needs := _needs(config, limit, model, found, adapters))
+    step_limits = _limit_steps(model, kernels, needs, memory, whole or memory)
     tuned = _tune(config, model, memory, kernels, report, given)
     runner = _runner(config, model, found, kernels, adapters, weights, memory, step_limits, tuned)
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
@@ -220,10 +222,8 @@ def _no_columns(image: Image) -> int:
 
 def build_draft(config: EngineConfig, served: EngineInfo, report: Report) -> Built:
     """Load the draft model of an engine that serves `served`, and return a runner for it. Raises ModelError."""
-    built = build(draft_settings(config, served.num_blocks), {}, report)
+    built = build(draft_settings(config, served.num_blocks), {}, report, whole=served.memory)
     built.runner.compiled.untraced = 0  # kinds of steps recur: rows read only the tokens since the last
-    device.wire(served.memory.total)
-    mx.set_cache_limit(served.memory.activations)
     return built
 
 
@@ -339,15 +339,19 @@ def _trainer_budget(
     return memory.unassigned + memory.learning - one_pass
 
 
-def _limit_steps(model: LoadedModel, kernels: Kernels, needs: Needs, memory: MemoryBudget) -> StepLimits:
-    """Return how large a step may be, and tell MLX how much memory it may wire and keep."""
+def _limit_steps(
+    model: LoadedModel, kernels: Kernels, needs: Needs, memory: MemoryBudget, whole: MemoryBudget
+) -> StepLimits:
+    """Return how large a step may be, and tell MLX how much memory all of this process may wire, use and keep."""
     layers = kernels.attention.layers
     # The tokens of a row of a state cannot be computed side by side.
     piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) and not needs.state else 0
-    device.wire(memory.total)
+    device.wire(whole.total)
+    # Trainers may take what nothing else was given.
+    device.limit_memory(whole.limit if whole.learning else whole.total)
     if advice := device.advice(str(model.dtype).rpartition(".")[2]):
         log.warning("%s", advice)
-    mx.set_cache_limit(memory.activations)  # freed arrays that MLX keeps are used again by steps
+    mx.set_cache_limit(whole.activations)  # freed arrays that MLX keeps are used again by steps
     return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, piggybacked=piggybacked)
 
 

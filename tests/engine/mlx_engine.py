@@ -16,7 +16,14 @@ from mlx_lm.utils import load_model
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
-from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.images import Images
@@ -127,6 +134,7 @@ def make_engine(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     unpack_weights: bool = False,
     kept: Kept | None = None,
+    method: Literal["none", "mtp"] = "none",
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
@@ -140,6 +148,7 @@ def make_engine(
         ),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_chunk_tokens=max_chunk_tokens),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
+        speculation=SpeculationConfig(method),
     )
     return Engine(build(config, weights, lambda stage, fraction: None, backends, kept=kept), weights)
 

@@ -17,11 +17,11 @@ from mlx.utils import tree_flatten
 
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.linears.unpacked import unpack_for_cpu
 from mlx_tandem.model.loader import load_unread
-from mlx_tandem.model.step import forward, forward_inputs, rectangles, shapes
+from mlx_tandem.model.step import forward_inputs, rectangles, shapes
 from mlx_tandem.model.step.forward_inputs import InputBuilder
+from mlx_tandem.model.step.pauses import Pauses
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_families, tiny_models
@@ -151,10 +151,8 @@ def test_chunks_that_begin_together_need_no_mask(family: str, tmp_path: Path, mo
         return offsets[-1]
 
     monkeypatch.setattr(Rectangles, "common_offset", watched)
-    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
-    monkeypatch.setattr(forward, "PAUSE", 2)
     engine, oracle = make_engine(folder), Oracle.load(folder)
-    engine.built.runner.rectangles.common_offsets = engine.built.runner.pauses = True
+    engine.built.runner.rectangles.common_offsets, engine.built.runner.pauses = True, Pauses(16, group=2)
     everyone = [ask(i, p, max_tokens=12) for i, p in enumerate((*PROMPTS, PROMPTS[1] * 3))]
     assert_agrees(engine.run(everyone, chunks=7), oracle, "common offset")
     assert 0 in offsets

@@ -16,6 +16,7 @@ import pytest
 from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.delta_net import DeltaNetInputs, GatedNorm, Mixer, Product
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.division import start
@@ -205,6 +206,7 @@ def test_what_is_right_is_taken() -> None:
             "/ of 64-bit integers",
         ),
         ("SHARED(float, s, 8193); s[THREAD] = 0.0f; y[THREAD] = s[0];", {}, "32772 bytes of threadgroup memory"),
+        (f"{WELL} // 2 \u00b5s", {}, "not ASCII"),
         (WELL, {"threads": 1056}, "1056 threads"),
         (WELL, {"threads": 40}, "40 threads"),
         (WELL, {"inputs": 31}, "32 buffers"),
@@ -218,6 +220,14 @@ def test_what_is_right_is_taken() -> None:
 def test_planted_mistakes_are_refused(mistake: str, options: dict[str, Any], said: str) -> None:
     found = planted(mistake, **options)
     assert any(said in one for one in found), found
+
+
+@pytest.mark.parametrize("target", ["cuda", "metal"])
+def test_a_text_that_is_not_ascii_is_refused_before_it_is_compiled(target: Any) -> None:
+    """MLX makes a string of it for Metal that would be null."""
+    for text in ({"body": "y[0] = x[0]; // \u00d7"}, {"body": "y[0] = x[0];", "functions": "// \u00d7"}):
+        with pytest.raises(ValueError, match="the kernel planted is not ASCII"):
+            dialect.maker(target)(Source("planted", ["x"], ["y"], **text))
 
 
 def test_an_input_of_few_elements_is_in_the_constant_address_space() -> None:

@@ -21,9 +21,10 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem import files
-from mlx_tandem.model.device import is_cuda
+from mlx_tandem.model.device import is_cuda, is_metal
 from mlx_tandem.model.linears.dequantise import dequantised, use_from, worth_from
 from mlx_tandem.model.linears.products import Kind, Meter, input_of, kinds, pass_cost
+from mlx_tandem.model.step.pauses import METAL_TOKENS
 from mlx_tandem.model.step.shapes import row_count
 
 log = logging.getLogger(__name__)
@@ -197,8 +198,10 @@ def _thresholds(
     """Return by kind of quantised linear the number of tokens from which it should dequantise.
 
     MLX can use freed memory again only when a whole graph is done, so the memory of all such linears together is
-    measured, as a step needs it.
+    measured, as a step needs it. On Metal two layers are in flight at most in a forward that pauses; a shorter forward
+    does not dequantise there.
     """
+    metal = is_metal()
     found: dict[str, int] = {}
     for name, kind in own.items():
         if not kind.packed or meter.now() > until:
@@ -210,11 +213,13 @@ def _thresholds(
             packed[tokens] = meter.seconds(some, x)
             plain[tokens] = meter.seconds([partial(dequantised, m) for m in some], x)
         tokens_from = worth_from(packed, plain)
-        if tokens_from is not None:
+        if tokens_from is not None and not (metal and tokens_from < METAL_TOKENS):
             found[name] = tokens_from
     if found:
         inputs = {name: input_of(own[name], dtype, tokens) for name, tokens in found.items()}
-        calls = [partial(dequantised, m, x) for name, x in inputs.items() for m in own[name].packed]
+        calls = [
+            partial(dequantised, m, x) for name, x in inputs.items() for m in own[name].packed[: 2 if metal else None]
+        ]
         growth = meter.growth(calls)
         if growth > activations // 2:
             log.info("dequantised weights would be faster, but need %d MB of a step's memory", growth // 1_000_000)

@@ -61,6 +61,7 @@ def problems(call: Call) -> list[str]:
     unit = index.parse(name, args=list(_FLAGS), unsaved_files=[(name, head + call.text)])
     first = head.count("\n")
     found = [f"line {d.location.line - first}: {d.spelling}" for d in unit.diagnostics if d.severity >= d.Warning]
+    found += [f"line {i}: it is not ASCII" for i, line in enumerate(call.text.splitlines(), 1) if not line.isascii()]
     if not any(d.severity >= d.Error for d in unit.diagnostics):
         nodes = list(_own(unit.cursor, first))
         found += [f"line {n.location.line - first}: {what}" for n in nodes if (what := _banned(n))]

@@ -227,7 +227,7 @@ def test_names_and_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None
         ("CUDA driver version is insufficient for CUDA runtime version", "nvidia-smi"),
         ("Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)", "--memory-fraction"),
         ("Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)", "--max-chunk-tokens"),
-        ("Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)", "took too long"),
+        ("Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)", "AGX_RELAX_CDM_"),
         ("(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)", "starts afresh"),
         ("[Compile::eval_cpu] Failed to compile function X: sh: g++: not found", "g++"),
         ("[metal::load_device] No Metal device found", "virtual machine"),
@@ -280,6 +280,7 @@ def test_versions_that_do_not_belong_together(monkeypatch: pytest.MonkeyPatch) -
     releases = {"mlx-tandem": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2", "mlx-metal": "0.32.4"}
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(host, "_version", lambda name: releases.get(name, ""))
+    monkeypatch.setattr(host, "_sysctl", lambda name: "Apple M4")
     assert "mlx-metal 0.32.4" in host.packages(Bench()).says
     for change, told in (({"mlx-metal": "0.32.3"}, "but mlx-metal 0.32.3"), ({"mlx-metal": ""}, "is missing"),
                          ({"mlx": "0.31.0"}, ">=0.32.4 is needed"), ({"mlx-lm": "0.33.0"}, "<0.33 is needed"),
@@ -287,6 +288,35 @@ def test_versions_that_do_not_belong_together(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(host, "_version", lambda name, now=releases | change: now.get(name, ""))
         with pytest.raises(Failed, match=re.escape(told)):
             host.packages(Bench())
+
+
+@pytest.mark.parametrize(
+    ("chip", "release", "tag", "told"),
+    [
+        ("Apple M5 Max", "26.2", "macosx_26_0_arm64", ""),
+        ("Apple M5", "26.1", "macosx_26_0_arm64", "update macOS"),
+        ("Apple M5", "26.2", "macosx_15_0_arm64", "SYSTEM_VERSION_COMPAT=0"),
+        ("Apple M6", "27.0", "macosx_14_0_arm64", "SYSTEM_VERSION_COMPAT=0"),
+        ("Apple M4 Pro", "15.5", "macosx_15_0_arm64", ""),
+        ("Apple M5", "26.2", "", ""),  # built from source
+    ],
+)
+def test_accelerators_that_mlx_does_without_are_told(
+    chip: str, release: str, tag: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mlx", "mlx-lm", "mlx-metal"):
+        record = tmp_path / f"{name.replace('-', '_')}-0.32.4.dist-info"
+        record.mkdir()
+        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.4\n", encoding="utf-8")
+        if tag:
+            (record / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: py3-none-{tag}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    said = {"machdep.cpu.brand_string": chip, "kern.osproductversion": release}
+    monkeypatch.setattr(host, "_sysctl", lambda name: said[name])
+    advice = host.packages(Bench()).advice
+    assert told in advice
+    assert bool(advice) == bool(told)
 
 
 def test_no_compiler_and_a_slow_blas_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

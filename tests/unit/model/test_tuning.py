@@ -94,15 +94,15 @@ class Model(nn.Module):
 class Clock(Meter):
     """Says how long products take: `slow` is by rows; a packed product takes a second a token, a plain one four."""
 
-    def __init__(self, slow: Callable[[int], float] = lambda rows: 1e-3, grows: int = 0):
-        self.slow, self.grows, self.time, self.measured = slow, grows, 0.0, 0
+    def __init__(self, slow: Callable[[int], float] = lambda rows: 1e-3, grows: int = 0, plain: float = 4e-4):
+        self.slow, self.grows, self.plain, self.time, self.measured = slow, grows, plain, 0.0, 0
 
     def seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         mx.eval([call(x) for call in calls])
         self.measured += 1
         rows = x.shape[0]
         if any(isinstance(call, partial) for call in calls):
-            took = 4e-4
+            took = self.plain
         elif any(type(call) is nn.QuantizedLinear for call in calls):
             took = 1e-4 * rows
         else:
@@ -273,6 +273,25 @@ def test_dequantised_weights_that_do_not_fit_are_left_packed(tmp_path: Path) -> 
     model = Model(4)
     assert tuned(model, tmp_path, Clock(grows=501)).dequantise == {}
     assert not isinstance(model.layers[0].up, Dequantising)
+
+
+def test_on_metal_no_more_is_dequantised_at_once_than_a_forward_has_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole model dequantised is several times the memory of the machine."""
+    together: list[int] = []
+
+    class Counting(Clock):
+        def growth(self, calls: Sequence[Callable[[], mx.array]]) -> int:
+            together.append(len(calls))
+            return super().growth(calls)
+
+    monkeypatch.setattr(tuning, "is_metal", lambda: True)
+    assert not tuned(Model(4), tmp_path / "short", Counting()).dequantise, "it would begin at 8 tokens"
+    assert not together
+    found = tuned(Model(4), tmp_path / "long", Counting(plain=4e-3)).dequantise
+    assert set(found.values()) == {64}
+    assert together == [2 + 2 + 1], "of three layers two, and the head"
 
 
 @pytest.mark.parametrize("bits", [None, 4])
