@@ -11,7 +11,6 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem import files
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
@@ -178,7 +177,7 @@ def _build(
     adapters = LoraState(model.module, config.lora, model.dtype, kernels.adapters.chosen, kernels.products.chosen)
     memory = _divide(config, limit, needs := _needs(config, limit, model, found, adapters))
     step_limits = _limit_steps(model, kernels, needs, memory, whole or memory)
-    tuned = _tune(config, model, memory, kernels, report, given)
+    tuned = _tune(config, model, memory, report, given)
     runner = _runner(config, model, found, kernels, adapters, weights, memory, step_limits, tuned)
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
     linears = adapters.linears() | adapters.head()
@@ -359,7 +358,6 @@ def _tune(
     config: EngineConfig,
     model: LoadedModel,
     memory: MemoryBudget,
-    kernels: Kernels,
     report: Report,
     given: Choices | None,
 ) -> Tuned:
@@ -373,15 +371,7 @@ def _tune(
     if device.is_cpu():
         return Tuned()
     report("timing products", 0.0)
-    return tune(
-        model.module,
-        model.dtype,
-        device=device.describe(),
-        most_rows=config.scheduler.max_num_seqs,
-        activations=memory.activations,
-        folder=files.cache_folder() / "tuning",
-        products=kernels.products.reason,
-    )
+    return tune(model.module, model.dtype, most_rows=config.scheduler.max_num_seqs, activations=memory.activations)
 
 
 def _describe(
