@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
@@ -39,8 +40,12 @@ def test_a_server_starts_with_one_line_of_progress_and_then_its_banner() -> None
         assert [line[:11] for line in lines[banner + 1 : banner + 4]] == ["  model    ", "  adapters ", "  try      "]
         assert max(map(len, lines)) < columns
         terminal.on_change = lambda lines: None
+        url = lines[banner].removeprefix("Ready: ")
+        assert httpx.delete(f"{url}/v1/adapters/json").status_code == 200
         terminal.process.send_signal(signal.SIGTERM)
-        assert '"event": "draining"' in re.sub(r"\s+", " ", " ".join(terminal.read_to_end()))
+        *_, removed, draining = terminal.read_to_end()
+        assert re.fullmatch(r"\d\d:\d\d:\d\d adapter removed: json, versions 1", removed)
+        assert re.fullmatch(r"\d\d:\d\d:\d\d draining: open requests 0", draining)
         assert terminal.process.wait(30) == 0
 
 
