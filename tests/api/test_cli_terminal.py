@@ -96,3 +96,18 @@ def test_the_demo_that_learns_draws_each_row_of_its_chart_on_a_line(
     assert facts[:4] == ["reward", "beside", "their", "base"]
     assert lines.count("mean reward") == 1, "what was drawn before is still there"
     assert plot.read_text().startswith("<svg")
+
+
+def test_the_demo_fits_a_small_terminal() -> None:
+    """Nothing is cut: of every question each model's answer is there to its end, and the summary below."""
+    with on_terminal("demo", "--seconds", "1", columns=80, rows=24) as terminal:
+        lines = terminal.read_to_end()
+        assert terminal.process.wait(30) == 0
+    assert lines[0].endswith("tokens/s at best")
+    assert lines[1].startswith("Sort down: ")
+    assert re.fullmatch(r"  base   [\d ]+ shout  [\d ]+!", lines[2])
+    story = lines.index(next(line for line in lines if line.startswith("Tell me a short story about ")))
+    told = " ".join(lines[story + 1 :])
+    assert re.findall(r"  (base|shout|json|down)  ", told) == ["base", "shout", "json", "down"]
+    assert len(re.findall("the end[.!]", re.sub(" +", " ", told), re.IGNORECASE)) == 4
+    assert re.search(r"\d+ answers, \d+ tokens; .* rows +in a step on average\.$", told)
