@@ -292,7 +292,10 @@ def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytes
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(MissingExtra) as missing:
         require((name,))
-    assert missing.value.message == f"reporting to {name} needs a package: pip install 'mlx-tandem[{name}]'"
+    assert (
+        missing.value.message
+        == f"reporting to {name} needs a package: pip install -e '.[{name}]' in the folder of its sources"
+    )
     require(())
 
 
