@@ -76,21 +76,21 @@ def test_a_list_of_adapters_shows_names_and_folders_whole(columns: int, listed: 
     assert max(map(len, lines)) <= columns
 
 
-@pytest.mark.parametrize(("columns", "updates", "streams"), [(80, 2, 0), (120, 1, 1)])
+@pytest.mark.parametrize(("columns", "rows", "updates", "streams"), [(80, 24, 2, 0), (120, 40, 1, 1)])
 def test_the_demo_that_learns_draws_each_row_of_its_chart_on_a_line(
-    columns: int, updates: int, streams: int, tmp_path: Path
+    columns: int, rows: int, updates: int, streams: int, tmp_path: Path
 ) -> None:
     plot = tmp_path / "curve.svg"
     words = ("demo", "learn", "--updates", str(updates), "--streams", str(streams), "--plot", str(plot))
-    with on_terminal(*words, columns=columns) as terminal:
+    with on_terminal(*words, columns=columns, rows=rows) as terminal:
         lines = terminal.read_to_end()
         assert terminal.process.wait(30) == 0
     top = lines.index("mean reward")
-    rows = lines[top + 1 : top + 9]
-    assert [row[:6] for row in rows] == [f"{1 - i / 8:4.2f} │" for i in range(8)]
+    chart = lines[top + 1 : top + 9]
+    assert [row[:6] for row in chart] == [f"{1 - i / 8:4.2f} │" for i in range(8)]
     assert re.fullmatch(" *└─{20}", lines[top + 9])
     assert lines[top + 10].strip() == f"update {updates} of {updates}"
-    bars = [{row[6 + i : 7 + i] for row in rows} - {" ", ""} for i in range(updates)]
+    bars = [{row[6 + i : 7 + i] for row in chart} - {" ", ""} for i in range(updates)]
     assert all(bars), "an update, a bar"
     facts = [line.split()[0] for line in lines[top + 12 :] if line]
     assert facts[:4] == ["reward", "beside", "their", "base"]

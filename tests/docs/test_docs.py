@@ -559,6 +559,7 @@ def test_what_is_said_to_be_missing_is_missing() -> None:
     page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     table = page.partition("this version does not do\n")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+    assert len(rows) > 4
     flags = {flag for panel in PANELS.values() for option in panel for flag in re.split("[ /]", option.flags)}
     for what, _, here in rows:
         options = re.findall(r"--[a-z0-9-]+", here)
