@@ -30,16 +30,16 @@ def highlights() -> str:
     peer, mixed, known, taught, of_8b = map(_read, HIGHLIGHTS)
     rows = peer["shapes"]["4m"]["ratios"]
     spread = {name: [row[f"tandem/{name}"] for row in rows] for name in ("mlx_lm.server", "vllm-mlx")}
-    faster = " and ".join(f"{min(of):.1f} to {max(of):.1f} times as fast as {name}" for name, of in spread.items())
+    faster = ", ".join(f"{min(of):.1f} to {max(of):.1f} times {name}'s speed" for name, of in spread.items())
     levels = [row["concurrency"] for row in rows]
     crowd = mixed["ratios"][-1]
     step = of_8b["results"][-1]
     first = known["first_token"][-1]
     run = next(run for run in taught["results"] if run["run"] == "true")
     said = (
-        f"{min(levels)} to {max(levels)} streams, 4M model: {faster}",
-        f"{crowd['concurrency']} streams over {len(mixed['load']['adapters'])} adapters: {crowd['mixed/base']:.0%} of "
-        "the base's speed",
+        f"4M model, {min(levels)} to {max(levels)} streams: {faster}",
+        f"{mixed['shape'].upper()} model, {crowd['concurrency']} streams over {len(mixed['load']['adapters'])} "
+        f"adapters: {crowd['mixed/base']:.0%} of the base's speed",
         f"first token after {first['prompt_tokens']:,} known ones: {first['hit_ms']:.0f} ms, "
         f"not {first['cold_ms']:.0f}",
         f"`tandem demo learn`'s skill: mean reward {_rise(run)} in {run['seconds']:.0f} s",
