@@ -83,13 +83,14 @@ def svg(frames: list[tuple[float, str]]) -> str:
             for n, line in enumerate(screen.split("\n"))
             if line.strip()
         )
-        groups.append(f'<g id="f{i}">{text}</g>')
+        hidden = ' visibility="hidden"' if i else ""
+        groups.append(f'<g id="f{i}"{hidden}>{text}</g>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width:.0f} {height:.0f}" '
         'role="img" '
         'aria-label="A recording of tandem demo: the base and its adapters answer the same questions in one batch">'
         "<style>text{font:13px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#d8dee9;white-space:pre}"
-        f"g{{visibility:hidden}}#f0{{visibility:visible}}{''.join(rules)}"
+        f"{''.join(rules)}"
         "@media (prefers-reduced-motion:reduce){g{animation:none!important}}</style>"
         f'<rect width="100%" height="100%" rx="8" fill="#1d2129"/>{"".join(groups)}</svg>\n'
     )
