@@ -121,6 +121,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "--enable-force-include-usage",
             "End every stream with its usage, as if stream_options.include_usage were true.",
         ),
+        Option(
+            "server.log_format",
+            "--log-format",
+            "Events as JSON lines (json) or short lines for people (text); auto: text on a terminal, else JSON.",
+        ),
         Option("server.allowed_hosts", "--allowed-host", "A further accepted Host header (repeatable).", "NAME"),
         Option(
             "server.allow_image_hosts",
