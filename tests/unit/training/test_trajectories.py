@@ -204,6 +204,33 @@ def test_a_group_that_lost_a_member_is_complete_without_it_after_a_restart_too()
         assert [[t.id for t in g] for g in each.take(9, 1, 9).groups] == [["1", "2"]]
 
 
+@pytest.mark.parametrize("rewards", [(0, 1, 0, 1), (0, 0, 1, 0, 0), (0, 0, 1, 1)])
+@pytest.mark.parametrize("gone", [("0",), ("1",), ("2",), ("0", "1"), ("1", "2")])
+def test_a_group_that_more_came_to_than_it_was_to_have_is_the_same_after_a_restart(
+    rewards: tuple[int, ...], gone: tuple[str, ...]
+):
+    """What waits of it is made again whole: no member completes it before those that make its rewards vary."""
+    buffer, again = Buffer(10), Buffer(10)
+    for i, reward in enumerate(rewards):
+        buffer.add(trajectory(str(i), "g", reward), 3)
+    buffer.add(trajectory("9", "later", 0), 2)
+    buffer.remove(gone)
+    for t, size in buffer.held:
+        again.add(t, size)
+    assert (again.held, again.usable) == (buffer.held, buffer.usable)
+
+
+def test_groups_across_prompts_take_turns_in_the_order_of_the_update_when_it_is_replayed():
+    names = [f"{ACROSS}{i}" for i in range(7)]
+    one, two = Buffer(30), Buffer(30)
+    for buffer in (one, two):
+        for i in range(21):
+            buffer.add(trajectory(str(i), names[i % 7], float(i // 7 % 2)))
+    taken = one.take(14, 1, 9)
+    two.remove(t.id for g in taken.groups for t in g)
+    assert one.held == two.held
+
+
 def test_a_group_without_variance_is_skipped_once_it_is_complete():
     buffer = Buffer(10)
     buffer.add(trajectory("alone", "one", 1.0), 1)
