@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mlx_tandem.config import EngineConfig, ModelConfig
-from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.engine.client import EngineClient, engine_client
 from mlx_tandem.engine.client.process import process_launch
 from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.client.supervisor import MAX_DEATHS
@@ -374,8 +374,8 @@ def test_a_loop_whose_clock_jumps_an_hour_ends_nothing():
                 loop.time = lambda: slept + time.monotonic()  # type: ignore[method-assign]
                 for _ in range(20):  # all timers are due
                     await asyncio.sleep(0)
-                peer.say(Heartbeat(EngineStats(running=7)))
-                while client.stats.running != 7 and client.state == "ready":
+                peer.say(Heartbeat(EngineStats(steps=7)))
+                while client.stats.steps != 7 and client.state == "ready":
                     await asyncio.sleep(0.01)
                 assert (client.state, client.restarts, engine.launches) == ("ready", 0, 1)
                 peer.say(Output([Delta(r.id, 0, (1,), None, "length")]))
@@ -385,11 +385,33 @@ def test_a_loop_whose_clock_jumps_an_hour_ends_nothing():
     asyncio.run(main())
 
 
+def test_counters_are_read_from_the_engine_that_is_there(monkeypatch: pytest.MonkeyPatch):
+    """Those of an engine that is gone are forgotten, and one that says nothing is not waited for."""
+
+    async def body(client, peer, engine):
+        peer.say(Heartbeat(EngineStats(steps=7)), Occupancy(running=3))
+        await client.refresh()
+        assert (client.stats.steps, client.occupancy.running) == (7, 3)
+        peer.die()
+        second = await asyncio.to_thread(engine.peer)
+        await client.refresh()
+        assert (client.stats, client.occupancy) == (EngineStats(), Occupancy())
+        second.ready()
+        while client.state != "ready":
+            await asyncio.sleep(0.01)
+        second.is_silent = True
+        monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.01)
+        await client.refresh()
+        assert client.state == "ready"
+
+    run(body)
+
+
 def test_heartbeats_keep_it_alive_and_carry_the_statistics():
     async def body(client, peer, engine):
-        for running in range(1, 8):
-            peer.say(Heartbeat(EngineStats(running=running)))
-            while client.stats.running != running:
+        for steps in range(1, 8):
+            peer.say(Heartbeat(EngineStats(steps=steps)))
+            while client.stats.steps != steps:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
         assert client.state == "ready"
