@@ -377,6 +377,16 @@ def test_the_first_of_two_arguments_before_the_name_counts() -> None:
     assert text_of(found) == '"arguments": {"path": "b"}'
 
 
+@pytest.mark.parametrize("first", ['{"path": "a"}', '"{\\"path\\": \\"a\\"}"'], ids=["an object", "a text"])
+def test_the_first_of_two_arguments_behind_the_name_counts(first: str) -> None:
+    """It may have been said by then, so the second one is neither part of it nor another call."""
+    found = read(
+        "hermes", f'<tool_call>{{"name": "write", "arguments": {first}, "arguments": {{"path": "b"}}}}</tool_call>'
+    )
+    assert calls_of(found) == [("write", {"path": "a"})]
+    assert text_of(found) == '"arguments": {"path": "b"}'
+
+
 def test_a_call_that_breaks_off_keeps_what_stands_beside_its_arguments() -> None:
     found = read("hermes", '<tool_call>{"note": "x", "name": "write", "arguments": {"path": "a')
     assert calls_of(found) == [("write", {"path": "a"})]
