@@ -114,6 +114,7 @@ def test_a_stream_knows_when_its_first_row_was_planned_and_how_often_it_gave_way
     run(body)
 
 
+@pytest.mark.promise("FLT-40")
 def test_leaving_early_cancels():
     async def body(client, peer, engine):
         r = request(client, n=3)
@@ -149,6 +150,7 @@ def test_cancelling_the_last_choice_ends_the_stream():
     run(body)
 
 
+@pytest.mark.promise("FLT-02")
 @pytest.mark.parametrize(
     ("failed", "kind"),
     [
@@ -347,6 +349,7 @@ def test_what_was_begun_for_an_engine_that_died_does_not_make_the_next_one_ready
     asyncio.run(main())
 
 
+@pytest.mark.promise("FLT-10")
 def test_an_engine_that_hangs_is_killed():
     async def body(client, peer, engine):
         async with client.submit(request(client)) as stream:
@@ -358,6 +361,7 @@ def test_an_engine_that_hangs_is_killed():
     run(body, stall_seconds=0.3)
 
 
+@pytest.mark.promise("FLT-13", "FLT-59")
 def test_a_loop_whose_clock_jumps_an_hour_ends_nothing():
     """As uvloop's does on macOS when the machine has slept."""
 

@@ -49,6 +49,7 @@ def test_the_next_step_is_launched_before_the_last_is_read(front: Front) -> None
     assert front.runner.calls == steps
 
 
+@pytest.mark.promise("D4")
 @pytest.mark.parametrize(
     ("bad", "param", "code"),
     [
@@ -255,6 +256,7 @@ def test_steps_that_say_nothing_about_others_do_not_teach_what_steps_cost(
 # --- failures ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("FLT-01")
 @pytest.mark.parametrize("where", ["launch", "half", "wait"])
 def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_front: Callable[..., Front], where: str) -> None:
     front = make_front(fail={3: where})
@@ -297,6 +299,7 @@ def test_a_row_that_is_not_finite_fails_its_request(make_front: Callable[..., Fr
     front.assert_nothing_is_held()
 
 
+@pytest.mark.promise("FLT-09")
 def test_three_failed_steps_in_a_minute_end_the_engine(make_front: Callable[..., Front], clock: list[float]) -> None:
     """And everybody is told first."""
     front = make_front(fail={0: "launch", 1: "launch", 2: "launch"})
@@ -320,6 +323,7 @@ def test_failed_steps_far_apart_do_not(make_front: Callable[..., Front], clock: 
     assert len(front.got(m.Failed)) == 6
 
 
+@pytest.mark.promise("FLT-12")
 def test_a_broken_invariant_is_not_swallowed(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(handle: Any) -> StepResult:
         return StepResult([])

@@ -75,6 +75,7 @@ def speculation(model: DraftModel, **options: Any) -> Speculation:
     return Speculation(SpeculationConfig(**{"method": "draft", "dynamic": False, "num_tokens": 3, **options}), model)
 
 
+@pytest.mark.promise("DET-4")
 @pytest.mark.parametrize("name", PARAMS)
 def test_drafts_change_nothing_and_are_drawn_as_the_model_draws(engine: Engine, smaller: Engine, name: str) -> None:
     asked, proposer = requests(name), speculation(drafts_of(smaller))
@@ -118,6 +119,7 @@ def test_long_prompts_are_read_in_pieces(engine: Engine, smaller: Engine, monkey
     assert proposer.counts.all.accepted > 0.7 * proposer.counts.all.drafted > 0
 
 
+@pytest.mark.promise("FLT-05")
 def test_a_draft_model_that_fails_is_given_up(
     engine: Engine, smaller: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

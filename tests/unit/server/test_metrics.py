@@ -78,6 +78,7 @@ def by_model(found: dict[frozenset[tuple[str, str]], float]) -> Counter[str]:
 COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total")
 
 
+@pytest.mark.promise("H3")
 def test_a_hundred_thousand_adapters_have_a_bounded_number_of_series(front: ServerFront) -> None:
     for i in range(100_000):
         front.models.registry.publish(f"adapter-{i}", None, info(f"{i:064x}"))

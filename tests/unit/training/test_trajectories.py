@@ -170,7 +170,7 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 BufferMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
-TestBuffer = BufferMachine.TestCase
+TestBuffer = pytest.mark.promise("I2", "PRP-5")(BufferMachine.TestCase)
 
 
 def test_oldest_groups_go_first_and_whole():
@@ -265,6 +265,7 @@ def test_a_group_of_unknown_size_loses_nobody_who_was_to_come():
     assert [len(g) for g in buffer.take(9, 1, 9).groups] == [2]
 
 
+@pytest.mark.promise("I3")
 def test_the_stale_are_dropped_and_their_fresh_siblings_stay():
     buffer = Buffer(10)
     for i, version in enumerate([1, 2, 5, 5, 9]):
@@ -351,6 +352,7 @@ def test_the_number_of_the_base_or_a_checkpoint_says_nothing_of_its_age():
     assert staleness((3, 97), 99) == 96 and staleness((3, 97), 99, {0, 3}) == 2
 
 
+@pytest.mark.promise("I1")
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -424,6 +426,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.promise("I1")
 @settings(max_examples=400)
 @given(st.lists(st.fixed_dictionaries({}, optional=VALUES), min_size=1, max_size=3), st.sampled_from(list(RECIPES)))
 def test_whatever_is_accepted_the_trainer_takes(changes: list[dict[str, Any]], algorithm: str):
@@ -451,6 +454,7 @@ def test_how_many_may_come_at_once():
         assert e.value.param == "trajectories"
 
 
+@pytest.mark.promise("E8")
 def test_how_many_messages_a_prompt_may_have():
     prompt = [{"role": "user", "content": "x"}] * (limits.MAX_MESSAGES + 1)
     with pytest.raises(InvalidRequest, match="at most 4096 messages") as e:

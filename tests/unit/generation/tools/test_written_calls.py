@@ -88,6 +88,7 @@ def test_types_come_from_the_whole_schema(family: str) -> None:
     assert calls_of(read(family, WRITERS[family]([TYPED]))) == [TYPED]
 
 
+@pytest.mark.promise("E11")
 @pytest.mark.parametrize(("family", "end"), [(family, end) for family, ends in ENDS.items() for end in ends])
 def test_a_missing_end_loses_nothing(family: str, end: str) -> None:
     written = WRITERS[family]([STOP, WRITE])
