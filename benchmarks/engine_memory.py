@@ -227,6 +227,8 @@ def main() -> None:
             found = run_loop(measure(running, args.cycles, args.requests, root))
     if args.json_out:
         write(args.json_out, describe() | {"requests": args.requests, "cycles": found})
+    first, last = found[0]["rss_mb"], found[-1]["rss_mb"]
+    print(f"{first:,.0f} MB after the first cycle, {last:,.0f} MB after the last of {len(found)}")
 
 
 if __name__ == "__main__":
