@@ -157,7 +157,7 @@ class Supervisor(ABC):
         """Run one engine from launch to end; return why it ended and its last words."""
         self._fatal = None
         self.info = None
-        self.occupancy = Occupancy()
+        self.stats, self.occupancy = EngineStats(), Occupancy()  # those of the engine before it hold no longer
         process: EngineProcess | None = None
         link: Link | None = None
         status: int | None = None
