@@ -3,6 +3,7 @@
 #                (ARGS="…" are passed on to `tandem serve`)
 # make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients and mlx-vlm installed
 # make clients   try every client of tests/clients and write docs/compatibility.md and docs/refusals.md
+# make mutants   change single lines, one at a time, and see whether the tests notice (ARGS="--only WORD --jobs N")
 # make quick     the tests of what differs from the branch main, without slow ones (ARGS="…" as above)
 # make check     format, lint, types, import rules, the map of the modules
 # make format    rewrite the sources in the project's format, the map of modules and the table of parameters
@@ -24,7 +25,7 @@ REPORT := $(VENV)/clients.xml
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := serve
-.PHONY: install serve test clients quick check format lock bench figures demo-svg
+.PHONY: install serve test clients mutants quick check format lock bench figures demo-svg
 
 install: $(STAMP)
 
@@ -47,6 +48,9 @@ clients: $(CLIENTS)
 	$(BIN)/python -m scripts.refusals
 	$(BIN)/python -m pytest tests/clients --junitxml=$(REPORT) $(ARGS); status=$$?; \
 	    $(BIN)/python -m scripts.compatibility $(REPORT) && exit $$status
+
+mutants: $(STAMP)
+	$(BIN)/python scripts/mutants.py $(ARGS)
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not slow and not restarts" $$($(BIN)/python scripts/quick_tests.py) $(ARGS)

@@ -69,7 +69,10 @@ class Choice:
 
     def draw(self, rng: Random) -> bool:
         """Draw a token; return False if the text has ended or failed."""
-        mask = self.mask()
+        return self.add(self.mask(), rng)
+
+    def add(self, mask: bytes, rng: Random) -> bool:
+        """Add a token that the mask allows; return False if it allows none."""
         allowed = [token for token in range(VOCAB) if token != EOS and allows(mask, token)]
         if allowed:
             self.tokens.append(rng.choice(allowed))
@@ -111,6 +114,22 @@ def test_who_fills_a_lexer_up_fails_nobody_else(tokenizer: LLTokenizer, text: st
     grammars.close()
 
 
+def test_who_comes_while_a_lexer_is_full_gets_another_one(tokenizer: LLTokenizer, text: str) -> None:
+    grammars, rng = Grammars(lambda: tokenizer, VOCAB, lambda: None), Random(1)
+    first = Choice(grammars, 0, text)
+    full = grammars._places[0, 0].grammar
+    while (mask := grammars.masks([Place(first.request, 0, first.tokens)])[0]) is not None or not full.is_exhausted:
+        first.add(bytes(mask or first.mask()), rng)
+    second = Choice(grammars, 1, text)
+    assert not grammars._places[1, 0].grammar.is_exhausted
+    for choice in (first, second):
+        assert choice.mask() == alone(tokenizer, text, choice.tokens[1:])
+        choice.end()
+    made = [each for each in grammars._store._kept.values() if isinstance(each, SharedGrammar)]
+    assert grammars._store.bytes == sum(each.size for each in made) and not any(each.users for each in made)
+    grammars.close()
+
+
 def test_a_text_goes_on_over_lexers_that_it_fills_up_itself(
     tokenizer: LLTokenizer, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,10 +146,12 @@ def test_a_text_goes_on_over_lexers_that_it_fills_up_itself(
     grammars.close()
 
 
+@pytest.mark.parametrize("tokens", [40, 10_000])
 def test_a_text_that_fills_up_the_largest_lexer_at_once_fails_alone(
-    tokenizer: LLTokenizer, text: str, monkeypatch: pytest.MonkeyPatch
+    tokenizer: LLTokenizer, text: str, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
-    monkeypatch.setattr(matching, "RENEWING_TOKENS", 10_000)
+    """A lexer of its own lasts for 16 tokens here, and the text begins with over 100 others."""
+    monkeypatch.setattr(matching, "RENEWING_TOKENS", tokens)
     grammars, rng = Grammars(lambda: tokenizer, VOCAB, lambda: None), Random(3)
     choice, other = Choice(grammars, 1, text), Choice(grammars, 2, text)
     while choice.draw(rng):
@@ -199,6 +220,34 @@ def test_no_more_bytes_of_grammars_are_in_memory(what: list[tuple[str, int]]) ->
         assert store.bytes <= MOST and all(
             not each.users for each in store._kept.values() if isinstance(each, SharedGrammar)
         )
+
+
+def test_a_grammar_in_use_is_not_dropped_for_another() -> None:
+    used, unused, another = made(1), made(2), made(3)
+    store = Store(used.size + another.size)
+    for each in (used, unused):
+        assert store.reserve(each.size)
+        store.add(each.digest, each, each.size)
+    assert store.find(used.digest, 1) is used and store.find(unused.digest) is unused
+    assert store.reserve(another.size), "the one that nobody uses makes room"
+    assert store.find(unused.digest) is None
+    assert not store.reserve(another.size)
+    assert store.find(used.digest) is used and store.bytes == used.size + another.size
+
+
+@pytest.mark.parametrize("users", [1, 2])
+def test_a_lexer_takes_the_place_of_a_full_one_that_nobody_else_uses(users: int) -> None:
+    store, old = Store(size_of("x", 1)), made(1)
+    assert store.reserve(old.size)
+    store.add(old.digest, old, old.size)
+    assert store.find(old.digest, users) is old
+    old.is_exhausted = True
+    if users > 1:
+        with pytest.raises(InvalidRequest, match="no memory"):
+            store.renew(old, lambda text, states: Root(), alone=False)  # type: ignore[arg-type, return-value]
+        return
+    new = store.renew(old, lambda text, states: Root(), alone=False)  # type: ignore[arg-type, return-value]
+    assert (new.level, new.users, store.bytes) == (1, 1, size_of("x", 1))
 
 
 def test_a_request_waits_while_the_grammars_in_use_leave_no_room(tokenizer: LLTokenizer) -> None:

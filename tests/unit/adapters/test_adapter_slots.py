@@ -137,6 +137,15 @@ def test_a_pinned_adapter_is_the_last_to_lose_its_slot() -> None:
     assert table.acquire("f") == Assignment(2, upload=True, evicted="d")
 
 
+def test_what_is_asked_for_again_after_it_was_forgotten_keeps_its_slot() -> None:
+    table = SlotTable(1)
+    table.acquire("a")
+    assert table.forget("a") is None, "it is in use"
+    table.acquire("a")
+    assert (table.release("a"), table.release("a"), table.slot("a")) == (None, None, 1)
+    assert table.acquire("a") == Assignment(1, upload=False)
+
+
 def test_no_slots() -> None:
     assert SlotTable(0).acquire("a") is None
     with pytest.raises(ValueError):

@@ -252,6 +252,20 @@ async def test_rotation(tmp_path: Path):
     await journal.close()
 
 
+@on_a_loop
+async def test_the_newest_file_stays_where_older_ones_could_not_be_removed(tmp_path: Path):
+    """It says which checkpoint it follows, and the older ones hold what came before that."""
+    for number in (1, 2, 3):
+        fd, _ = module._begin(
+            module._path(tmp_path, number), number, records.head(f"checkpoint-{number}", number, (), ()), files.DISK
+        )
+        os.close(fd)
+    for _ in range(2):
+        opened, *_ = await read_again(tmp_path)
+        assert opened == Opened(records.FORMAT, "checkpoint-3", 3, 0)
+        assert [p.name for p in tmp_path.iterdir()] == ["journal-000003.log"]
+
+
 @pytest.mark.promise("FLT-56")
 @on_a_loop
 async def test_nothing_is_acknowledged_once_the_file_is_gone(tmp_path: Path):
