@@ -143,7 +143,7 @@ def served(mac: Any, size: str, bits: int, folder: Path) -> Iterator[Served]:
         patch.setattr(device, "memory_limit", lambda chosen: limit)
         patch.setattr(build_module, "read_weights", lambda *_: None)
         patch.setattr(Choices, "require", lambda *_: None)
-        patch.setattr(inplace, "_given", "")
+        patch.setattr(inplace.verdict, "_given", "")
         patch.setattr(mx, "eval", lambda *_: None)
         limits: list[int] = []
         patch.setattr(mx, "set_memory_limit", limits.append)
