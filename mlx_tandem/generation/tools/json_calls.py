@@ -117,8 +117,6 @@ def _read_object(parser: CallParser, reader: ValueReader, parts: _Parts, *, offe
         return
     if not parts.name or (parts.arguments is None and (parts.surplus or offered_only)):
         raise Malformed
-    if offered_only and (parts.surplus or parts.name not in parser.tools.functions):
-        raise Malformed
     yield from parser.begin(parts.name, parts.id)
     yield from parser.arguments(parts.arguments or ("" if parser.is_cut else "{}"))
     parser.checkpoint()
@@ -166,7 +164,7 @@ def _read_arguments(
     parser: CallParser, reader: ValueReader, parts: _Parts, first: str, *, offered_only: bool
 ) -> Routine[None]:
     """Read the arguments: an object, the text of one, or null. They are said at once if the name is known."""
-    if first == "{" and parts.name and not (offered_only and parts.surplus):
+    if first == "{" and parts.name:
         yield from _begin(parser, reader, parts)
         return
     if offered_only and first != "{":

@@ -38,7 +38,7 @@ class JsonWriter:
 
     def comma(self) -> None:
         """Write a comma. It is left out where no item follows, where none came before, and where one waits already."""
-        if self.has_items and not (self._comma or self._key):
+        if self.has_items and not self._comma:
             self._lead += ", " if self._spaced else ","
             self._comma = True
 
