@@ -31,9 +31,9 @@ def asked(served: tuple[httpx.Client, Peer], said: str = "Yes, of course.", **bo
     thread = threading.Thread(target=lambda: replies.append(client.post("/v1/responses", json=body)))
     thread.start()
     request = peer.hear(Submit).request
-    ids = TOKENIZER.encode_plain(said)
-    for i, token in enumerate(ids):
-        peer.say(Output([Delta(request.id, 0, (token,), None, "stop" if i == len(ids) - 1 else None)]))
+    for token in TOKENIZER.encode_plain(said):
+        peer.say(Output([Delta(request.id, 0, (token,), None, None)]))
+    peer.say(Output([Delta(request.id, 0, (), None, "stop")]))
     thread.join()
     assert replies[0].status_code == 200, replies[0].text
     return replies[0]
@@ -142,3 +142,12 @@ def test_the_input_has_what_came_before(served: tuple[httpx.Client, Peer]) -> No
     found = listed(served, second, order="asc")["data"]
     assert [item["content"][0]["text"] for item in found] == ["one", "Yes.", "two"]
     assert found[1] == first["output"][0], "it is an item of the earlier response"
+
+
+def test_the_input_of_a_response_without_an_answer_is_whole(served: tuple[httpx.Client, Peer]) -> None:
+    first = asked(served, "", input="one").json()
+    assert first["output"] == []
+    assert [item["content"][0]["text"] for item in listed(served, first["id"])["data"]] == ["one"]
+    second = asked(served, "", input="two", previous_response_id=first["id"]).json()["id"]
+    found = listed(served, second, order="asc")["data"]
+    assert [item["content"][0]["text"] for item in found] == ["one", "two"]

@@ -116,6 +116,16 @@ def test_a_client_that_always_has_one_request_waiting_does_not_take_all_turns() 
     assert [client for _, client in begun].count(1) >= 1
 
 
+def test_a_client_that_comes_back_has_no_turns_that_are_past() -> None:
+    """Else all of its requests would be ahead of those who have asked meanwhile."""
+    turns, priority = FairTurns(), (False, 0)
+    turns.begun(priority, turns.take(priority, 1, 1))
+    for _ in range(50):
+        turns.begun(priority, turns.take(priority, 2, 1))
+    waiting = turns.take(priority, 2, 1)
+    assert [turns.take(priority, 1, 1) for _ in range(3)] == [waiting - 1, waiting, waiting + 1]
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 2), st.integers(1, 3), st.integers(0, 1)),

@@ -59,6 +59,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "test_wrong.py").write_text("def test_wrong():\n    assert False\n")
     subprocess.run(["git", "init", "-q", root], check=True)
     monkeypatch.setattr(mutants, "ROOT", root)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # loading them takes longer than these tests
     return root
 
 
@@ -66,8 +67,7 @@ def test_a_change_survives_if_the_tests_named_for_it_pass(repository: Path) -> N
     before = (repository / "most.py").read_bytes()
     right = Mutant("most.py", "if a > b:", "if a >= b:", ("test_most.py",))
     wrong = Mutant("most.py", "if a > b:", "if a < b:", ("test_most.py",))
-    gone = Mutant("most.py", "return a", "", ("test_most.py",))
-    assert list(survivors([wrong, right, gone], 1)) == [(wrong, False), (right, True), (gone, False)]
+    assert list(survivors([wrong, right], 1)) == [(wrong, False), (right, True)]
     assert (repository / "most.py").read_bytes() == before
 
 

@@ -47,6 +47,10 @@ def test_files_that_are_cached_can_be_dropped() -> None:
     assert 0.75 * files * 16384 < found - before < (files + 20_000) * 16384
 
 
+def test_pages_of_files_that_were_read_ahead_count_once() -> None:
+    assert parse_vm_stat(f"{VM_STAT}File-backed pages:{10_000:>30}.\n") == parse_vm_stat(VM_STAT)
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_on_macs_in_use_no_more_is_counted_than_there_is(name: str) -> None:
     """Pages that are wired or compressed never count, nor those of programs that are active."""

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.model import warm_up
+from mlx_tandem.model.choices import Pace
 from mlx_tandem.model.warm_up import AGREEMENT, CHUNK_SECONDS, CHUNKS, ENOUGH_CHUNKS, LONG, RUNS, _shortest
+from tests import tiny_models
+from tests.engine.mlx_engine import make_engine
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=RUNS, max_size=RUNS))
@@ -42,3 +47,13 @@ def test_chunks_are_timed_until_enough_of_them_have_taken_long_enough(times: lis
     spent = [2e-3 * sum(times[:n]) for n in range(len(times) + 1)]
     assert all(spent[n] < CHUNK_SECONDS for n in range(ENOUGH_CHUNKS, len(measured)))
     assert len(measured) == len(CHUNKS) or (len(measured) >= ENOUGH_CHUNKS and spent[len(measured)] >= CHUNK_SECONDS)
+
+
+@pytest.mark.parametrize("one_at_a_time", [True, False])
+def test_steps_overlap_where_those_of_the_other_process_do(tmp_path: Path, one_at_a_time: bool) -> None:
+    """Nothing is timed here, so this process cannot find out whether steps disturb each other."""
+    built = make_engine(tiny_models.make(tmp_path / "model", "llama")).built
+    pace = Pace(((8, 0, 1.0), (64, 0, 2.0)), ((1, 1.0), (4, 1.5)), one_at_a_time)
+    built.runner.one_at_a_time = not one_at_a_time
+    made = warm_up.warm_up(built.runner, built.info, CostModel(), lambda stage, fraction: None, 0, pace)
+    assert made == pace and built.runner.one_at_a_time == one_at_a_time

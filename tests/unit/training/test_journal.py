@@ -158,6 +158,14 @@ def test_pages_of_the_last_write_may_be_lost_in_any_order(batches: list[list[Rec
         assert len(found) >= len(flat(batches[:-1]))
 
 
+def test_a_write_that_has_lost_its_beginning_was_not_acknowledged(tmp_path: Path):
+    path, sizes = write(tmp_path, [[Dropped(("a",))], [Dropped(("b",)), Dropped(("c",))]])
+    content = bytearray(path.read_bytes())
+    content[sizes[1]] ^= 1
+    path.write_bytes(content)
+    assert reopened(tmp_path) == [*HEAD, Dropped(("a",))]
+
+
 def test_a_record_that_is_not_in_its_place_is_found(tmp_path: Path):
     path, sizes = write(tmp_path, [[Dropped(("a",))], [Dropped(("b",))], [Dropped(("c",))]])
     content = path.read_bytes()

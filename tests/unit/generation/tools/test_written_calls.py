@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mlx_tandem.generation.events import ToolCallStart
 from mlx_tandem.generation.tools.offer import Tools, tools_of
 from mlx_tandem.generation.tools.table import PARSERS
 from tests.unit.generation.reading_tools import Heard, calls_of, joined, text_of
@@ -184,6 +185,12 @@ def test_what_is_no_call_is_text(family: str) -> None:
     assert read(family, BROKEN[family]) == [("text", BROKEN[family])]
 
 
+def test_an_object_with_a_name_and_without_arguments_is_a_call_only_by_itself() -> None:
+    text = '<tool_call>{"name": "stop", "city": "Oslo"}</tool_call>'
+    assert read("hermes", text) == [("text", text)]
+    assert calls_of(read("hermes", '<tool_call>{"name": "stop", "type": "function"}</tool_call>')) == [STOP]
+
+
 @pytest.mark.parametrize("family", [name for name in PARSERS if name not in ("llama3_json", "pythonic", "openai")])
 def test_a_call_behind_a_broken_one_is_found(family: str) -> None:
     found = read(family, BROKEN[family] + "\n" + WRITERS[family]([WRITE]))
@@ -199,6 +206,12 @@ XML: Call = (
     },
 )
 INLINE: Call = ("write", {"content": "use <parameter=path> or <arg_key>path</arg_key> here", "path": "a"})
+
+AGAIN: Call = (
+    "write",
+    {"path": "a", "content": "x\n<parameter=path>\n<arg_key>path</arg_key>\n<arg_value>b</arg_value>\ny"},
+)
+"""A text with the tags of a parameter that is there already."""
 
 LONG = 10**4000
 """A number longer than the words that models write, which is valid JSON all the same."""
@@ -253,6 +266,12 @@ SPELLINGS: list[tuple[str, str, list[Call]]] = [
         '<tool_call>{"name": "write", "arguments": {"content": "say "}" and "hi", ok", "path": "p"}}</tool_call>',
         [("write", {"content": 'say "}" and "hi", ok', "path": "p"})],
     ),
+    (
+        "hermes",
+        '<tool_call>{"name": "write", "arguments": {"tags": ["say "{x}" now", "b"], "path": "p"}}</tool_call>',
+        [("write", {"tags": ['say "{x}" now', "b"], "path": "p"})],
+    ),
+    ("pythonic", "[stop(1, 'a')]", [("stop", {"arg0": 1, "arg1": "a"})]),
     ("qwen3_coder", '<function="stop">\n</function>', [STOP]),
     ("qwen3_coder", "<function=stop >\n</function>", [STOP]),
     ("qwen3_coder", '<tool_call>{"name": "stop", "arguments": {}}</tool_call>', [STOP]),
@@ -279,6 +298,18 @@ SPELLINGS: list[tuple[str, str, list[Call]]] = [
     ("qwen3_coder", WRITERS["qwen3_coder"]([XML]), [XML]),
     ("minimax_m2", WRITERS["minimax_m2"]([XML]), [XML]),
     ("qwen3_coder", WRITERS["qwen3_coder"]([INLINE]), [INLINE]),
+    ("qwen3_coder", WRITERS["qwen3_coder"]([AGAIN]), [AGAIN]),
+    (
+        "qwen3_coder",
+        "<function=write>\n<parameter=path>\na\n<parameter=content>\nb\n</parameter>\n</function>",
+        [("write", {"path": "a", "content": "b"})],
+    ),
+    ("glm45", WRITERS["glm45"]([AGAIN]), [AGAIN]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=write><parameter=count>007</parameter></function></tool_call>",
+        [("write", {"count": 7})],
+    ),
     ("glm45", WRITERS["glm45"]([INLINE]), [INLINE]),
     (
         "qwen3_coder",
@@ -368,6 +399,27 @@ SPELLINGS: list[tuple[str, str, list[Call]]] = [
 @pytest.mark.parametrize(("family", "text", "calls"), SPELLINGS, ids=[text[:40] for _, text, _ in SPELLINGS])
 def test_other_spellings(family: str, text: str, calls: list[Call]) -> None:
     assert calls_of(read(family, text)) == calls
+
+
+@pytest.mark.parametrize(("family", "is_kept"), [("hermes", False), ("granite", False), ("mistral", True)])
+def test_ids_in_the_json_of_calls_are_kept_where_templates_print_them(family: str, is_kept: bool) -> None:
+    """Models of other families write the same one in every call, or invent one."""
+    written = "".join(
+        f'{opener}[{{"id": "abcdefghi", "name": "stop", "arguments": {{}}}}]'
+        for opener in PARSERS[family].openers.texts[:1] * 2
+    )
+    parser = PARSERS[family](0, TOOLS)
+    events = [*parser.push(written), *parser.flush()]
+    ids = [event.id for event in events if isinstance(event, ToolCallStart)]
+    assert len(ids) == 2
+    assert (ids == ["abcdefghi"] * 2) if is_kept else (len({*ids, "abcdefghi"}) == 3)
+
+
+@pytest.mark.parametrize("word", ["final", "assistant", " commentary"])
+def test_a_word_of_a_header_is_left_out_only_before_a_header(word: str) -> None:
+    message = f"{HARMONY_TEXT}It is the<|end|>"
+    assert read("openai", message + word) == [("text", f"It is the{word}")]
+    assert read("openai", f"{message}{word}{HARMONY_TEXT}last<|end|>") == [("text", "It is the\nlast")]
 
 
 def test_the_first_of_two_arguments_before_the_name_counts() -> None:
