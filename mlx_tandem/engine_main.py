@@ -374,9 +374,10 @@ def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
                 few_shapes=device.is_cuda(),
                 kept_bytes=KEPT_BYTES[device.kind()],
                 # Pages have many shapes and masks of their own, for which CUDA has no fused attention.
-                mask_axes=0 if device.is_cuda() else built.mask_axes,
+                mask_axes=0 if device.is_cuda() or built.deterministic else built.mask_axes,
             ),
             prepare=publish,
+            exact=built.deterministic,
         )
 
     return trainers

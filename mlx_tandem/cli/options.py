@@ -220,6 +220,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Most tokens of all running requests; 0: what the pool holds.",
         ),
         Option("engine.heartbeat_seconds", "--heartbeat-seconds", "Time between two heartbeats of the engine."),
+        Option(
+            "engine.deterministic",
+            "--deterministic",
+            "Give every request the same bits whatever runs beside it, which takes longer.",
+        ),
         Option("engine.memory_limit_gb", "--memory-limit-gb", "Device memory of this server in GB; 0: what is free."),
         Option("engine.stall_seconds", "--stall-seconds", "Time after which a silent engine is restarted."),
     ),

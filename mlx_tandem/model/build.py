@@ -21,8 +21,12 @@ from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, device, footprint, probe
 from mlx_tandem.model.attention import fused
+from mlx_tandem.model.cache.kvcache import LayerKernels
 from mlx_tandem.model.choices import Choices, Subject
 from mlx_tandem.model.clone import clone
+from mlx_tandem.model.deterministic import mode
+from mlx_tandem.model.deterministic.attention import OrderedAttention
+from mlx_tandem.model.deterministic.mode import Deterministic
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import everything
@@ -100,6 +104,9 @@ class Built:
     image_columns: Callable[[Image], int]
     """Returns the columns of an image, as `engine/images.py` takes them."""
 
+    deterministic: Deterministic | None
+    """The arithmetic of `--deterministic`, which trainers use, too; None without that option."""
+
 
 def build(
     config: EngineConfig,
@@ -129,21 +136,21 @@ def build(
     model = load_unread(config.model, report, mtp=config.speculation.method == "mtp")
     subject = _check_fit(config, limit, model, given)
     read_weights(model, report)
-    for module in (model.module, model.mtp) if device.is_cpu() else ():
-        if module is not None:
-            lay_out(module)
-    candidates = fused.available() if backends is None else backends
+    _lay_out(config, model, report)
+    candidates = () if config.deterministic else fused.available() if backends is None else backends
     merged = merge(find_groups(model.module)) if candidates else []
     twin = clone(model.module)  # before anything of the served tree is changed
     known = None if given is None else given.kernels
     found, kernels = everything.choose(config, model, merged, candidates, report, known)
-    adapters = LoraState(model.module, config.lora, model.dtype, kernels.adapters.chosen, kernels.products.chosen)
+    exact = mode.of(config, model, found, twin) if config.deterministic else None
+    adapters = _adapters(config, model, kernels, exact)
     log.info("adapters by %s: %s", adapters.backend, kernels.adapters.reason)
     needs = _needs(config, limit, model, found, adapters)
     memory = _divide(config, limit, needs)
     step_limits = _limit_steps(model, kernels, needs, memory)
     tuned = _tune(config, model, memory, kernels, report, given)
-    runner = _runner(config, model, found, kernels, adapters, weights, memory, step_limits, tuned)
+    attention = kernels.attention.layers if exact is None else exact.attention
+    runner = _runner(config, model, found, attention, kernels, adapters, weights, memory, step_limits, tuned)
     runner.dispatches_ahead = config.speculation.method != "draft"  # the draft model computes before a step is planned
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
 
@@ -174,7 +181,18 @@ def build(
         verifies=verifies_drafts(model, found),
         image_room=0 if model.encoder is None else model.encoder.room(ROOM_BYTES),
         image_columns=_no_columns if model.encoder is None else model.encoder.columns,
+        deterministic=exact,
     )
+
+
+def _lay_out(config: EngineConfig, model: LoadedModel, report: Report) -> None:
+    """Lay the weights out as the device reads them fastest; under `--deterministic` have products computed in tiles."""
+    for module in (model.module, model.mtp) if device.is_cpu() else ():
+        if module is not None:
+            lay_out(module)
+    if config.deterministic:
+        report("checking products", 0.0)
+        mode.prepare(config, model)
 
 
 def _no_columns(image: Image) -> int:
@@ -190,10 +208,17 @@ def build_draft(config: EngineConfig, served: EngineInfo, report: Report) -> Bui
     return built
 
 
+def _adapters(config: EngineConfig, model: LoadedModel, kernels: Kernels, exact: Deterministic | None) -> LoraState:
+    """Return the adapters of a model, which these kernels compute."""
+    tiled = None if exact is None else exact.deltas
+    return LoraState(model.module, config.lora, model.dtype, kernels.adapters.chosen, kernels.products.chosen, tiled)
+
+
 def _runner(
     config: EngineConfig,
     model: LoadedModel,
     found: probe.Examined,
+    attention: Sequence[LayerKernels | OrderedAttention | None],
     kernels: Kernels,
     adapters: LoraState,
     weights: Mapping[str, AdapterWeights],
@@ -216,7 +241,7 @@ def _runner(
             limits,
             tuned.rows,
         ),
-        kernels.attention.layers,
+        attention,
         kernels.sampling.chosen,
         found.states,
     )
@@ -309,12 +334,12 @@ def _tune(
 ) -> Tuned:
     """Time the model's products on a GPU, unless another process did.
 
-    On a CPU their time is proportional to their size, and nothing is timed.
+    On a CPU their time is proportional to their size, and nothing is timed. Nor is it where products are in tiles.
     """
     if given is not None:
         tuning.use(model.module, given.tuned)
         return given.tuned
-    if device.is_cpu():
+    if device.is_cpu() or config.deterministic:
         return Tuned()
     report("timing products", 0.0)
     return tune(
@@ -363,6 +388,7 @@ def _describe(
         products_reason=kernels.products.reason,
         load_seconds=load_seconds,
         vision=model.vision,
+        deterministic=config.deterministic,
         memory=memory,
         attention_reason="; blocks run their own code: ".join(filter(None, (attention.reason, kernels.own_blocks))),
     )

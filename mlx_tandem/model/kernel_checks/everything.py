@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.model import cpu, device, probe
-from mlx_tandem.model.attention import fused, hook
+from mlx_tandem.model.attention import fused, hook, portable
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
     AdapterLimits,
@@ -33,7 +33,7 @@ from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Forms
 from mlx_tandem.model.linears.transposed import use_views
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.step.sampler import Pickers
+from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ def choose(
     """
     if given is not None:
         return _install(config, model, merged, candidates, given)
+    if config.deterministic:
+        return _without(config, model)
     report("checking products", 0.0)
     merged = use_views(model.module, merged) if candidates else merged
     modules = skinny.candidates(model.module, merged)
@@ -104,6 +106,17 @@ def choose(
     report("checking adapters", 0.0)
     adapters = lora.choose(model.module, config.lora, model.dtype)
     kernels = Kernels(products, chosen, own_blocks, adapters, sampling.choose(model.dtype, found.vocab_size))
+    _log(kernels)
+    return found, kernels
+
+
+def _without(config: EngineConfig, model: LoadedModel) -> tuple[probe.Examined, Kernels]:
+    """Check the model, which serves without any kernel that was chosen by timing."""
+    prepare()
+    found = examine(config, model)
+    why = "left out by --deterministic"
+    nothing: AttentionChoice = AttentionChoice(portable.NAME, why, (None,) * len(found.layers))
+    kernels = Kernels(Choice(None, why), nothing, "", Choice(None, why), Choice(MLX_PICKERS, why))
     _log(kernels)
     return found, kernels
 

@@ -32,11 +32,13 @@ class CompiledSteps:
         first_uses: Number of steps since the start that were traced, or that ran untraced since their kind is rare.
         untraced: Number of times that a kind of mixed steps runs before it is traced. On a CPU it is 0 unless the owner
             changes it, since tracing costs little there (docs/decisions/speculation.md).
+        compiles: Whether steps are compiled.
     """
 
     def __init__(self, forward: Forward):
         self.untraced = 0 if device.is_cpu() else USUAL
         self.first_uses = 0
+        self.compiles = True
         self._forward = forward
         self._steps: OrderedDict[StepKey, Step] = OrderedDict()
         self._drawings: dict[tuple[SamplingFlags, int], Drawing] = {}
@@ -61,7 +63,8 @@ class CompiledSteps:
         numbers: its inputs, whose specs follow from the key; untraced: how often its kind runs before it is traced;
         pauses: whether it waits for the device while it is built.
         """
-        if any(in_place) or key.common_offset or pauses or (untraced and not self._is_usual(key, untraced)):
+        eager = not self.compiles or any(in_place) or bool(key.common_offset) or pauses
+        if eager or (untraced and not self._is_usual(key, untraced)):
             self.first_uses += bool(untraced)
             return self._forward.step(key, specs(numbers), in_place, pauses=pauses)
         found = self._steps.get(key)
@@ -81,7 +84,8 @@ class CompiledSteps:
         """Return the compiled function that draws with these flags by masks, of which the device lacks so many."""
         key = flags, num_new
         if key not in self._drawings:
-            self._drawings[key] = mx.compile(self._forward.drawing(flags, num_new))
+            draw = self._forward.drawing(flags, num_new)
+            self._drawings[key] = mx.compile(draw) if self.compiles else draw
         return self._drawings[key]
 
     def _is_usual(self, key: StepKey, untraced: int) -> bool:
