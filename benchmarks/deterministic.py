@@ -5,7 +5,6 @@
 - equal: a few prompts are answered alone, together, in small chunks beside rows that decode, and behind a beginning
   that was read before; a trainer computes the logprobs of the answers, too. Each figure is the number of tokens whose
   logprobs have other bits than those of the prompt alone, of `of`;
-- near_ties: at how many of so many positions of random text the likeliest token alone is another one than in company;
 - decode, prompts: as in decode_steps.py, without and with the option. Small models are timed in turn, in `--rounds`.
 """
 
@@ -215,45 +214,6 @@ def check(built: Built, adapter: AdapterWeights, lengths: Sequence[int], steps: 
     return found
 
 
-def near_ties(built: Built, positions: int, seed: int) -> dict[str, float | int]:
-    """Return at how many positions of random text the likeliest token alone differs from that in a batch of eight."""
-    rng = np.random.default_rng(seed)
-    length, rows, done, differ, closest, worst = 128, 8, 0, 0, float("inf"), 0.0
-    width = -(-length // built.info.block_size)
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
-    while done < positions:
-        texts = [tuple(rng.integers(0, built.info.vocab_size, length).tolist()) for _ in range(rows)]
-
-        def scored(who: Sequence[int], texts: list[tuple[int, ...]] = texts) -> dict[int, list[TokenLogprob]]:
-            each = tuple(
-                Row(
-                    RowKind.PROMPT,
-                    w,
-                    w,
-                    0,
-                    0,
-                    texts[w],
-                    (tuple(range(1 + w * width, 1 + (w + 1) * width)),),
-                    True,
-                    targets=texts[w][1:],
-                )
-                for w in who
-            )
-            seats = tuple(Seating(w, params, 0, length, texts[w]) for w in who)
-            result = built.runner.wait(built.runner.launch(StepPlan(each, seatings=seats)))
-            return {w: list(result.scores[i]) for i, w in enumerate(who)}
-
-        together = scored(range(rows))
-        for w in range(rows):
-            for a, b in zip(scored([w])[w], together[w], strict=True):
-                done += 1
-                differ += a.top[0][0] != b.top[0][0]
-                worst = max(worst, abs(a.top[0][1] - b.top[0][1]))
-                closest = min(closest, a.top[0][1] - a.top[1][1])
-    built.runner.reset()
-    return {"positions": done, "differ": differ, "largest_logprob_difference": worst, "closest_two": closest}
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -264,8 +224,6 @@ def main() -> None:
         "--lengths", default="5,40,33,100,17,64,128,250", help="tokens of the prompts that are compared"
     )
     parser.add_argument("--answers", type=int, default=12, help="tokens of their answers")
-    parser.add_argument("--near-ties", type=int, default=0, help="positions whose likeliest tokens are compared")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the texts of --near-ties")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--modes", default="default,deterministic", help="one of them or both")
@@ -323,9 +281,7 @@ def _summary(times: dict[bool, dict[str, list[float]]]) -> dict[str, dict[str, f
 def _checks(
     built: Built, adapter: AdapterWeights, lengths: Sequence[int], options: argparse.Namespace
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"equal": check(built, adapter, lengths, options.answers)}
-    if options.near_ties:
-        found["near_ties"] = near_ties(built, options.near_ties, options.seed)
+    found = {"equal": check(built, adapter, lengths, options.answers)}
     print(found, flush=True)
     return found
 

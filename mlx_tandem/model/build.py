@@ -21,11 +21,10 @@ from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, device, footprint, probe
 from mlx_tandem.model.attention import fused
-from mlx_tandem.model.cache.kvcache import LayerKernels
 from mlx_tandem.model.choices import Choices, Subject
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.deterministic import mode
-from mlx_tandem.model.deterministic.attention import OrderedAttention
+from mlx_tandem.model.deterministic.check import check
 from mlx_tandem.model.deterministic.mode import Deterministic
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
@@ -144,18 +143,18 @@ def build(
     found, kernels = everything.choose(config, model, merged, candidates, report, known)
     exact = mode.of(config, model, found, twin) if config.deterministic else None
     adapters = _adapters(config, model, kernels, exact)
-    log.info("adapters by %s: %s", adapters.backend, kernels.adapters.reason)
     needs = _needs(config, limit, model, found, adapters)
     memory = _divide(config, limit, needs)
     step_limits = _limit_steps(model, kernels, needs, memory)
     tuned = _tune(config, model, memory, kernels, report, given)
-    attention = kernels.attention.layers if exact is None else exact.attention
-    runner = _runner(config, model, found, attention, kernels, adapters, weights, memory, step_limits, tuned)
+    runner = _runner(config, model, found, exact, kernels, adapters, weights, memory, step_limits, tuned)
     runner.dispatches_ahead = config.speculation.method != "draft"  # the draft model computes before a step is planned
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
 
     def run_first_steps(cost: CostModel) -> Choices:
         method = config.speculation.method
+        if exact is not None:
+            check(runner, info)
         pace = warm_up(runner, info, cost, report, limit.size, None if given is None else given.pace, method=method)
         return Choices(subject, kernels.choices(), tuned, pace)
 
@@ -211,14 +210,17 @@ def build_draft(config: EngineConfig, served: EngineInfo, report: Report) -> Bui
 def _adapters(config: EngineConfig, model: LoadedModel, kernels: Kernels, exact: Deterministic | None) -> LoraState:
     """Return the adapters of a model, which these kernels compute."""
     tiled = None if exact is None else exact.deltas
-    return LoraState(model.module, config.lora, model.dtype, kernels.adapters.chosen, kernels.products.chosen, tiled)
+    chosen = kernels.adapters.chosen, kernels.products.chosen
+    adapters = LoraState(model.module, config.lora, model.dtype, *chosen, tiled)
+    log.info("adapters by %s: %s", adapters.backend, kernels.adapters.reason)
+    return adapters
 
 
 def _runner(
     config: EngineConfig,
     model: LoadedModel,
     found: probe.Examined,
-    attention: Sequence[LayerKernels | OrderedAttention | None],
+    exact: Deterministic | None,
     kernels: Kernels,
     adapters: LoraState,
     weights: Mapping[str, AdapterWeights],
@@ -241,7 +243,7 @@ def _runner(
             limits,
             tuned.rows,
         ),
-        attention,
+        kernels.attention.layers if exact is None else exact.attention,
         kernels.sampling.chosen,
         found.states,
     )

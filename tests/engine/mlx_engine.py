@@ -124,6 +124,7 @@ def make_engine(
     attention_backend: Literal["auto", "portable", "cuda", "metal"] = "auto",
     backends: Sequence[Fused] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    deterministic: bool = False,
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
@@ -137,6 +138,7 @@ def make_engine(
         ),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_chunk_tokens=max_chunk_tokens),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
+        deterministic=deterministic,
     )
     return Engine(build(config, weights, lambda stage, fraction: None, backends), weights)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from mlx_tandem.model.kernels.division import Division
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.probe import Examined
+
+log = logging.getLogger(__name__)
 
 DIVISION = Division(blocks=1, depth=2)
 """The division of attention's work, in which nothing depends on the step."""
@@ -94,7 +97,8 @@ def prepare(config: EngineConfig, model: LoadedModel) -> None:
     """
     check_settings(config, model)
     device.blas_threads(every_core=True)
-    use_tiles(model.module, model.dtype)
+    sizes = use_tiles(model.module, model.dtype)
+    log.info("products are computed in tiles of %s rows", "; ".join(", ".join(map(str, each)) for each in sizes))
 
 
 def of(config: EngineConfig, model: LoadedModel, found: Examined, twin: nn.Module) -> Deterministic:

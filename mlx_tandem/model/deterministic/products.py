@@ -103,8 +103,8 @@ class UnsortedSwitch:
         return y
 
 
-def use_tiles(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Have all linears of a model, and embeddings that are its output head, compute in tiles.
+def use_tiles(model: nn.Module, dtype: mx.Dtype) -> list[tuple[int, ...]]:
+    """Have all linears of a model, and embeddings that are its output head, compute in tiles; return the sizes in use.
 
     Raise ModelError where the device has no size of tiles for one of them.
     """
@@ -123,6 +123,7 @@ def use_tiles(model: nn.Module, dtype: mx.Dtype) -> None:
             )
         own._tiles = found[kind]
         mix_in(module, TiledTable if table else TiledLinear)
+    return sorted({tiles.sizes for tiles in found.values()})
 
 
 def let_learn(model: nn.Module) -> None:

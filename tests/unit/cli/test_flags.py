@@ -160,6 +160,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("""--speculative-config '{"method": "ngram", "prompt_lookup_max": 4}'""", "engine.speculation.ngram_max", 4),
     ("--idle-prefill-ms 50", "engine.scheduler.idle_prefill_ms", 50.0),
     ("--heartbeat-seconds 1", "engine.heartbeat_seconds", 1.0),
+    ("--deterministic", "engine.deterministic", True),
     ("--memory-limit-gb 7.5", "engine.memory_limit_gb", 7.5),
     ("--stall-seconds 9", "engine.stall_seconds", 9.0),
     ("--attention-backend portable", "engine.cache.attention_backend", "portable"),
