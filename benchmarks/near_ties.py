@@ -7,8 +7,7 @@ tokens, and all of them are read together. Of each position the likeliest tokens
 those that were found while the text was written:
 
 - differ: positions whose likeliest token is another one, by the way of reading;
-- drawn_differ: positions at which the draw itself, with its noise, would be another token (`together` and `alone` write
-  the same texts again);
+- texts_differ: how many of the texts become others when each is written again alone, with the same seed;
 - largest: the largest difference of a logprob; gaps: how many positions have the two likeliest tokens closer than that.
 
 `demo` is the model of `tandem demo`; a name of a shape is a model of random weights; else a model folder.
@@ -18,7 +17,6 @@ those that were found while the text was written:
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -117,13 +115,15 @@ def search(built: Built, positions: int, seed: int) -> Iterator[dict[str, object
     """Yield the figures of more and more positions."""
     reader, rng = Reader(built), np.random.default_rng(seed)
     counts = {way: Counts() for way in WAYS}
-    done, drawn, gaps = 0, 0, [0.0] * 0
+    done, count, changed = 0, 0, 0
+    gaps: list[float] = []
     while done < positions:
         begins = [tuple(rng.integers(0, built.info.vocab_size, BEGIN).tolist()) for _ in range(ROWS)]
         seeds = rng.integers(0, 1 << 30, ROWS).tolist()
         written = reader.write(begins, seeds)
         again = [reader.write([begin], [own])[0] for begin, own in zip(begins, seeds, strict=True)]
-        drawn += sum(a[0] != b[0] for x, y in zip(written, again, strict=True) for a, b in zip(x, y, strict=True))
+        count += len(written)
+        changed += sum([t for t, _ in x] != [t for t, _ in y] for x, y in zip(written, again, strict=True))
         texts = [(*begin, *(t for t, _ in own)) for begin, own in zip(begins, written, strict=True)]
         ways = {
             "together": reader.read(texts, LENGTH),
@@ -139,7 +139,8 @@ def search(built: Built, positions: int, seed: int) -> Iterator[dict[str, object
         largest = max(each.largest for each in counts.values())
         yield {
             "positions": done,
-            "drawn_differ": drawn,
+            "texts": count,
+            "texts_differ": changed,
             "by_way": {way: each.found() for way, each in counts.items()},
             "gaps": {"closer_than_largest": sum(gap <= largest for gap in gaps), "smallest": min(gaps)},
         }
@@ -173,7 +174,7 @@ def main() -> None:
     results = Results(options.json_out, device=device.describe(), dtype=built.info.dtype, **about)
     for found in search(built, options.positions, options.seed):
         results.add(**found)
-        print(found, file=sys.stderr, flush=True)
+        print(found, flush=True)
     results.finish()
 
 

@@ -102,6 +102,23 @@ SHORT = {
     "benchmarks/train_together.py": ["--examples", "8", "--repeats", "1"],
     "benchmarks/disk_cache.py": ["--blocks", "4", "--block-kb", "64", "--repeats", "1", "--records", "100"],
     "benchmarks/step_parts.py": ["--batch", "2", "--context", "20", "--steps", "4", "--repeats", "1"],
+    "benchmarks/near_ties.py": ["--positions", "1"],
+    "benchmarks/deterministic.py": [
+        *(
+            "--rounds",
+            "1",
+            "--lengths",
+            "5,9",
+            "--answers",
+            "2",
+            "--decode",
+            "1x16",
+            "--prompts",
+            "1x16",
+            "--steps",
+            "2",
+        )
+    ],
     "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1", "--completions", "2"],
 }
 
