@@ -50,10 +50,23 @@ def serve(folder: Path, family: str = "qwen3", *, deterministic: bool = True, **
         place = folder / f"adapter{seed}"
         if not place.exists():
             tiny_models.make_adapter(place, engine.built.linears, "mlx-lm", rank=rank, seed=seed)
+            if seed == 0:
+                add_head(place, engine, rank)
         weights = formats.read(place, engine.built.linears, max_rank=16, base_layers=engine.built.layers)
         engine.weights[weights.info.digest] = weights
         names.append(weights.info.digest)
     return engine, names
+
+
+def add_head(folder: Path, engine: Engine, rank: int) -> None:
+    """Let an adapter change the output head, too."""
+    shape = engine.built.linears["lm_head"]
+    rng = np.random.default_rng(9)
+    file = folder / "adapters.safetensors"
+    tensors = dict(mx.load(str(file)))
+    tensors["lm_head.lora_a"] = mx.array(rng.standard_normal((shape.inputs, rank)).astype(np.float32) * 0.1)
+    tensors["lm_head.lora_b"] = mx.array(rng.standard_normal((rank, shape.outputs)).astype(np.float32) * 0.1)
+    mx.save_safetensors(str(file), tensors)
 
 
 def requests(names: list[str], count: int = 12, seed: int = 0) -> list[Request]:
