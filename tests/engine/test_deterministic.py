@@ -164,6 +164,15 @@ def test_random_companies_change_no_bit(served: tuple[Engine, list[Request], Sai
         assert said(loop, some) == {r.id: expected[r.id] for r in some}
 
 
+def test_the_rank_of_adapters_arrays_never_changes(tmp_path: Path) -> None:
+    """A product's order of sums may depend on it."""
+    engine, names = serve(tmp_path)
+    small = [r for r in requests(names) if r.adapter and r.adapter.name == names[0]]
+    engine.run(small[:1])
+    arrays = engine.built.runner._lora.arrays()
+    assert {a.shape[-1] for a in arrays[::2]} == {b.shape[-2] for b in arrays[1::2]} == {16}
+
+
 def test_without_the_option_bits_differ(tmp_path: Path) -> None:
     """These tests are not blind: the same requests differ in company by default."""
     engine, names = serve(tmp_path, deterministic=False)

@@ -167,7 +167,7 @@ class Forward:
         self._accept = Accept(dialect.maker("cuda")) if on_cuda else None
         self._nobody = nobody
         self._merged = merged_in(module)
-        self._angles = SharedAngles(module) if device.is_cpu() and not self._alike else None
+        self._angles = SharedAngles(module) if device.is_cpu() else None
         self._images = None if model.encoder is None else ShownImages(module, model.encoder)
         self._has_axes = model.encoder is not None and bool(model.encoder.axes)
         self._pool_of = list(pool.pool_of)
