@@ -64,7 +64,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Drafts of tokens, which a step verifies together; they change the speed, and an answer as little as company does."""
+    """Drafts of tokens, which a step verifies together; they change an answer as little as company does."""
 
     # ngram: from prompt and answer; draft: by a smaller model; mtp: by the model's head for multi-token prediction
     method: Literal["none", "ngram", "draft", "mtp"] = "none"
