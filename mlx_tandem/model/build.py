@@ -136,12 +136,12 @@ def build(
     subject = _check_fit(config, limit, model, given)
     read_weights(model, report)
     _lay_out(config, model, report)
-    candidates = () if config.deterministic else fused.available() if backends is None else backends
-    merged = merge(find_groups(model.module)) if candidates else []
+    candidates = fused.available() if backends is None else backends
+    merged = merge(find_groups(model.module)) if candidates and not config.deterministic else []
     twin = clone(model.module)  # before anything of the served tree is changed
     known = None if given is None else given.kernels
     found, kernels = everything.choose(config, model, merged, candidates, report, known)
-    exact = mode.of(config, model, found, twin) if config.deterministic else None
+    exact = mode.of(config, model, found, twin, candidates) if config.deterministic else None
     adapters = _adapters(config, model, kernels, exact)
     needs = _needs(config, limit, model, found, adapters)
     memory = _divide(config, limit, needs)

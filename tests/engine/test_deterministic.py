@@ -15,6 +15,7 @@ from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.learning import WHOLE, Batch, Datum, LossConfig, TrainerSpec, Truncation
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.deterministic.check import check
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
@@ -22,6 +23,7 @@ from tests import tiny_models
 from tests.engine.harness import Loop
 from tests.engine.learning import finish
 from tests.engine.mlx_engine import Engine, make_engine
+from tests.kernels import shim
 
 RANKS = (4, 8)
 Said = dict[int, tuple[Any, ...]]
@@ -188,6 +190,7 @@ def test_without_the_option_bits_differ(tmp_path: Path) -> None:
         ("qwen3_moe", {}),
         ("gemma3_text", {}),  # layers that see a window
         ("qwen3", {"kv_bits": 8}),
+        ("qwen3", {"kv_bits": 8, "kv_group_size": 16, "backends": [Fused("cuda", shim.maker())]}),
     ],
 )
 def test_families_and_types_of_numbers(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
@@ -196,6 +199,17 @@ def test_families_and_types_of_numbers(tmp_path: Path, family: str, more: dict[s
     expected = alone(engine, asked)
     for loop in (engine.run(asked), engine.run(asked, chunks=9, stagger=2)):
         assert said(loop, asked) == expected
+
+
+def test_a_kernel_that_reads_the_pool(tmp_path: Path) -> None:
+    """The kernel of GPUs, here on the CPU: each query is a row of its own, for prompts and in a trainer, too."""
+    engine, names = serve(tmp_path, backends=[Fused("cuda", shim.maker())])
+    assert all(own.kernel is not None for own in engine.built.deterministic.attention)
+    asked = requests(names, count=5)
+    expected = alone(engine, asked)
+    loop = engine.run(asked, chunks=9, stagger=1)
+    assert said(loop, asked) == expected
+    assert_a_trainer_agrees(engine, names, loop, asked)
 
 
 def test_compiled_steps_give_the_same_bits(served: tuple[Engine, list[Request], Said]) -> None:
@@ -238,14 +252,19 @@ def drawn(loop: Loop, asked: list[Request]) -> list[Datum]:
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
 def test_a_trainer_computes_the_bits_that_were_served(tmp_path: Path, family: str, forward_only: bool) -> None:
     engine, names = serve(tmp_path, family)
-    asked = [r for r in requests(names, count=9) if r.adapter and r.adapter.name == names[0]]
-    loop = engine.run(asked, chunks=9)
+    asked = requests(names, count=9)
+    assert_a_trainer_agrees(engine, names, engine.run(asked, chunks=9), asked, forward_only=forward_only)
+
+
+def assert_a_trainer_agrees(
+    engine: Engine, names: list[str], loop: Loop, asked: list[Request], *, forward_only: bool = True
+) -> None:
+    """Compare the logprobs of what was drawn through the first adapter with those of a trainer of its weights."""
+    asked = [r for r in asked if r.adapter and r.adapter.name == names[0]]
     trainers = trainers_of(engine)
     trainers.open(TrainerSpec("policy", RANKS[0], 2.0 * RANKS[0]), "", engine.weights[names[0]])
-    data = drawn(loop, asked)
-    (result,) = finish(
-        trainers.run([Batch("policy", tuple(data), LossConfig("importance_sampling"))], forward_only, 96)
-    )
+    batch = Batch("policy", tuple(drawn(loop, asked)), LossConfig("importance_sampling"))
+    (result,) = finish(trainers.run([batch], forward_only, 96))
     served = [loop.logprobs[r.id, 0] for r in asked]
     assert _bits(result.model_logprobs) == _bits([[each.model for each in own] for own in served])
     assert _bits(result.logprobs) == _bits([[each.sampled for each in own] for own in served])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_tandem.model import cpu, device
 from mlx_tandem.model.attention import unpaged
@@ -32,6 +33,12 @@ QUERIES = 512
 """Most queries that one launch of the kernel answers, and most of a whole sequence that are answered at a time: their
 splits, or their scores, are in memory together."""
 
+CHECKED = 300
+"""Tokens of the sequence that is checked at start: as many as are read in several splits."""
+
+TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 2e-2}
+"""Largest error by type, relative to the norm of the result. A wrong mask or head is off by a tenth and more."""
+
 _HIDDEN = -1e30
 
 
@@ -44,21 +51,27 @@ class OrderedAttention:
         block_size: Positions of a block of the pool.
         sizes: The sizes of tiles for scores and for sums of values.
         kernel: The kernel that reads the pool; None: MLX's own operations compute everything.
+        plain: The kernel that reads whole sequences, whose numbers are never coded.
     """
 
     keys: int
     block_size: int
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((1,), (1,))
     kernel: PagedAttention | None = None
+    plain: PagedAttention | None = None
 
     @staticmethod
-    def of(
-        dim: int, dtype: mx.Dtype, block_size: int, window: int | None, kernel: PagedAttention | None
-    ) -> OrderedAttention:
-        """Return the attention for heads of `dim` numbers. Raise ModelError where this device has no tiles for it."""
+    def by_kernels(kernel: PagedAttention, plain: PagedAttention, block_size: int) -> OrderedAttention:
+        """Return the attention by these kernels."""
+        return OrderedAttention(block_size, block_size, kernel=kernel, plain=plain)
+
+    @staticmethod
+    def of(dim: int, dtype: mx.Dtype, block_size: int, window: int | None) -> OrderedAttention:
+        """Return the attention for heads of `dim` numbers by MLX's own operations.
+
+        Raise ModelError where this device has no tiles for it.
+        """
         keys = block_size if window is not None or KEYS % block_size else KEYS
-        if kernel is not None:
-            return OrderedAttention(keys, block_size, kernel=kernel)
         blocks = [mx.random.normal(shape, dtype, key=mx.random.key(0)) for shape in ((dim, keys), (keys, dim))]
         sizes = [sizes_of(partial(_by_matrix, own), len(own), dtype, "the products of attention") for own in blocks]
         return OrderedAttention(keys, block_size, (sizes[0], sizes[1]))
@@ -102,25 +115,7 @@ class OrderedAttention:
         tables: int32 [rows, width]; offsets: int32 [rows], the position of each row's first query.
         """
         assert self.kernel is not None
-        rows, heads, length, dim = queries.shape
-        single = queries.swapaxes(1, 2).reshape(rows * length, heads, 1, dim)
-        if length > 1:
-            offsets = (offsets[:, None] + mx.arange(length, dtype=mx.int32)).reshape(-1)
-            tables = mx.repeat(tables, length, axis=0)
-        parts = [
-            self.kernel(
-                single[at : at + QUERIES],
-                pool,
-                tables[at : at + QUERIES],
-                offsets[at : at + QUERIES],
-                scale,
-                window=EVERYTHING,
-                splits=SPLITS,
-            )
-            for at in range(0, rows * length, QUERIES)
-        ]
-        out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return out.reshape(rows, length, heads, dim).swapaxes(1, 2)
+        return _query_by_query(self.kernel, queries, pool, tables, offsets, scale)
 
     def whole(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, window: int | None) -> mx.array:
         """Return attention [rows, heads, length, dim] of whole sequences, with a gradient.
@@ -146,6 +141,20 @@ class OrderedAttention:
         out: mx.array = with_gradient_of(computed, plain)(queries, keys, values)
         return out
 
+    def problem(self, heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> str:
+        """Return how wrong the attention of a whole sequence is; empty if it is right."""
+        shapes = ((1, heads, CHECKED, dim), (1, kv_heads, CHECKED, dim), (1, kv_heads, CHECKED, dim))
+        q, k, v = (mx.random.normal(shape, key=mx.random.key(n)).astype(dtype) for n, shape in enumerate(shapes))
+        found = np.array(self.whole(q, k, v, dim**-0.5, None).astype(mx.float32))
+        # Computed by NumPy, since a GPU may round the inputs of its products.
+        own, keys, values = (np.array(x.astype(mx.float32))[0] for x in (q, k, v))
+        keys, values = (np.repeat(x, heads // kv_heads, axis=0) for x in (keys, values))
+        scores = own @ keys.swapaxes(1, 2) * dim**-0.5 + np.triu(np.full((CHECKED, CHECKED), -np.inf), 1)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        right = weights / weights.sum(-1, keepdims=True) @ values
+        error = float(np.linalg.norm(found[0] - right) / np.linalg.norm(right))
+        return "" if error <= TOLERANCE[dtype] else f"wrong by {error:.1e}"
+
     def _whole_in_blocks(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
     ) -> mx.array:
@@ -167,7 +176,38 @@ class OrderedAttention:
             mx.pad(x, [(0, 0), (0, 0), (0, missing), (0, 0)]).swapaxes(0, 1).reshape(-1, dim) for x in (keys, values)
         ]
         tables = mx.arange(rows * blocks, dtype=mx.int32).reshape(rows, blocks)
-        return self.paged(queries, pool, tables, mx.zeros((rows,), mx.int32), scale)
+        assert self.plain is not None
+        return _query_by_query(self.plain, queries, pool, tables, mx.zeros((rows,), mx.int32), scale)
+
+
+def _query_by_query(
+    kernel: PagedAttention,
+    queries: mx.array,
+    pool: Sequence[mx.array],
+    tables: mx.array,
+    offsets: mx.array,
+    scale: float,
+) -> mx.array:
+    """Return attention [rows, heads, length, dim] by a kernel that is given each query as a row of its own."""
+    rows, heads, length, dim = queries.shape
+    single = queries.swapaxes(1, 2).reshape(rows * length, heads, 1, dim)
+    if length > 1:
+        offsets = (offsets[:, None] + mx.arange(length, dtype=mx.int32)).reshape(-1)
+        tables = mx.repeat(tables, length, axis=0)
+    parts = [
+        kernel(
+            single[at : at + QUERIES],
+            pool,
+            tables[at : at + QUERIES],
+            offsets[at : at + QUERIES],
+            scale,
+            window=EVERYTHING,
+            splits=SPLITS,
+        )
+        for at in range(0, rows * length, QUERIES)
+    ]
+    out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return out.reshape(rows, length, heads, dim).swapaxes(1, 2)
 
 
 def _by_matrix(weights: mx.array, x: mx.array, sizes: Sequence[int]) -> mx.array:

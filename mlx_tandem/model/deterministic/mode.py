@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -72,8 +72,11 @@ def check_settings(config: EngineConfig, model: LoadedModel) -> None:
             raise _refusal(name)
 
 
-def check_layers(found: Examined) -> None:
-    """Raise ModelError for a model whose layers compute something in another order of sums than it can be given."""
+def check_layers(found: Examined, *, by_kernel: bool) -> None:
+    """Raise ModelError for a model whose layers compute something in another order of sums than it can be given.
+
+    by_kernel: whether a kernel reads the pool.
+    """
     if found.states:
         raise _refusal("a model with recurrent layers")
     for shape in found.layers:
@@ -81,9 +84,9 @@ def check_layers(found: Examined) -> None:
             raise _refusal("a model whose layers compute attention by themselves")
         if shape.asks.sinks:
             raise _refusal("a model with attention sinks")
-        if shape.window is not None and not device.is_cpu():
+        if shape.window is not None and by_kernel:
             raise _refusal("on a GPU, a model whose layers see a window")
-        if not device.is_cpu() and (why := fused.unreadable(shape)):
+        if by_kernel and (why := fused.unreadable(shape)):
             raise _refusal(f"on this GPU, a model with {why}")
     if found.mask_axes not in (0, 1):
         raise _refusal("a model whose layers compute attention by themselves")
@@ -101,16 +104,22 @@ def prepare(config: EngineConfig, model: LoadedModel) -> None:
     log.info("products are computed in tiles of %s rows", "; ".join(", ".join(map(str, each)) for each in sizes))
 
 
-def of(config: EngineConfig, model: LoadedModel, found: Examined, twin: nn.Module) -> Deterministic:
+def of(
+    config: EngineConfig, model: LoadedModel, found: Examined, twin: nn.Module, backends: Sequence[fused.Fused]
+) -> Deterministic:
     """Return the arithmetic of a model, whose clone `twin` is going to learn.
+
+    backends: the fused back ends of attention on this device, the first of which is used; a CPU has none.
 
     Raises:
         ModelError: The model or the device cannot have it.
     """
-    check_layers(found)
+    check_layers(found, by_kernel=bool(backends))
+    if not backends and not device.is_cpu():
+        raise _refusal("a GPU for which there is no kernel of attention")
     let_learn(twin)
     layers, block_size = found.layers, config.cache.block_size
-    kinds = {shape: _attention(shape, block_size, model.dtype) for shape in dict.fromkeys(layers)}
+    kinds = {shape: _attention(shape, block_size, model.dtype, backends) for shape in dict.fromkeys(layers)}
     rank = bucket(config.lora.max_lora_rank)
     deltas = TiledDeltas(rank)
     if config.lora.max_loras:
@@ -128,11 +137,19 @@ def compiles() -> bool:
     return device.is_cpu() and platform.machine() in ("x86_64", "AMD64")
 
 
-def _attention(shape: LayerShape, block_size: int, dtype: mx.Dtype) -> OrderedAttention:
-    kernel = None
-    if not device.is_cpu():
-        kernel = PagedAttention(fused.available()[0].make, shape.keys, block_size, DIVISION)
-    return OrderedAttention.of(shape.keys.dim, dtype, block_size, shape.window, kernel)
+def _attention(
+    shape: LayerShape, block_size: int, dtype: mx.Dtype, backends: Sequence[fused.Fused]
+) -> OrderedAttention:
+    if backends:
+        forms = shape.keys, replace(shape.keys, bits=0)
+        kernel, plain = (PagedAttention(backends[0].make, form, block_size, DIVISION) for form in forms)
+        attention = OrderedAttention.by_kernels(kernel, plain, block_size)
+    else:
+        attention = OrderedAttention.of(shape.keys.dim, dtype, block_size, shape.window)
+    assert shape.asks is not None
+    if problem := attention.problem(shape.asks.heads, shape.keys.heads, shape.keys.dim, dtype):
+        raise ModelError(f"--deterministic: attention is {problem} on this device", param="deterministic")
+    return attention
 
 
 def _refusal(what: str) -> ModelError:

@@ -130,7 +130,7 @@ def _install(
 ) -> tuple[probe.Examined, Kernels]:
     """Build the functions that another process chose, and change the model's modules so that they use them."""
     inplace.given(given.store_problem)
-    merged = use_views(model.module, merged) if candidates else merged
+    merged = use_views(model.module, merged) if candidates and not config.deterministic else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:
         few = skinny_check.made(forms_of(given.products.base), forms_of(given.products.adapted))

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
+from mlx_tandem.model.deterministic.attention import OrderedAttention
 from mlx_tandem.model.deterministic.tiles import CANDIDATES, cut, in_tiles, matmul, sizes_of
 
 
@@ -65,3 +66,17 @@ def test_a_device_that_minds_every_place_is_refused() -> None:
 
     with pytest.raises(ModelError, match="these give a row other bits in another place"):
         sizes_of(tiled, 8, mx.float32, "these")
+
+
+class Shifted(OrderedAttention):
+    """Attention whose queries see a position too many."""
+
+    def whole(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, window: int | None) -> mx.array:
+        return super().whole(queries, mx.roll(keys, 1, axis=2), mx.roll(values, 1, axis=2), scale, window)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_attention_that_is_wrong_is_found_at_start(dtype: mx.Dtype) -> None:
+    right = OrderedAttention.of(32, dtype, 16, None)
+    assert not right.problem(4, 2, 32, dtype)
+    assert "wrong by" in Shifted(right.keys, right.block_size, right.sizes).problem(4, 2, 32, dtype)
