@@ -396,7 +396,8 @@ def _within_top_p(sums: mx.array, p: mx.array, tokens: mx.array, a: SamplingArra
         if i + 1 < flags.top_p_rounds:
             # A row whose token is inside keeps its candidates, and so its token.
             sums = mx.where(inside | (p > p_drawn), sums, -mx.inf)
-            drawn = mx.where(i + 1 < own, mx.argmax(sums, -1), drawn)
+            again = mx.argmax(sums, -1)
+            drawn = again if i + 1 < _TOP_P_ROUNDS[0][1] else mx.where(i + 1 < own, again, drawn)
     drawn = mx.where(inside[:, 0], drawn, mx.argmax(p, -1))
     if some:
         tokens[at] = drawn
