@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -15,9 +16,13 @@ NAMES = 30
 class Command(TyperCommand):
     """A command whose help has a section for its arguments, one for its options, and one for each panel of options."""
 
+    def note(self, ctx: Any, param: Any) -> str:
+        """Return a sentence that follows the explanation of a parameter; empty for none."""
+        return ""
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections of the help."""
-        _write_options(self, ctx, formatter)
+        _write_options(self, ctx, formatter, self.note)
 
 
 class Group(TyperGroup):
@@ -72,12 +77,15 @@ def group(help: str, *, no_args_is_help: bool = True, is_root: bool = False) -> 
     )
 
 
-def _write_options(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> None:
+def _write_options(
+    command: TyperCommand | TyperGroup, ctx: Any, formatter: Any, note: Callable[[Any, Any], str] = lambda *_: ""
+) -> None:
     sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for param in command.get_params(ctx):
         if record := param.get_help_record(ctx):
             usual = "Arguments" if param.param_type_name == "argument" else "Options"
-            sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(record)
+            panel = sections.setdefault(getattr(param, "rich_help_panel", None) or usual, [])
+            panel.append((record[0], f"{record[1]} {note(ctx, param)}".strip()))
     for name, records in sections.items():
         _write_section(formatter, name, records)
 

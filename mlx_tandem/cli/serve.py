@@ -15,7 +15,7 @@ import msgspec
 from mlx_tandem import files
 from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.callers import CALLERS
-from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.console import fail, say
 from mlx_tandem.cli.daemon import Detached
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.cli.start_up import StartUp
@@ -51,13 +51,15 @@ def prepare(
 
     caller = CALLERS[called_as]
     try:
-        config = build(file, options, {**caller.defaults(), **(defaults or {})})
+        config = build(file, caller.options(options), {**caller.defaults, **(defaults or {})})
         server = config.server
         check(server)
         check_settings(config)  # by the names that the base has before its folder is known
         key = keys.read(server.api_key, server.api_key_file)
     except (SettingsError, TandemError) as e:
         fail(str(e))
+    if different := "; ".join(caller.said(config)):
+        say(f"{called_as}'s defaults apply, except that {different}")
     if config.adapter_root and not Path(config.adapter_root).is_dir():
         fail(f"there is no folder {config.adapter_root} for --adapter-root")
     if config.rl_training.enabled:
@@ -129,6 +131,8 @@ def serve(
         starting.stop()
         log("settings", logging.DEBUG, **_without_key(config))
         text = _ready(front, port, variable)
+        if awaited := CALLERS[called_as].ready:
+            text += f"{awaited} {_address(front.config.server, port)[1]}\n"
         if detached is None:
             print(text, flush=True)
         else:

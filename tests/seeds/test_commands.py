@@ -30,6 +30,8 @@ MODELS = [
     "mlx-community/Qwen3-0.6B-4bit",
 ]
 PROGRAMS = {
+    "python3": [sys.executable],
+    "./quick_bench.sh": [str(ROOT / "scripts" / "quick_bench.sh")],
     "./.venv/bin/python": [sys.executable],
     "python": [sys.executable],
     "mola": [sys.executable, "-m", "mola.cli"],
@@ -70,10 +72,10 @@ class Workplace:
         rest = [w.replace("8000", str(port)).replace("8080", str(port)) for w in rest]
         return [*PROGRAMS[first], *rest]
 
-    def run(self, command: str, port: int, *more: str) -> subprocess.CompletedProcess[str]:
+    def run(self, command: str, port: int, *more: str, below: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*self.words(command, port), *more],
-            cwd=self.folder,
+            cwd=self.folder / below,
             env=self.env,
             capture_output=True,
             text=True,
@@ -94,12 +96,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     folder = tmp_path_factory.mktemp("servers")
     for name, content in (("rust", "shout"), ("sql", "json"), ("support", "down"), ("medical", "shout")):
         shutil.copytree(demo.ADAPTER_PATHS[content], folder / "path" / "to" / f"{name}-adapter")
+    for scripts in ("devtools", "scripts"):
+        (folder / scripts).symlink_to(ROOT / scripts)
     (folder / "models").mkdir()
     (folder / "models" / "Llama-3-8B").symlink_to(demo.MODEL_PATH)
     (folder / "path" / "to" / "model").symlink_to(demo.MODEL_PATH)
     with fake_hub(dict.fromkeys(MODELS, demo.MODEL_PATH)) as hub:
         env = hub.environment(folder / "home", PYTHONPATH=str(ROOT))
         env |= {"XDG_RUNTIME_DIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+        env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
         yield Workplace(folder, hub, env)
 
 
@@ -138,15 +143,16 @@ MOLA_EXPLICIT = f"""./.venv/bin/python -m mola.cli -v serve \
   --cache-routed-decode-sessions \
   --detached-shared-decode-owner \
   --port 8000"""
-MOLA_BENCH = """tandem bench serve \
+MOLA_BENCH = """./.venv/bin/python scripts/bench_server.py \
   --routed-validation \
   --concurrency 1,16,64 \
   --repeats 3 \
   --json-out ./mola-bench.json"""
+MOLA_RUNNER = "./.venv/bin/python devtools/run_mola_current_architecture.py"
 
 
 def test_mola(workplace: Workplace) -> None:
-    with workplace.serve(MOLA_EXPLICIT, "--adapter-root", "path/to") as server:
+    with workplace.serve(MOLA_EXPLICIT) as server:
         port = server.port
         body = {"model": "rust", "messages": [{"role": "user", "content": "What is 12 + 5?"}], "stream": True}
         streamed = events(ask(CHAT % json.dumps(body), port))
@@ -162,28 +168,35 @@ def test_mola(workplace: Workplace) -> None:
         assert json.loads(ask("curl -X DELETE http://localhost:8000/v1/adapters/medical", port))
         with pytest.raises(OSError, match="404"):
             ask(CHAT % json.dumps(body | {"model": "nobody"}), port)
-        short = [*("--num-requests", "4", "--max-tokens", "4", "--prompt-tokens", "8", "--adapters", "rust,sql")]
-        url = ["--url", f"http://127.0.0.1:{port}", "--mode", "same,mixed"]
-        done = workplace.run(
-            MOLA_BENCH.replace("1,16,64", "1,2").replace("--repeats 3", "--repeats 1"), port, *short, *url
-        )
+        short = [*("--num-requests", "2", "--max-tokens", "4", "--prompt-tokens", "8", "--adapters", "rust,sql")]
+        bench = MOLA_BENCH.replace("1,16,64", "1,2").replace("--repeats 3", "--repeats 1")
+        done = workplace.run(bench, port, *short, "--url", f"http://127.0.0.1:{port}")
         assert done.returncode == 0, done.stderr
+        for shown in ("same", "mixed", "skew", "long-decode-mixed", "to one adapter", "p95"):
+            assert shown in done.stdout
+        assert "asked again: 18 of 20, 0 different" in done.stderr
         result = json.loads((workplace.folder / "mola-bench.json").read_text())
         assert result["machine"]
+        assert result["validation"]["checked"] == 20
+
+
+def test_the_step_of_mola_s_installation_says_that_nothing_is_needed(workplace: Workplace) -> None:
+    done = workplace.run("./.venv/bin/python devtools/apply_mlx_lm_detached_batch_api.py", 0)
+    assert (done.returncode, done.stdout[:13]) == (0, "nothing to do")
 
 
 def test_mola_in_the_background(workplace: Workplace) -> None:
     port = free_port()
-    start = workplace.run(f"mola start {MOLA_ADAPTERS} --port 8000", port, *SMALL)
+    start = workplace.run(f"{MOLA_RUNNER} start {MOLA_ADAPTERS} --port 8000", port, *SMALL, *SHORT)
     assert start.returncode == 0, start.stderr
     try:
         models = {m["id"] for m in json.loads(ask("curl http://localhost:8000/v1/models", port))["data"]}
         assert {"rust", "sql", MODELS[0]} <= models
-        restart = workplace.run("mola restart --port 8000", port)
+        restart = workplace.run(f"{MOLA_RUNNER} restart --port 8000", port)
         assert restart.returncode == 0, restart.stderr
         assert json.loads(ask("curl http://localhost:8000/health", port))["status"] == "ok"
     finally:
-        assert workplace.run("mola stop --port 8000", port).returncode == 0
+        assert workplace.run(f"{MOLA_RUNNER} stop --port 8000", port).returncode == 0
     with pytest.raises(OSError):
         ask("curl http://localhost:8000/health", port)
 
@@ -406,6 +419,30 @@ def test_jans_server(workplace: Workplace, options: str) -> None:
         if "--ctx-size" in options:
             assert (health["engine"]["max_num_seqs"], health["engine"]["block_size"]) == (1, 16)
         assert ask("curl http://localhost:8080/metrics", port)
+
+
+@pytest.fixture(scope="module")
+def jans_server(workplace: Workplace) -> Iterator[running]:
+    with workplace.serve(f'{MLX_SERVER} --model "path/to/model" --port 8080') as server:
+        yield server
+
+
+def test_jans_benchmarks(workplace: Workplace, jans_server: running) -> None:
+    short = ("--num-requests", "1", "--prompt-tokens", "8", "--url", f"http://127.0.0.1:{jans_server.port}")
+    done = workplace.run("python3 performance_bench.py", 0, *short, "--repeats", "1", below="scripts")
+    assert done.returncode == 0, done.stderr
+    for shown in ("temp=0.7, 50 tokens", "temp=0.7, 100 tokens", "temp=0.1, 50 tokens", "tok/s"):
+        assert shown in done.stdout
+    nobody = ("--url", f"http://127.0.0.1:{free_port()}")
+    done = workplace.run("python3 simple_bench.py", 0, *nobody, below="scripts")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert nobody[1] in done.stderr
+
+
+def test_jans_quick_benchmark(workplace: Workplace, jans_server: running) -> None:
+    done = workplace.run("./quick_bench.sh 8080 2 4", jans_server.port)
+    assert done.returncode == 0, done.stderr
+    assert "4 tokens each" in done.stdout
 
 
 def test_the_programs_are_installed() -> None:

@@ -70,8 +70,7 @@ async def _measure(load: Load, progress: Callable[[str], None]) -> dict[str, Any
         await _measure_phase(client, phase, rounds, validation, progress)
     checked = None
     if validation:
-        progress("asking again, one at a time")
-        checked = await validation.check(load.validation_sample)
+        checked = await validation.check(load.validation_sample, progress)
     client.close()
     results = [
         {"concurrency": c, "mode": mode, "median": median(raw), "rounds": raw} for (c, mode), raw in rounds.items()

@@ -7,6 +7,7 @@ compared and, if the server sends them, token ids.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from mlx_tandem.cli.bench.client import Client, Round
@@ -30,13 +31,21 @@ class Validation:
         """Remember the answers of a round. Refused and failed requests have none."""
         self._answers += [(s.body, s.stream.answer()) for s in done.sent if s.stream.problem is None]
 
-    async def check(self, sample: int | None = None) -> dict[str, Any]:
-        """Repeat all requests, or a random sample, one after another; return how many answers differ, and which."""
+    async def check(
+        self, sample: int | None = None, progress: Callable[[str], None] = lambda line: None
+    ) -> dict[str, Any]:
+        """Repeat all requests, or a random sample, one after another; return how many answers differ, and which.
+
+        `progress` gets a line at the beginning and after each tenth of the requests.
+        """
         chosen = self._answers
         if sample is not None and sample < len(chosen):
             chosen = random.Random(0).sample(chosen, sample)
-        differences = []
-        for body, answer in chosen:
+        differences: list[dict[str, Any]] = []
+        progress(f"asking again, one at a time: {len(chosen)} requests")
+        for done, (body, answer) in enumerate(chosen):
+            if done and done * 10 // len(chosen) > (done - 1) * 10 // len(chosen):
+                progress(f"asked again: {done} of {len(chosen)}, {len(differences)} different")
             if problem := await self._compare(body, answer):
                 differences.append(problem)
         return {

@@ -117,6 +117,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--model=m --served-model-name a b", "server.served_model_names", ("a", "b")),
     ("--served-model-name a b --model-path=m", "server.served_model_names", ("a", "b")),
     ("--served-model-name a m", "server.served_model_names", ("a",)),
+    ("-m m --model-id a/b", "server.served_model_names", ("a/b",)),
     ("--served-model-name a m", "engine.model.path", "m"),
     ("--served-model-name a --served-model-name b m", "server.served_model_names", ("a", "b")),
     ("--api-key k", "server.api_key", "k"),
