@@ -256,6 +256,13 @@ def _draft_model(channel: EngineChannel, config: EngineConfig, built: Built) -> 
         channel.send([m.Progress(f"draft model: {stage}", fraction)])
 
     draft = build_draft(config, built.info, report)
+    if set(draft.info.eos_token_ids) != set(built.info.eos_token_ids):
+        log.warning(
+            "%s ends texts with the tokens %s, and the model with %s: drafts of the end of an answer will be wrong",
+            config.speculation.draft_model,
+            sorted(draft.info.eos_token_ids),
+            sorted(built.info.eos_token_ids),
+        )
     draft.warm_up(CostModel())
     info = draft.info
     return DraftModel(
