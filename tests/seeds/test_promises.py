@@ -187,6 +187,9 @@ def flat(settings: dict[str, Any], place: str = "") -> Iterator[str]:
 def test_command_lines_come_to_what_they_say(come_to: Callable[[str], str]) -> None:
     found = [row.problem(come_to(row.words)) for row in rows_of("words")]
     assert [problem for problem in found if problem] == []
+    for row in rows_of("words"):
+        said = come_to(row.words).count(" has no effect here: ")
+        assert row.verdict != "no effect" or said == 1, row
 
 
 # -- Servers ------------------------------------------------------------------------------------------------------
