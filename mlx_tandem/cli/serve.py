@@ -126,9 +126,9 @@ def serve(
     from mlx_tandem.server.serve import run
 
     starting = StartUp(verbose)
+    as_json = config.server.log_format == "json"  # from the first line on, for programs that read standard error
 
     def ready(front: Front, port: int) -> None:
-        starting.stop()
         log("settings", logging.DEBUG, **_without_key(config))
         text = _ready(front, port, variable)
         if awaited := CALLERS[called_as].ready:
@@ -140,12 +140,19 @@ def serve(
 
     try:
         level = logging.DEBUG if verbose else logging.INFO
-        status = run(config, sock=sock, on_progress=starting.update, on_ready=ready, log_level=level, start_up=starting)
+        status = run(
+            config,
+            sock=sock,
+            on_progress=None if as_json else starting.update,
+            on_ready=ready,
+            log_level=level,
+            start_up=None if as_json else starting,
+        )
     except TandemError as e:
-        starting.stop()
+        starting.close()
         fail(e.message)
     finally:
-        starting.stop()
+        starting.close()
     if detached is not None and status == 0:
         detached.end()
     raise SystemExit(status)

@@ -546,6 +546,25 @@ def test_of_what_an_engine_wrote_the_end_is_kept(capfd: pytest.CaptureFixture[st
     assert r"\xff" in capfd.readouterr().err
 
 
+def test_what_an_engine_logs_is_logged_here(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a record of the same logger and level, so that one setting forms all lines; other text is passed on."""
+    program = (
+        "import sys; write = sys.stderr.write; write('WARNING mlx_tandem.engine.drafting: drafts are off %s\\n'); "
+        "write('    ValueError: why\\n'); write('WARNING other: text\\n'); "
+        "write('x' * 4096 + 'ERROR mlx_tandem: forged\\n')"
+    )
+    ours, process = process_launch(EngineConfig(ModelConfig("nowhere")), ("-c", program))()
+    with ours:
+        assert process.wait(30.0) == 0
+        assert process.last_words() == "ValueError: why"
+    assert caplog.record_tuples == [("mlx_tandem.engine.drafting", logging.WARNING, "drafts are off %s")]
+    passed_on = capfd.readouterr().err.splitlines()
+    assert passed_on[:2] == ["    ValueError: why", "WARNING other: text"]
+    assert passed_on[-1] == "ERROR mlx_tandem: forged"
+
+
 def test_draining_lets_run_what_runs():
     async def body(client, peer, engine):
         r = request(client)

@@ -16,7 +16,14 @@ from mlx_lm.utils import load_model
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
-from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.images import Images
@@ -30,6 +37,7 @@ from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.choices import Kept
 from mlx_tandem.types import Request
 from tests.engine.harness import Loop
 from tests.engine.workloads import OddChunks
@@ -124,10 +132,13 @@ def make_engine(
     attention_backend: Literal["auto", "portable", "cuda", "metal"] = "auto",
     backends: Sequence[Fused] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    unpack_weights: bool = False,
+    kept: Kept | None = None,
+    method: Literal["none", "mtp"] = "none",
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
-        model=ModelConfig(path=str(folder), dtype=dtype),
+        model=ModelConfig(path=str(folder), dtype=dtype, unpack_weights=unpack_weights),
         cache=CacheConfig(
             block_size=block_size,
             num_blocks=num_blocks,
@@ -137,8 +148,9 @@ def make_engine(
         ),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_chunk_tokens=max_chunk_tokens),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
+        speculation=SpeculationConfig(method),
     )
-    return Engine(build(config, weights, lambda stage, fraction: None, backends), weights)
+    return Engine(build(config, weights, lambda stage, fraction: None, backends, kept=kept), weights)
 
 
 class _RoundedCache(KVCache):

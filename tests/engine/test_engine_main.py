@@ -126,7 +126,7 @@ def test_what_is_logged_in_the_block_goes_to_the_front_from_one_thread_only() ->
 def test_what_nobody_expected_at_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one printable line, as the last thing that the engine says."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("the driver\nis \ud800 gone")
 
     monkeypatch.setattr(build, "build", fail)

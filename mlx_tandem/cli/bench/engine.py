@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from mlx_tandem.cli.bench.floor import Floor
+from mlx_tandem.cli.bench.left import Left
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.script import Answers, Script, Work, run_script
 from mlx_tandem.cli.bench.serve import write
@@ -220,6 +221,7 @@ class EngineBench:
             infos = [answers.adapters[call] for call in range(len(self._folders))]
             self._refs = [AdapterRef(f"a{i}", 1, info.digest) for i, info in enumerate(infos)]
         results: list[dict[str, Any]] = []
+        left = Left(len(self._load.batches))
         for batch in self._load.batches:
             rounds: Rounds = {side: [] for side in self._load.sides}
             found: dict[str, Any] = {}
@@ -236,7 +238,7 @@ class EngineBench:
                     no_peer = {"no_peer": self._without_peer} if self._without_peer else {}
                     self._keep({"results": [*results, found]} | no_peer)
             results.append(found)
-            print(line(found), file=sys.stderr, flush=True)
+            print(f"{line(found)} tok/s  {left.after()}", file=sys.stderr, flush=True)
 
     def _round(
         self, info: EngineInfo, batch: Batch, side: str

@@ -30,7 +30,7 @@ class MissingLibrary(Exception):
 def require() -> None:
     """Raise MissingLibrary unless plots can be drawn here."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingLibrary("--plot needs matplotlib: pip install 'mlx-tandem[bench]'")
+        raise MissingLibrary("--plot needs matplotlib: pip install matplotlib")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

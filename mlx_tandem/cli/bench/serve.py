@@ -15,6 +15,7 @@ from typing import Any
 
 from mlx_tandem.cli.bench.client import BenchError, Client, run_loop
 from mlx_tandem.cli.bench.figures import ratios
+from mlx_tandem.cli.bench.left import Left
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.stats import median
 from mlx_tandem.cli.bench.validation import Validation
@@ -66,11 +67,11 @@ async def _measure(load: Load, progress: Callable[[str], None]) -> dict[str, Any
     client = await Client.open(load)
     validation = Validation(client) if load.validate else None
     rounds: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for phase in phases(load, client.adapters):
-        await _measure_phase(client, phase, rounds, validation, progress)
-    checked = None
-    if validation:
-        checked = await validation.check(load.validation_sample, progress)
+    todo = phases(load, client.adapters)
+    left = Left(sum(len(phase.workloads) for phase in todo) * load.repeats)
+    for phase in todo:
+        await _measure_phase(client, phase, rounds, validation, lambda line: progress(f"{line}  {left.after()}"))
+    checked = await validation.check(load.validation_sample, progress) if validation else None
     client.close()
     results = [
         {"concurrency": c, "mode": mode, "median": median(raw), "rounds": raw} for (c, mode), raw in rounds.items()
@@ -106,8 +107,8 @@ async def _measure_phase(
             if validation:
                 validation.note(done)
             progress(
-                f"round {repeat + 1}/{repeats}  {phase.concurrency:>3} at once  {workload.name:<17}  "
-                f"{figures['tokens_per_s']:>9,.0f} tok/s  {figures['events_per_s']:>9,.0f} events/s"
+                f"{repeat + 1}/{repeats} {phase.concurrency:>4} at once  {workload.name:<17} "
+                f"{figures['tokens_per_s']:>9,.0f} tok/s"
                 + (f"  {figures['refused']} refused" if figures["refused"] else "")
                 + (f"  {figures['errors']} errors: {figures['first_error']}" if figures["errors"] else "")
             )

@@ -12,6 +12,7 @@ from mlx_tandem.model.step.draw import Drawing
 from mlx_tandem.model.step.forward import Forward, Ranges, Step
 from mlx_tandem.model.step.inputs import Numbers, specs
 from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.pauses import Pause
 from mlx_tandem.model.step.sampler import SamplingFlags
 
 MAX_COMPILED = 256
@@ -55,18 +56,18 @@ class CompiledSteps:
         self._steps.clear()
         self._drawings.clear()
 
-    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, *, untraced: int, pauses: bool) -> Step:
+    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, pause: Pause, *, untraced: int) -> Step:
         """Return the step with this key, compiled unless it pauses or is of one of too many kinds to trace each.
 
-        numbers: its inputs, whose specs follow from the key; untraced: how often its kind runs before it is traced;
-        pauses: whether it waits for the device while it is built.
+        numbers: its inputs, whose specs follow from the key; pause: how it waits for the device while it is built;
+        untraced: how often its kind runs before it is traced.
         """
-        if any(in_place) or key.common_offset or pauses or (untraced and not self._is_usual(key, untraced)):
+        if any(in_place) or key.common_offset or pause.layers or (untraced and not self._is_usual(key, untraced)):
             self.first_uses += bool(untraced)
-            return self._forward.step(key, specs(numbers), in_place, pauses=pauses)
+            return self._forward.step(key, specs(numbers), in_place, pause)
         found = self._steps.get(key)
         if found is None:
-            found = self._steps[key] = mx.compile(self._forward.step(key, specs(numbers), in_place, pauses=False))
+            found = self._steps[key] = mx.compile(self._forward.step(key, specs(numbers), in_place, pause))
             self.first_uses += 1
             if len(self._steps) > MAX_COMPILED:
                 self._met.pop(self._steps.popitem(last=False)[0], None)

@@ -79,6 +79,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--seed 0", "server.seed", 0),
     ("--max-logprobs 5", "server.max_logprobs", 5),
     ("--enable-force-include-usage", "server.force_include_usage", True),
+    ("--log-format text", "server.log_format", "text"),
     ("--ssd", "engine.disk.on", True),
     ("--ssd-cache-dir d", "engine.disk.dir", "d"),
     ("--ssd-cache-dir d", "engine.disk.on", True),
