@@ -67,7 +67,7 @@ def test_mola(workplace: Workplace) -> None:
         bench = MOLA_BENCH.replace("1,16,64", "1,2").replace("--repeats 3", "--repeats 1")
         done = workplace.run(bench, port, *short, "--url", f"http://127.0.0.1:{port}")
         assert done.returncode == 0, done.stderr
-        for shown in ("same", "mixed", "skew", "long-decode-mixed", "to one adapter", "p95"):
+        for shown in ("same", "mixed", "skew", "long-decode-mixed", "change", "p95"):
             assert shown in done.stdout
         assert "asked again: 20 of 20, 0 different" in done.stderr
         result = json.loads((workplace.folder / "mola-bench.json").read_text())
