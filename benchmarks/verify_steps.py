@@ -37,7 +37,7 @@ from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked
 from mlx_tandem.engine.proposers import speculation as server_proposer
 from mlx_tandem.model.step.compiled import USUAL
-from mlx_tandem.types import EngineInfo, Request, SamplingParams, SpeculationStats
+from mlx_tandem.types import DraftSource, EngineInfo, Request, SamplingParams, SpeculationStats
 
 LOADS = ("off", "wrong", "right")
 
@@ -76,11 +76,11 @@ class Known:
             return [right + 1] * min(self._drafts, most)
         return [right + (self._rng.random() >= self._accept) for _ in range(min(self._drafts, most))]
 
-    def is_from_prediction(self, request: Request, choice: int) -> bool:
-        """Return False, since requests bring no predictions."""
-        return False
+    def source(self, request: Request, choice: int) -> DraftSource | None:
+        """Return nothing, since drafts are made up here."""
+        return None
 
-    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int, source: DraftSource | None) -> None:
         """Count a row and its accepted drafts."""
         self.rows += 1
         self.accepted += accepted

@@ -264,6 +264,7 @@ def test_a_page_may_use_the_server(proxied, origin):
         assert "Origin" in reply.headers["vary"]
 
 
+@pytest.mark.promise("G4")
 @pytest.mark.parametrize(
     "origin",
     ["https://evil.test", "http://page.test", f"{PAGE}:8443", f"{PAGE}.evil.test", f"{PAGE}/", "null", "*", ""],
@@ -299,6 +300,7 @@ def test_what_is_no_origin(origin):
     assert "an origin is scheme://host" in refused(allowed_origins=(PAGE, origin))
 
 
+@pytest.mark.promise("G2")
 @pytest.mark.parametrize("host", ["", "a b", "https://a.test", "a.test/x", "a.test:0", "a.test:65536", "a.test:"])
 def test_a_host_of_images_that_cannot_be_one_is_refused(host: str) -> None:
     assert "a host is a name" in refused(allow_image_hosts=("a.test", host))

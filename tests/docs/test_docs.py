@@ -91,6 +91,7 @@ SHORT = {
         *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "24"),
         *("--promises", "1"),
     ],
+    "benchmarks/engine_memory.py": ["--cycles", "1", "--requests", "1"],
     "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
     "benchmarks/learn_beside.py": [
         *("--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4", "--update-tokens", "64"),

@@ -64,11 +64,13 @@ class Engine:
         drive: Drive | None = None,
         write_through: bool = True,
         image_room: int = 0,
+        limited: bool = False,
     ) -> Loop:
         """A scheduler of `blocks`, and of `window_blocks` where there are two pools, over the runner; 0: all. `chunks`:
         prompts are cut into pieces of random length up to this. `piggybacked`: so many tokens of prompts go with rows
         that decode. `drive`: gets each block as soon as it is full, or when it is given to others.
-        `image_room`: so many embeddings of images are kept; 0: as many as the runner may."""
+        `image_room`: so many embeddings of images are kept; 0: as many as the runner may. `limited`: no step is larger
+        than activations have memory for."""
         info = self.built.info
         slots = SlotTable(info.max_loras)
         groups = open_groups(info.memory, info.block_size)
@@ -80,13 +82,16 @@ class Engine:
         if drive is not None:
             offload.open(drive, bytes(32))
         scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=info.max_num_seqs, max_chunk_tokens=info.memory.pools[-1].row or 1024),
+            SchedulerConfig(
+                max_num_seqs=info.max_num_seqs,
+                max_chunk_tokens=self.built.step_limits.tokens if limited else info.memory.pools[-1].row or 1024,
+            ),
             BlockManager(groups, caches, offload),
             slots,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=(),
-            limits=UNLIMITED._replace(piggybacked=piggybacked),
+            limits=self.built.step_limits if limited else UNLIMITED._replace(piggybacked=piggybacked),
         )
         if info.vision is not None and self.built.image_room:
             scheduler.images = Images(info.vision.tokens, image_room or self.built.image_room, self.built.image_columns)

@@ -102,6 +102,7 @@ def check_hits(engine: Engine, oracle: Oracle) -> list[str]:
     return assert_agrees(loop, oracle, "a prefix that was there")
 
 
+@pytest.mark.promise("DET-2")
 @pytest.mark.parametrize("family", tiny_families.DISTINCT)
 def test_a_family_that_the_runner_knows_is_served_every_way(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]

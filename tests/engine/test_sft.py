@@ -252,6 +252,7 @@ def test_open_epochs_have_an_end_and_known_ones_are_obeyed():
     assert [e.steps for e in fit(unseen, [ONE], [], SftConfig())] == [3] * 3
 
 
+@pytest.mark.promise("FLT-33")
 @settings(max_examples=200, derandomize=True)
 @given(
     st.lists(st.integers(0, 12).map(lambda n: n * LEAST_FALL / 2), min_size=2, max_size=12),

@@ -119,6 +119,7 @@ class Forward:
     its cache is the last of `caches`.
 
     Attributes:
+        num_layers: Number of caches of layers: their keys and values, and their states.
         gathered_share: The share of a row's state that a step gathers if the row decodes. Kernels read and write the
             rest in the pool.
     """
@@ -141,6 +142,7 @@ class Forward:
         self._ahead = None if mtp is None else HeadStep(mtp, caches[-1], pickers, nobody)
         self._place = len(own)  # of the head's arrays in the pools
         self._caches: Sequence[Any] = [*own, *states]
+        self.num_layers = len(self._caches)
         self._arranged = arranged(module, own, states)
         if states:
             gated_delta.install(module)

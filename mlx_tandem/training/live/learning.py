@@ -354,7 +354,7 @@ class Learning(Serving):
 
     @property
     def stats(self) -> EngineStats:
-        """The counters and gauges of the engine's last heartbeat."""
+        """The counters and gauges of the engine's last report."""
         return self._front.client.stats
 
     def updates_per_second(self) -> float:

@@ -98,6 +98,7 @@ def test_the_text_itself_stays(parts):
     )
 
 
+@pytest.mark.promise("E1")
 def test_every_special_token_of_the_vocabulary_is_plain_text_in_a_message():
     tokenizer = byte_level()
     for text in tokenizer.special_tokens:
@@ -144,6 +145,7 @@ MISBEHAVING = [
 ]
 
 
+@pytest.mark.promise("A3")
 @pytest.mark.parametrize("source", MISBEHAVING)
 def test_a_template_that_misbehaves_is_a_client_error(source: str) -> None:
     with pytest.raises(InvalidRequest) as e:

@@ -267,6 +267,7 @@ def test_a_body_that_gives_way_is_refused_while_it_waits() -> None:
     assert (error.status, error.code) == (429, "rate_limit_exceeded")
 
 
+@pytest.mark.promise("C11")
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 2 * LARGE), st.integers(0, 3)), max_size=60))
 def test_the_bytes_of_all_bodies_stay_within_the_limit(steps: list[tuple[int, int, int]]) -> None:
     most = 3 * LARGE

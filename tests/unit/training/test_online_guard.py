@@ -37,6 +37,7 @@ async def test_a_sampler_that_computes_something_else_is_refused(tmp_path: Path)
         assert side.trained == (300, 301, 400, 401), "what was refused is not learned at the next start either"
 
 
+@pytest.mark.promise("I7")
 @on_a_loop
 async def test_a_step_that_goes_too_far_is_taken_back_and_the_rate_falls_and_recovers(tmp_path: Path) -> None:
     async with running(config(tmp_path, learning_rate=80.0)) as side:
@@ -59,6 +60,7 @@ async def test_a_step_that_goes_too_far_is_taken_back_and_the_rate_falls_and_rec
         assert side.learner.status().learning_rate == 8.0, "a rate that somebody sets begins as it is"
 
 
+@pytest.mark.promise("I7")
 @on_a_loop
 async def test_it_pauses_when_nothing_helps(tmp_path: Path) -> None:
     async with running(config(tmp_path, learning_rate=80.0 * 2**GIVE_UP)) as side:

@@ -87,6 +87,7 @@ def test_a_thought_ends_in_the_piece_in_which_a_call_begins(call: str) -> None:
     assert said == [("thought", f"a{call}b"), ("text", "c")]
 
 
+@pytest.mark.promise("E3")
 @pytest.mark.parametrize("name", FORMS)
 @given(text=texts, opened=st.booleans(), data=st.data())
 @settings(max_examples=80, deadline=None)
@@ -104,6 +105,7 @@ def test_every_split_says_the_same(name: str, text: str, opened: bool, data: st.
         assert begins or FORMS[name].frame or text_of(whole) == text
 
 
+@pytest.mark.promise("E2")
 @pytest.mark.parametrize("name", sorted(FORMS.keys() - {HARMONY}))
 def test_the_work_is_linear_in_the_text(name: str) -> None:
     for part in (*FORMS[name].marks, " ", "\n", "x", FORMS[name].open[:-1], FORMS[name].close[:-1]):
