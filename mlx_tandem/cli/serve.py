@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -60,8 +61,7 @@ def prepare(
         fail(str(e))
     if config.adapter_root and not Path(config.adapter_root).is_dir():
         fail(f"there is no folder {config.adapter_root} for --adapter-root")
-    if config.rl_training.enabled:
-        _check_files(config)
+    _check_files(config)
     sock = _bind(config.server)
     try:
         engine, model = hub.find_models(config.engine)
@@ -89,16 +89,34 @@ def prepare(
 
 
 def _check_files(config: Config) -> None:
-    """Check files and folders of learning that would only be missed once the model is loaded."""
-    prompts, folder = config.rl_training.validation_prompts, Path(config.checkpointing.checkpoint_dir)
-    if prompts and not Path(prompts).is_file():
-        fail(f"there is no file {prompts} for --validation-prompts")
-    if folder.exists() and not folder.is_dir():
-        fail(f"{folder} is not a folder; name another one with --checkpoint-dir")
+    """Check files and folders that the server writes or reads, and whose faults would only show once the model is
+    loaded.
+    """
+    if config.rl_training.enabled:
+        prompts, folder = config.rl_training.validation_prompts, Path(config.checkpointing.checkpoint_dir)
+        if prompts and not Path(prompts).is_file():
+            fail(f"there is no file {prompts} for --validation-prompts")
+        if folder.exists() and not folder.is_dir():
+            fail(f"{folder} is not a folder; name another one with --checkpoint-dir")
+        with _about("--checkpoint-dir"):
+            files.check_usable(folder)
+        if config.rl_training.metrics_file:
+            with _about("--metrics-file"):
+                files.check_writable(Path(config.rl_training.metrics_file))
+    if config.engine.disk.on and config.engine.disk.dir:
+        from mlx_tandem.kv.disk.cache import open_folder
+
+        with _about("--ssd-cache-dir"):
+            open_folder(config.engine.disk).close()
+
+
+@contextlib.contextmanager
+def _about(flag: str) -> Iterator[None]:
+    """End the process with one line that names the option, and status 1, after a TandemError inside the block."""
     try:
-        files.check_usable(folder)
+        yield
     except TandemError as e:
-        fail(f"{e.message} (--checkpoint-dir)")
+        fail(f"{e.message} ({flag})")
 
 
 def serve(

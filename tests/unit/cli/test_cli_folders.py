@@ -22,7 +22,8 @@ def test_inspect_and_convert(tmp_path: Path) -> None:
     assert "layers    0–5\n" in seen[shout]
     assert seen[mine] == seen[shout].replace("mlx-lm", "peft")
     again = tandem("adapters", "convert", shout, mine, "--to", "peft")
-    assert (again.returncode, again.stderr) == (1, "tandem: target: exists and is not an empty folder\n")
+    said = f"tandem: {mine}: exists and is not an empty folder: choose another OUT\n"
+    assert (again.returncode, again.stderr) == (1, said)
     broken = tandem("adapters", "inspect", str(tmp_path))
     assert broken.returncode == 1
     assert broken.stderr.startswith(f"tandem: {tmp_path} cannot be served: adapter_config.json")
