@@ -22,7 +22,7 @@ from mlx_tandem.cli.bench.plot import save
 from mlx_tandem.cli.console import say, warn
 from mlx_tandem.config import Config, EngineConfig, LoraConfig, ModelConfig, ServerConfig
 from mlx_tandem.engine.learning import Datum
-from mlx_tandem.errors import Conflict, InvalidRequest
+from mlx_tandem.errors import Conflict, InvalidRequest, TandemError
 from mlx_tandem.generation.adapters.name_rules import check_settings
 from mlx_tandem.model_folder import CONFIG, text_settings
 from mlx_tandem.small_files import read_object
@@ -165,11 +165,12 @@ class Job:
         data = self.data
         lines, held_lines = read(data.file), read(data.valid) if data.valid else []
         self._check_plan(lines, held_lines)
-        with files.storage(self.out):
-            files.make_folder(self.out.absolute().parent)  # now, so that a failure does not show after hours
+        if not self.out.exists():  # these are checked now, so that a failure does not show after hours
+            files.check_usable(self.out)
+        files.check_usable(self._run_folder.path)
+        self._find_model()
         self._run_folder.begin()
         try:
-            self._find_model()
             say(f"loading {self.model or 'the built-in model'} …")
             with self._engine(arguments) as engine:
                 found, course = self._encoded(engine, lines, held_lines)
@@ -226,7 +227,11 @@ class Job:
             ServerConfig(served_model_names=names),
             ((self.out.absolute().name, str(self.out)),),
         )
-        check_settings(served)
+        try:
+            check_settings(served)
+        except TandemError as e:
+            e.param = "adapter_out"
+            raise
         settings = read_object(Path(self._folder) / CONFIG) or {}
         positions = text_settings(settings).get("max_position_embeddings")
         if self.data.max_length is not None and isinstance(positions, int) and self.data.max_length > positions:

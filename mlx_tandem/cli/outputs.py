@@ -35,7 +35,7 @@ def picture(ctx: typer.Context, param: typer.CallbackParam, path: Path | None) -
         if path.suffix not in (".png", ".svg"):
             raise typer.BadParameter(f"'{path.name}' ends neither in .png nor in .svg", param_hint=param.opts[0])
         if importlib.util.find_spec("matplotlib") is None:
-            fail(f"{param.opts[0]} needs matplotlib: pip install 'mlx-tandem[bench]'")
+            fail(f"{param.opts[0]} needs matplotlib: pip install matplotlib")
     return checked(ctx, param, path)
 
 

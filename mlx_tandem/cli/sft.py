@@ -188,7 +188,9 @@ def sft(
             draw(found, plot)
     except TandemError as e:
         fail(_with_option(ctx, e))
-    except (hub.HubError, OSError) as e:
+    except hub.HubError as e:
+        fail(f"{e} (--model)")
+    except OSError as e:
         fail(str(e))
     except KeyboardInterrupt:
         say("stopped" if job is None else job.stopped())

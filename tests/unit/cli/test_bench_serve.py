@@ -249,7 +249,7 @@ def test_a_stream_keeps_text_and_token_ids_if_asked() -> None:
 def test_a_plot_without_the_library_says_so_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = tandem("bench", "serve", "--url", "http://127.0.0.1:1", "--plot", "x.svg")
-    assert (done.returncode, done.stderr) == (1, "tandem: --plot needs matplotlib: pip install 'mlx-tandem[bench]'\n")
+    assert (done.returncode, done.stderr) == (1, "tandem: --plot needs matplotlib: pip install matplotlib\n")
     done = tandem("bench", "serve", "--url", "http://127.0.0.1:1", "--plot", "x.pdf")
     assert done.returncode == 2 and ".png" in done.stderr
 
