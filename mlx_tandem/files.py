@@ -19,6 +19,9 @@ from typing import Protocol
 
 from mlx_tandem.errors import TandemError
 
+NO_HOME = Path("/nonexistent")
+"""Home of users who have none, as Debian calls it."""
+
 MOST_NAME_BYTES = 240
 """Bytes of the longest name of a result, which leaves room for that under which it is written."""
 
@@ -203,8 +206,12 @@ def _sync(path: Path, flags: int, ops: FileOps) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the user's own folder for files that this program can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-tandem"
+    """Return the user's own folder for files that this program can make again. It may be one that cannot be made."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # neither HOME nor the system's list of users has a home
+        home = NO_HOME
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "mlx-tandem"
 
 
 def make_folder(path: Path, ops: FileOps = DISK) -> None:

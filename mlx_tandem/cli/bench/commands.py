@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from mlx_tandem.cli import outputs
+from mlx_tandem.cli.adapters import CaCert
 from mlx_tandem.cli.help import Command, group
 
 bench = group("Measure a running server, or the engine alone.")
@@ -51,6 +52,7 @@ def bench_serve(
         str | None, typer.Option(help="The server's key; --api-key-file or TANDEM_API_KEY do not show in `ps`.")
     ] = None,
     api_key_file: Annotated[str | None, typer.Option(help="File whose first line is the key.")] = None,
+    cacert: CaCert = None,
     mode: Annotated[
         str,
         typer.Option(
@@ -163,6 +165,7 @@ def bench_serve(
             validate=routed_validation,
             validation_sample=validation_sample,
             api_key=key,
+            cacert=cacert,
         ),
         json_out,
         plot,

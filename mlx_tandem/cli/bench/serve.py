@@ -35,8 +35,10 @@ def run(load: Load, json_out: Path | None, plot_out: Path | None = None) -> None
 
     try:
         result = measure(load, progress=lambda line: print(line, file=sys.stderr, flush=True))
-    except (BenchError, HttpError) as e:
+    except BenchError as e:
         fail(str(e))
+    except HttpError as e:
+        fail(f"{e} (--url)")
     show(serve_table(result))
     try:
         if json_out:
