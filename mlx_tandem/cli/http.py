@@ -114,7 +114,9 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection; the next request opens another."""
         if self._transport is not None:
-            self._transport.close()
+            # Ending TLS in form takes a round trip, for which the loops of commands do not wait.
+            end = self._transport.close if self._tls is None else self._transport.abort
+            end()
             self._transport = None
 
     # Called by asyncio.
