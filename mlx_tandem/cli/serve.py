@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from mlx_tandem import files
+from mlx_tandem.adapters import CONFIG as ADAPTER_CONFIG
 from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import fail
 from mlx_tandem.cli.daemon import Detached
+from mlx_tandem.cli.options import FLAG, with_flag
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.cli.start_up import StartUp
 from mlx_tandem.config import Config, ServerConfig
-from mlx_tandem.errors import TandemError
+from mlx_tandem.errors import InvalidRequest, TandemError
+from mlx_tandem.limits import BASE
 from mlx_tandem.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -57,15 +60,17 @@ def prepare(
         check(server)
         check_settings(config)  # by the names that the base has before its folder is known
         key = keys.read(server.api_key, server.api_key_file)
-    except (SettingsError, TandemError) as e:
+    except SettingsError as e:
         fail(str(e))
+    except TandemError as e:
+        fail(with_flag(e.message, FLAG.get(e.param or "")))
     if config.adapter_root and not Path(config.adapter_root).is_dir():
         fail(f"there is no folder {config.adapter_root} for --adapter-root")
     _check_files(config)
     sock = _bind(config.server)
     try:
         engine, model = hub.find_models(config.engine)
-        adapters = tuple((name, str(hub.find(path, f"'{name}' adapter").folder)) for name, path in config.adapters)
+        adapters = tuple((name, _adapter(name, path)) for name, path in config.adapters)
     except hub.HubError as e:
         sock.close()
         fail(str(e))
@@ -82,10 +87,34 @@ def prepare(
     )
     try:
         check_settings(config)
+        _check_names(config)
     except TandemError as e:
         sock.close()
         fail(e.message)
     return config, sock
+
+
+def _adapter(name: str, path: str) -> str:
+    """Return the folder of an adapter. Raise HubError if there is none, or one that is no adapter's."""
+    folder = hub.find(path, f"'{name}' adapter").folder
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise hub.HubError(f"adapter {name}: the folder {path} has no {ADAPTER_CONFIG} (--adapter)")
+    return str(folder)
+
+
+def _check_names(config: Config) -> None:
+    """Raise InvalidRequest for a name that nothing will have. With an adapter root or checkpoints, others may come."""
+    if config.adapter_root or config.rl_training.enabled:
+        return
+    from mlx_tandem.generation.adapters.name_rules import base_names
+
+    adapters = [name for name, _ in (*config.adapters, *config.aliases)]
+    known = {*adapters, *base_names(config)}
+    wanted = [(config.server.default_adapter, "--default-adapter")] if config.server.default_adapter else []
+    wanted += [(arm.adapter, f"--alias {alias}") for alias, arms in config.aliases for arm in arms]
+    for name, flag in wanted:
+        if not {name, name.partition("@")[0]} & known:
+            raise InvalidRequest(f"there is no adapter '{name}' ({flag}); there are {', '.join((*adapters, BASE))}")
 
 
 def _check_files(config: Config) -> None:

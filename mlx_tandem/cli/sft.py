@@ -9,6 +9,7 @@ import typer
 
 from mlx_tandem.cli import outputs
 from mlx_tandem.cli.console import fail, say
+from mlx_tandem.cli.options import with_flag
 from mlx_tandem.training.schedules import ScheduleKind
 
 if TYPE_CHECKING:
@@ -203,4 +204,4 @@ def _with_option(ctx: typer.Context, error: TandemError) -> str:
         param.name: param.opts[0] for param in ctx.command.params if param.opts[0].startswith("-")
     }
     flag = flags.get("max_grad_norm" if error.param == "grad_norm" else error.param)
-    return error.message if flag is None or flag in error.message else f"{error.message} ({flag})"
+    return with_flag(error.message, flag)

@@ -128,7 +128,7 @@ def test_a_rollback_asks_on_a_terminal_and_wants_yes_elsewhere(monkeypatch: pyte
                 asked = " ".join(terminal.read_until(lambda lines: any("[y/N]" in line for line in lines)))
                 assert "serves and trains policy@7. Go back to 5?" in asked
                 terminal.type(f"{key}\n")
-                assert terminal.read_to_end()[-1] == last
+                assert terminal.read_to_end()[-1].strip() == last
                 assert terminal.process.wait() == (key != "y")
             assert (went in Training.asked) == (key == "y")
         server.shutdown()
