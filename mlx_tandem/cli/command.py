@@ -122,6 +122,8 @@ def run(
     from mlx_tandem.cli import daemon as background
     from mlx_tandem.cli.serve import prepare
 
+    background.folder()
+    background.log_folder()
     # Settings are checked and hub ids fetched here, where the user sees it.
     served, sock = prepare(config, settings, ctx.obj.called_as, defaults)
     sock.close()

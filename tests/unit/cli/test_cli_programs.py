@@ -72,6 +72,7 @@ def test_a_program_s_name_for_every_model_comes_last(served_as: Any, tmp_path: P
 
 
 def test_an_adapter_keeps_the_name_that_a_program_would_give(served_as: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
     config, _ = served_as(programs.mlx_server, "-m", "m", "--adapter", "model", str(tmp_path))
     assert config.server.served_model_names == ()
 
