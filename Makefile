@@ -1,5 +1,6 @@
 # make install   a virtual environment in .venv with everything the project needs, from the lock for this machine
-# make serve     the server with the built-in model and its adapters (ARGS="…" are passed on to `tandem serve`)
+# make serve     the server with the built-in model, its adapters, and those that are put into the folder adapters
+#                (ARGS="…" are passed on to `tandem serve`)
 # make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients and mlx-vlm installed
 # make clients   try every client of tests/clients and write docs/compatibility.md and docs/refusals.md
 # make quick     the tests of what differs from the branch main, without slow ones (ARGS="…" as above)
@@ -36,7 +37,8 @@ $(CLIENTS): $(STAMP) tests/clients/npm/package-lock.json
 	@touch $@
 
 serve: $(STAMP)
-	@exec $(BIN)/tandem serve $(ARGS)
+	@mkdir -p adapters
+	@exec $(BIN)/tandem serve --adapter-root adapters $(ARGS)
 
 test: $(CLIENTS)
 	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
@@ -78,6 +80,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/registry.py --json-out $(RESULTS)/registry.json
 	$(BIN)/python benchmarks/hot_swap.py --json-out $(RESULTS)/hot_swap.json
 	$(BIN)/python benchmarks/overload.py --json-out $(RESULTS)/overload.json
+	$(BIN)/python benchmarks/engine_memory.py --json-out $(RESULTS)/engine_memory.json
 	$(BIN)/python benchmarks/tokenize_load.py --json-out $(RESULTS)/tokenize_load.json
 	$(BIN)/python benchmarks/structured.py --json-out $(RESULTS)/structured.json
 	$(BIN)/python benchmarks/schemas.py --json-out $(RESULTS)/schemas.json

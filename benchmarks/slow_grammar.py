@@ -3,9 +3,9 @@
     python benchmarks/slow_grammar.py --json-out benchmarks/results/slow_grammar.json
 
 The engine's loop runs in this process, without HTTP. In each round, so many plain streams run alone (`alone`),
-beside a request of 16 choices with an ordinary grammar (`ordinary`), and beside one whose grammar can read every text
-in very many ways (`beside`). When that request ends or fails, another one with a grammar of its own takes its place.
-The figures are the times between two tokens of a plain stream.
+beside a request of 16 choices without a grammar (`free`), beside one with an ordinary grammar (`ordinary`), and beside
+one whose grammar can read every text in very many ways (`beside`). When that request ends or fails, another one with a
+grammar of its own takes its place. The figures are the times between two tokens of a plain stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +23,7 @@ from partial import Results, stop_cleanly
 
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.script import ScriptChannel, Work
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.wire import WireError
@@ -81,11 +81,12 @@ class Channel(ScriptChannel):
 FIRST_ATTACKER = 1_000_000
 
 
-def attackers(text: str, numbers: Iterator[int]) -> Iterator[Request]:
-    """Yield requests with grammars that differ."""
+def attackers(text: str | None, numbers: Iterator[int]) -> Iterator[Request]:
+    """Yield requests with grammars that differ, or without any."""
     for number in numbers:
-        grammar = Grammar(f"{text}# {number}\n".encode(), "guided_grammar")
-        yield Request(number, (5, 6, 7), SamplingParams(200, temperature=1.0, seed=number), n=CHOICES, grammar=grammar)
+        grammar = None if text is None else Grammar(f"{text}# {number}\n".encode(), "guided_grammar")
+        params = SamplingParams(200, temperature=1.0, seed=number, ignore_eos=grammar is None)
+        yield Request(number, (5, 6, 7), params, n=CHOICES, grammar=grammar)
 
 
 class Bench:
@@ -98,10 +99,11 @@ class Bench:
     def script(self, info: EngineInfo) -> Any:
         """Run all rounds."""
         assert self.channel is not None
-        waits: dict[str, list[float]] = {"alone": [], "ordinary": [], "beside": []}
+        waits: dict[str, list[float]] = {"alone": [], "free": [], "ordinary": [], "beside": []}
         numbers = count(FIRST_ATTACKER)
         loads = {
             "alone": None,
+            "free": attackers(None, numbers),
             "ordinary": attackers(GRAMMARS["ordinary"], numbers),
             "beside": attackers(GRAMMARS[self._args.grammar], numbers),
         }
@@ -113,7 +115,9 @@ class Bench:
                     waits[load] += _waits(answers.timeline.steps, self._args.rows)
         self.channel.attackers = None
         found = {load: _summary(own) for load, own in waits.items()}
-        ratios = {load: round(found["beside"]["p99_ms"] / found[load]["p99_ms"], 2) for load in ("alone", "ordinary")}
+        ratios = {
+            load: round(found["beside"]["p99_ms"] / found[load]["p99_ms"], 2) for load in waits if load != "beside"
+        }
         self._results.add(grammar=self._args.grammar, **found, p99_ratios=ratios, failed=len(self.channel.ended))
         print(
             found, "p99 ratios", ratios, "attackers that failed", len(self.channel.ended), file=sys.stderr, flush=True
@@ -153,7 +157,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     config = EngineConfig(

@@ -31,13 +31,14 @@ from partial import Results, stop_cleanly
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.script import Script, Work, run_script
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked
 from mlx_tandem.engine.proposers import speculation as server_proposer
 from mlx_tandem.model.step.compiled import USUAL
-from mlx_tandem.types import EngineInfo, Request, SamplingParams, SpeculationStats
+from mlx_tandem.types import DraftSource, EngineInfo, Request, SamplingParams, SpeculationStats
 
 LOADS = ("off", "wrong", "right")
 
@@ -76,11 +77,11 @@ class Known:
             return [right + 1] * min(self._drafts, most)
         return [right + (self._rng.random() >= self._accept) for _ in range(min(self._drafts, most))]
 
-    def is_from_prediction(self, request: Request, choice: int) -> bool:
-        """Return False, since requests bring no predictions."""
-        return False
+    def source(self, request: Request, choice: int) -> DraftSource | None:
+        """Return nothing, since drafts are made up here."""
+        return None
 
-    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int, source: DraftSource | None) -> None:
         """Count a row and its accepted drafts."""
         self.rows += 1
         self.accepted += accepted
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     most = max(map(int, args.rows.split(",")))

@@ -17,6 +17,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the model's own
     max_model_len: int = 0  # 0: the model's own limit
     random_weights: bool = False  # draw weights at random from the folder's shapes, for benchmarks
+    unpack_weights: bool = True  # on a CPU, unpack 4-bit and 8-bit weights at start where half of the memory suffices
     images: bool = True  # serve images where the model's family and the installed packages allow it
 
 
@@ -159,6 +160,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stream_keepalive_s: float = 5.0  # longest silence of a stream of server-sent events; 0: no limit
     receive_timeout_s: float = 30.0  # time for a request's headers, and for its body
     write_timeout_s: float = 60.0  # time until a client that reads nothing is disconnected
+    log_format: Literal["auto", "json", "text"] = "auto"  # auto: text on a terminal, else JSON lines
     drain_seconds: float = 30.0  # time that running requests have to end at shutdown
     chat_template_timeout_s: float = 1.0  # CPU time of the model's chat template for one conversation
 

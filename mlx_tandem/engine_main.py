@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from mlx_tandem import files
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineCore, EngineFailure, Gauges
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from mlx_tandem.kv.groups import CacheGroup
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.model.build import Built
+    from mlx_tandem.model.choices import Kept
     from mlx_tandem.model.footprint import SlotRoom
     from mlx_tandem.model.lora.uploads import Arrays, Uploads
     from mlx_tandem.training.device.trainers import MLXTrainers
@@ -155,6 +157,15 @@ def _built(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         raise EngineFailure(f"the engine could not be started: {type(e).__name__}: {e}") from e
 
 
+def _kept_choices() -> Kept | None:
+    """Return the choices of earlier starts; None if nobody knows the user's folder for them."""
+    from mlx_tandem.model.choices import Kept
+
+    with suppress(RuntimeError):
+        return Kept(files.cache_folder() / "choices")
+    return None
+
+
 def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:
     from mlx_tandem.adapters.slots import SlotTable
     from mlx_tandem.adapters.store import AdapterStore
@@ -170,7 +181,8 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     weights: dict[str, AdapterWeights] = {}
     if config.speculation.method == "draft":
         _check_vocabulary(config)
-    built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
+    kept = _kept_choices()
+    built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]), kept=kept)
     info = built.info
     groups = open_groups(info.memory, info.block_size)
     blocks, opening = _open_blocks(config, info, groups, channel.wake)
@@ -256,6 +268,13 @@ def _draft_model(channel: EngineChannel, config: EngineConfig, built: Built) -> 
         channel.send([m.Progress(f"draft model: {stage}", fraction)])
 
     draft = build_draft(config, built.info, report)
+    if set(draft.info.eos_token_ids) != set(built.info.eos_token_ids):
+        log.warning(
+            "%s ends texts with the tokens %s, and the model with %s: drafts of the end of an answer will be wrong",
+            config.speculation.draft_model,
+            sorted(draft.info.eos_token_ids),
+            sorted(built.info.eos_token_ids),
+        )
     draft.warm_up(CostModel())
     info = draft.info
     return DraftModel(

@@ -1,4 +1,4 @@
-"""Explains why a value from a client or a file is wrong: names the field and says what it may be."""
+"""Explains why a value from a client or a file is wrong: names the field and says what it may be or what it needs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ COMPARED_NAMES = 50
 """Most names that a misspelled one is compared with: each comparison takes up to a few hundred microseconds."""
 LISTED_NAMES = 10_000
 """Most names that are looked at to choose those that are compared."""
+
+
+def installing(extra: str) -> str:
+    """Return how to install an extra of this package, which is on no registry: from its sources."""
+    return f"pip install -e '.[{extra}]' in the folder of its sources"
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ _logger = logging.getLogger("mlx_tandem")
 
 
 def log(event: str, level: int = logging.INFO, **fields: object) -> None:
-    """Log `event` with `fields`, which `server.log_lines` writes as members of one JSON object."""
+    """Log `event` with `fields`, which `server.log_lines` writes into one line."""
     _logger.log(level, event, extra={"fields": fields})
 
 

@@ -322,7 +322,7 @@ class DiskStats(Struct, frozen=True):
     misses: int  # reads that ended at a block that was missing or damaged
     written: int  # blocks
     written_bytes: int
-    dropped: int  # blocks that were handed over and not written
+    dropped: int  # blocks that were to be written and were not
     evicted: int  # blocks that were removed with their segments
     quarantined: int  # damaged records and segments that were set aside
     errors: int  # operations that the drive refused
@@ -342,26 +342,50 @@ class MemoryInUse(NamedTuple):
     compiled_steps: int = 0
 
 
+DraftSource = Literal["prediction", "ngram", "draft", "mtp"]
+"""Where drafts come from: the request's prediction, the sequence's own earlier tokens, the draft model, or the head of
+the model itself."""
+
+
+class DraftCounts(Struct, frozen=True):
+    """The drafts of one source."""
+
+    source: DraftSource
+    rows: int  # rows that verified drafts
+    drafted: int  # tokens
+    accepted: int  # of these
+    recent_acceptance: float  # moving average of the share that is accepted, 0 to 1
+
+
+class DraftMinute(Struct, frozen=True):
+    """The rows that decoded in one minute."""
+
+    minutes_ago: int  # 0: the present minute
+    sources: tuple[DraftCounts, ...]
+    undrafted: int  # rows without drafts
+
+
 class SpeculationStats(Struct, frozen=True):
     """Statistics of drafts, counted since start."""
 
     method: str
-    rows: int  # rows that verified drafts
-    drafted: int  # tokens
-    accepted: int  # of these
-    by_position: tuple[int, ...]  # rows whose draft number i, from 0, was accepted
-    uses_drafts: bool  # whether drafts are used at the present size of the batch
-    tokens_per_s_with: float  # of a row at this size; 0: not measured
-    tokens_per_s_without: float
+    rows: int = 0  # rows that verified drafts
+    drafted: int = 0  # tokens
+    accepted: int = 0  # of these
+    by_position: tuple[int, ...] = ()  # rows whose draft number i, from 0, was accepted
+    recent_acceptance: float = 0.0  # moving average of the share that is accepted, 0 to 1
+    sources: tuple[DraftCounts, ...] = ()  # of the above
+    undrafted: int = 0  # rows that decoded without drafts
+    minutes: tuple[DraftMinute, ...] = ()  # oldest first
+    per_row: float = 0.0  # mean number of drafts of a row in the newest step that verified any
+    uses_drafts: bool = False  # whether drafts are used at the present size of the batch
+    tokens_per_s_with: float = 0.0  # of a row at this size; 0: not measured
+    tokens_per_s_without: float = 0.0
 
 
 class EngineStats(Struct, frozen=True):
-    """Counters since start and gauges of now; sent at each heartbeat."""
+    """Counters since start and gauges of now; sent at each heartbeat, and when somebody wants to know."""
 
-    running: int = 0
-    waiting: int = 0
-    used_blocks: int = 0
-    free_blocks: int = 0
     cached_blocks: int = 0  # blocks that a prompt may find, including free ones
     prefix_queries: int = 0  # tokens of prompts that were looked up, since start
     prefix_hits: int = 0  # of these, tokens that were found
@@ -394,4 +418,4 @@ class EngineStats(Struct, frozen=True):
     speculation: SpeculationStats | None = None  # None: the engine makes no drafts
     disk: DiskStats | None = None  # None: KV offload is not configured, or it is not open yet
     disk_hit_tokens: int = 0  # prompt tokens whose keys and values came from the drive, since start
-    disk_unsaved: int = 0  # blocks that were reused before they could be written to the drive, since start
+    disk_unsaved: int = 0  # of the drive's `dropped` blocks, those that were reused before they could be handed over

@@ -20,20 +20,35 @@ RESULTS = ROOT / "benchmarks" / "results"
 MIXES = ("skew/same", "long-decode-mixed/long-decode-same")
 PICTURE, PICTURE_OF = ROOT / "docs" / "adapters.svg", "adapters-0.13m.json"
 PUBLISHES = "publishes.json"
+HIGHLIGHTS = ("peers.json", PICTURE_OF, "prefix.json", "learn.json", "engine-8b-base.json")
 CURVE, CURVE_OF = ROOT / "docs" / "learn.svg", "learn.json"
 BEGIN, END = "<!-- figures: make figures -->\n", "<!-- end of figures -->\n"
 
 
 def highlights() -> str:
-    """Return the tables that people ask for first."""
-    parts = [
-        *(peers(name, _read(name)) for name in _names("peers.json")),
-        *(adapters(name, _read(name)) for name in _names("adapters-0.13m.json")),
-        *(engine(name, _read(name)) for name in _names("engine-8b-base.json")),
-        *(prefix(name, _read(name)) for name in _names("prefix.json")),
-        *(learn(name, _read(name)) for name in _names("learn.json")),
-    ]
-    return "\n".join(parts) if parts else "No figures are committed yet.\n"
+    """Return five lines with the figures that people ask for first, each with a link to its data."""
+    peer, mixed, known, taught, of_8b = map(_read, HIGHLIGHTS)
+    rows = peer["shapes"]["4m"]["ratios"]
+    spread = {name: [row[f"tandem/{name}"] for row in rows] for name in ("mlx_lm.server", "vllm-mlx")}
+    faster = ", ".join(f"{min(of):.1f} to {max(of):.1f} times {name}'s speed" for name, of in spread.items())
+    levels = [row["concurrency"] for row in rows]
+    crowd = mixed["ratios"][-1]
+    step = of_8b["results"][-1]
+    first = known["first_token"][-1]
+    run = next(run for run in taught["results"] if run["run"] == "true")
+    said = (
+        f"4M model, {min(levels)} to {max(levels)} streams: {faster}",
+        f"{mixed['shape'].upper()} model, {crowd['concurrency']} streams over {len(mixed['load']['adapters'])} "
+        f"adapters: {crowd['mixed/base']:.0%} of the base's speed",
+        f"first token after {first['prompt_tokens']:,} known ones: {first['hit_ms']:.0f} ms, "
+        f"not {first['cold_ms']:.0f}",
+        f"`tandem demo learn`'s skill: mean reward {_rise(run)} in {run['seconds']:.0f} s",
+        f"8B model on an {of_8b['engine']['device']}, {step['batch']} streams: "
+        f"{step['tandem']['decode_tokens_per_s']:,.0f} tokens/s",
+    )
+    lines = "".join(f"- {text} ([data]({_link(name)}))\n" for text, name in zip(said, HIGHLIGHTS, strict=True))
+    (cores,) = {each["machine"]["cores"] for each in (peer, mixed, known, taught)}
+    return f"On {cores} CPU cores if nothing else is said:\n\n{lines}"
 
 
 def figures() -> str:

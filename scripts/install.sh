@@ -87,6 +87,11 @@ if [ "$backend" = macos ] && [ "$("$venv/bin/python" -c 'import platform; print(
     say "Remove $venv and try again with PYTHON=/opt/homebrew/bin/python3, or one from python.org or uv."
     exit 1
 fi
+if [ "$backend" = macos ]; then
+    # A Python that was built for an older macOS is told that macOS 26 is 16, and one for macOS before 11 that it is
+    # 10.16. pip would take a wheel of MLX for an older macOS, without the code for the accelerators of M5.
+    export SYSTEM_VERSION_COMPAT=0
+fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 for lock in "$backend" "$@"; do
     say "Installing into $venv from locks/$lock.txt …"

@@ -21,16 +21,17 @@ from mlx_tandem.cli.bench.shapes import Shape, write_model
 from mlx_tandem.config import DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.prefill import Prefill
+from mlx_tandem.engine.prefill import WHOLE, Prefill
 from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.model import device, footprint
 from mlx_tandem.model.build import plan
-from mlx_tandem.model.memory import HOST_BYTES, UnifiedMemory
+from mlx_tandem.model.memory import HOST_BYTES, UnifiedMemory, parse_vm_stat
 from mlx_tandem.training.device import pace
 from mlx_tandem.types import MemoryBudget
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "macs.md"
+SAMPLES = ROOT / "scripts" / "vm_stat"
 BEGIN, END = "<!-- macs: python scripts/macs.py -->\n", "<!-- end of macs -->\n"
 GIB = 1 << 30
 
@@ -59,8 +60,13 @@ class Mac:
     @property
     def memory(self) -> UnifiedMemory:
         """The memory as the program would find it."""
-        total = self.gib * GIB
-        return UnifiedMemory(total, total * 2 // 3 if self.gib <= 32 else total * 3 // 4, total - SYSTEM)
+        return memory_of(self.gib, self.gib * GIB - SYSTEM)
+
+
+def memory_of(gib: int, available: int) -> UnifiedMemory:
+    """Return the memory of a Mac of so many GiB, of which other programs leave `available` bytes."""
+    total = gib * GIB
+    return UnifiedMemory(total, total * 2 // 3 if gib <= 32 else total * 3 // 4, available)
 
 
 MACS = (
@@ -95,6 +101,7 @@ class Decided:
     memory: MemoryBudget
     decode_ms: float  # predicted time of a step of one stream
     chunk: int  # prompt tokens of a step while nothing decodes
+    deep: int  # the same at the end of a prompt that fills the pool, at most
     prompt_s: float  # predicted time to read 4,096 tokens
     micro_batch: int  # tokens of a micro-batch of learning
     slice_ms: float  # predicted time of a slice of learning
@@ -125,11 +132,13 @@ def decide(mac: Mac, size: str, bits: int, *, learns: bool = False, adapters: in
     prefill = Prefill(SchedulerConfig(), _limits(memory), _SIZES[size].vocab)
     prefill.cost = cost
     chunk = cost.affordable(0, prefill.idle_ms(), memory.chunk_tokens)
+    full = (memory.pools[0].num_blocks - 1) * 16
+    deep = cost.affordable(full, WHOLE * prefill.idle_ms(), memory.chunk_tokens)
     layer_ms = 3 * 2 * _SIZES[size].parameters / _SIZES[size].layers / (COMPUTED * mac.tflops * 1e9)
     tokens = pace.micro_batch_tokens(lambda n: n * layer_ms, cost.decode(1), footprint.MICRO_BATCH_TOKENS["metal"])
     name = f"{size} in {bits} bits" if bits else f"{size} in bfloat16"
     seconds = prompt_seconds(cost.form, 4096, chunk)
-    return Decided(mac, name, memory, cost.decode(1), chunk, seconds, tokens, tokens * layer_ms)
+    return Decided(mac, name, memory, cost.decode(1), chunk, deep, seconds, tokens, tokens * layer_ms)
 
 
 @contextmanager
@@ -191,7 +200,24 @@ def tables() -> str:
             f"| {d.mac.name} | {d.model} | {d.decode_ms:.0f} | {d.chunk:,} | {d.prompt_s:.1f} | {d.micro_batch} | "
             f"{d.slice_ms:.0f} |"
         )
-    return "\n".join([*memory, *speed]) + "\n"
+    return "\n".join([*memory, *speed, *in_use()]) + "\n"
+
+
+def in_use() -> Iterator[str]:
+    """Yield the lines of the table of Macs that are in use."""
+    yield from (
+        "",
+        "**What is left on Macs in use.** Each line is from the output of `vm_stat` on one Mac at one moment, as its "
+        "owner has published it (`scripts/vm_stat`): samples, not averages.",
+        "",
+        "| memory | free and inactive | and cached files in use | limit | which is |",
+        "|---:|---:|---:|---:|---|",
+    )
+    for gib, said in sorted((int(file.stem.removesuffix("gb")), file.read_text()) for file in SAMPLES.glob("*.txt")):
+        available, without = parse_vm_stat(said), parse_vm_stat(said.replace("File-backed", "Other"))
+        assert available is not None and without is not None
+        limit = memory_of(gib, available).limit()
+        yield f"| {gib} GB | {_gb(without)} | {_gb(available)} | {_gb(limit.size)} | {limit.reason} |"
 
 
 def _gb(size: int) -> str:

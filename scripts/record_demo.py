@@ -15,12 +15,17 @@ from time import perf_counter
 from rich.cells import cell_len
 from rich.console import Console
 
-from mlx_tandem.cli.demo.answers import Board, ask, summary
+from mlx_tandem.cli.demo.answers import Board, ask, places, summary
 from mlx_tandem.cli.demo.server import started_server
 
-WIDTH = 112
+WIDTH = 80
 FRAMES_PER_SECOND = 6
+WARM_SECONDS = 3.0
+"""Seconds of the demo before what is recorded: a server's first steps of each kind take longer than all later ones."""
+
 HOLD_SECONDS = 4.0
+"""Seconds for which the last frame stays."""
+
 CELL_WIDTH, LINE_HEIGHT, MARGIN = 7.8, 17, 14
 
 
@@ -38,27 +43,29 @@ def record(seconds: float) -> list[tuple[float, str]]:
             frames.append((now, screen))
 
     with started_server() as url:
+        asyncio.run(ask(url, WARM_SECONDS, places(), lambda board: None))
         start = perf_counter()
-        board = asyncio.run(ask(url, seconds, update))
+        board = asyncio.run(ask(url, seconds, places(), update))
         frames.append((perf_counter() - start, draw(board, asyncio.run(summary(url, board)))))
     return frames
 
 
 def draw(board: Board, below: str = "") -> str:
-    """Return the contents of the screen, with a line `below` the table."""
+    """Return the contents of the screen, with a line `below` the answers."""
     console = Console(file=io.StringIO(), width=WIDTH, force_terminal=False, color_system=None)
-    console.print(board.table(), below, sep="\n")
+    console.print(board.drawn(), below, sep="\n")
     assert isinstance(console.file, io.StringIO)
-    return "$ tandem demo\n" + console.file.getvalue().rstrip()
+    return "\n".join(["$ tandem demo", *(line.rstrip() for line in console.file.getvalue().rstrip().split("\n"))])
 
 
 def svg(frames: list[tuple[float, str]]) -> str:
-    """Return one picture per frame, shown in turn by style rules that every browser runs; the last one stays for a
-    while.
+    """Return one picture per frame, shown in turn by style rules that every browser runs.
 
-    Each line is as wide as its characters' cells in any font, and none is wider than the picture.
+    It begins with the last frame, which is the full one, for a while. That one is also what a viewer shows that does
+    not animate. Each line is as wide as its characters' cells in any font, and none is wider than the picture.
     """
-    total = frames[-1][0] + HOLD_SECONDS
+    frames = [(0.0, frames[-1][1]), *((HOLD_SECONDS + begin, screen) for begin, screen in frames[:-1])]
+    total = frames[-1][0] + 1 / FRAMES_PER_SECOND
     lines = max(screen.count("\n") + 1 for _, screen in frames)
     columns = max(cell_len(line) for _, screen in frames for line in screen.split("\n"))
     width, height = columns * CELL_WIDTH + 2 * MARGIN, lines * LINE_HEIGHT + 2 * MARGIN
@@ -76,13 +83,15 @@ def svg(frames: list[tuple[float, str]]) -> str:
             for n, line in enumerate(screen.split("\n"))
             if line.strip()
         )
-        groups.append(f'<g id="f{i}">{text}</g>')
+        hidden = ' visibility="hidden"' if i else ""
+        groups.append(f'<g id="f{i}"{hidden}>{text}</g>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width:.0f} {height:.0f}" '
         'role="img" '
         'aria-label="A recording of tandem demo: the base and its adapters answer the same questions in one batch">'
         "<style>text{font:13px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#d8dee9;white-space:pre}"
-        f"g{{visibility:hidden}}{''.join(rules)}</style>"
+        f"{''.join(rules)}"
+        "@media (prefers-reduced-motion:reduce){g{animation:none!important}}</style>"
         f'<rect width="100%" height="100%" rx="8" fill="#1d2129"/>{"".join(groups)}</svg>\n'
     )
 

@@ -359,9 +359,10 @@ def followed(told: str, build: Build) -> Build:
 HEAD = """\
 # Refusals
 
-Every field of the request schemas that OpenAI and Anthropic publish, and what becomes of it here. What would change the
-answer and cannot be done is a 400 that names the field; what changes nothing is accepted. Tools that only OpenAI or
-Anthropic can run, and what they said in a conversation that began there, are left out, and the reply's header
+Every field of the request schemas that OpenAI and Anthropic publish, and what becomes of it here. A field that asks for
+what cannot be done is a 400 that names it. "Accepted without effect" are labels, hints, and fields about a provider's
+caches, bills, storage and clients' own records: no answer here depends on them. Tools that only OpenAI or Anthropic can
+run, and what they said in a conversation that began there, are left out, and the reply's header
 `X-Tandem-Skipped` names them. null is accepted wherever the schemas allow it. A field of an object that is refused or
 left out as a whole has no line of its own.
 

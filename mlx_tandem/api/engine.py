@@ -223,7 +223,9 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """The counters and gauges of the engine's last heartbeat."""
+        """The counters and gauges of the engine, which tell of all calls that have returned."""
+        if not self._loop.is_closed():
+            self._call(self._front.client.refresh())
         return self._front.client.stats
 
     # -- learning -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -98,10 +99,31 @@ def doctor(
     as_block: Annotated[
         bool, typer.Option("--report", help="Run every check and fold the report into one block for an issue.")
     ] = False,
+    mac: Annotated[
+        bool,
+        typer.Option("--mac", help="Measure for ten minutes what is unknown of Macs; print one block for an issue."),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="With --mac: folder of a model to measure instead of a random one."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --mac: do little of everything, to try the command.")
+    ] = False,
 ) -> None:
     """Check that everything works on this machine, and print a report to paste into an issue. Status 1 if something
     fails.
     """
+    if mac:
+        from mlx_tandem.cli.doctor.mac import command, stages
+
+        if only or as_json or as_block:
+            raise typer.BadParameter("goes with none of --only, --json and --report", param_hint="--mac")
+        raise SystemExit(command.examine(stages.ALL, model, quick=quick))
+    if model is not None or quick:
+        raise typer.BadParameter("goes with --mac only", param_hint="--model" if model is not None else "--quick")
     from mlx_tandem.cli.doctor.checks import CHECKS, chosen
     from mlx_tandem.cli.doctor.command import examine
 

@@ -36,6 +36,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("engine.model.path", "--model -m --model-path", "The same as the argument.", "MODEL"),
         Option("engine.model.dtype", "--dtype", "auto: float32 on a CPU, else the model's own."),
         Option(
+            "engine.model.unpack_weights",
+            "--unpack-weights/--no-unpack-weights",
+            "On a CPU, unpack weights of 4 or 8 bits at start where half of the memory suffices (on).",
+        ),
+        Option(
             "engine.model.max_model_len",
             "--max-model-len --ctx-size --max-kv-size",
             "Longest prompt and answer, in tokens; at most the model's own.",
@@ -115,6 +120,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "server.force_include_usage",
             "--enable-force-include-usage",
             "End every stream with its usage, as if stream_options.include_usage were true.",
+        ),
+        Option(
+            "server.log_format",
+            "--log-format",
+            "Events as JSON lines (json) or short lines for people (text); auto: text on a terminal, else JSON.",
         ),
         Option("server.allowed_hosts", "--allowed-host", "A further accepted Host header (repeatable).", "NAME"),
         Option(
@@ -385,11 +395,19 @@ PANELS: dict[str, tuple[Option, ...]] = {
 }
 """All options by the section of the help in which they appear."""
 
-LEARNING = {option.name: option.flags.split()[0] for option in PANELS["Learning"]}
+FLAG = {option.name: option.flags.split()[0].partition("/")[0] for panel in PANELS.values() for option in panel}
+"""The flag of each option, by the name of its parameter."""
+
+LEARNING = {option.name: FLAG[option.name] for option in PANELS["Learning"]}
 """The flag of each option of learning, by the name of its parameter."""
 
 OPTIONS: dict[str, str] = {option.name: option.place for panel in PANELS.values() for option in panel}
 """The path in `Config` of each parameter of `tandem serve`. The command line and the file have the same settings."""
+
+
+def with_flag(message: str, flag: str | None) -> str:
+    """Return the message of an error with the option that it is about at its end, if it does not name it."""
+    return message if flag is None or flag in message else f"{message} ({flag})"
 
 
 def parameters() -> Iterator[inspect.Parameter]:

@@ -21,7 +21,7 @@ end."""
 
 
 class StartUp(logging.Handler):
-    """A progress line on a terminal, which `stop` erases; elsewhere a plain line for each stage.
+    """A progress line on a terminal, which `close` erases; elsewhere a plain line for each stage.
 
     As a handler of the log it prints events as plain lines: on a terminal warnings and errors, elsewhere and if
     `verbose` all of them.
@@ -43,11 +43,12 @@ class StartUp(logging.Handler):
             say(f"{progress.stage} …")
         self._stage = progress.stage
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Erase the progress line. A second call does nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print an event of the log as a plain line."""

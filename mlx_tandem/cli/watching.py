@@ -22,8 +22,17 @@ CURVES = {"mean_reward": "mean reward", "loss": "loss", "kl": "moved, nats"}
 HEIGHT = 5
 """Lines of a curve."""
 
-UPDATES, SAMPLES = 6, 3
-"""Last updates and answers that are shown."""
+UPDATES, LEAST_UPDATES, SAMPLES = 6, 2, 3
+"""Most and fewest of the last updates that are shown, and most of the last answers."""
+
+ANSWER_LINES = 3
+"""Most lines of an answer and its prompt."""
+
+NUMBERS_WIDTH = 54
+"""Columns of everything but the outcome in the table of updates."""
+
+LEAST = 1 / (8 * HEIGHT)
+"""Height of the bar of a number that is the lowest of the range: the thinnest that can be seen."""
 
 Data = Mapping[str, Any]
 
@@ -37,15 +46,19 @@ class Gone(Exception):
     """The server cannot be watched, or no longer; the message says why."""
 
 
-async def looks(url: str, key: str, interval: float) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+async def looks(
+    url: str, key: str, interval: float, cacert: str | None = None
+) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield a server's status and history again and again. Raises Gone.
+
+    `cacert` is a file of certificates to trust, as that of `Connection.to`.
 
     The history is asked for when the status says that something was learned since.
     """
     try:
-        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None)
+        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None, cacert)
     except HttpError as e:
-        raise Gone(str(e)) from e
+        raise Gone(f"{e} (--url)") from e
 
     async def get(path: str) -> dict[str, Any]:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -67,7 +80,7 @@ async def looks(url: str, key: str, interval: float) -> AsyncIterator[tuple[dict
             yield status, history
             await asyncio.sleep(interval)
     except HttpError as e:
-        raise Gone(str(e)) from e
+        raise Gone(f"{e} (--url)") from e
     except TimeoutError as e:
         raise Gone(f"{url} has not answered for {ANSWER_SECONDS:g} seconds") from e
     finally:
@@ -130,30 +143,48 @@ class Screen:
 
     def show(self, status: Data, history: Data) -> None:
         """Draw the present state."""
-        self._live.update(drawn(status, history, self._console.width), refresh=True)
+        self._live.update(drawn(status, history, self._console), refresh=True)
 
 
-def drawn(status: Data, history: Data, width: int) -> Group:
-    """Return the whole picture for a terminal of `width` columns."""
+def drawn(status: Data, history: Data, console: Console) -> Group:
+    """Return the whole picture for a terminal, with as many updates and answers as fit on it."""
     from rich.console import Group
     from rich.text import Text
 
-    updates = history.get("updates", [])
+    updates, width = history.get("updates", []), console.width
     lines = [headline(status), guard(status)]
     lines += [f"{name}: {status[name]}" for name in ("alarm", "reason", "advice") if status[name]]
-    answers = []
-    for sample in list(history.get("samples", []))[-SAMPLES:]:
-        reward = "" if sample["reward"] is None else f"{sample['reward']:g} "
-        answers.append(_cut(f"{reward}{sample['prompt']} → {sample['completion']}", width - 1))
-    return Group(
+    if updates and updates[-1]["reason"]:
+        lines.append(f"step {updates[-1]['step']}: {updates[-1]['reason']}")
+    above = Group(
         *(Text(printable(line)) for line in lines),
         Text(""),
         *(Text(line) for line in curves(updates, width)),
         Text(""),
-        versions(updates[-UPDATES:]),
-        *([Text(""), Text("answers that were learned from")] if answers else []),
-        *(Text(line) for line in answers),
     )
+    samples = [Text(answer(sample, width)) for sample in list(history.get("samples", []))[-SAMPLES:]]
+    title = [Text(""), Text("answers that were learned from")]
+
+    def left(count: int, answers: list[Text]) -> int:
+        """Return how many lines remain with so many updates and these answers."""
+        shown = Group(above, versions(updates[-count:], width), *(title if answers else []), *answers)
+        return console.height - 1 - len(console.render_lines(shown, pad=False))
+
+    while samples and left(LEAST_UPDATES, samples) < 0:
+        samples.pop(0)
+    count = next((n for n in range(UPDATES, LEAST_UPDATES, -1) if left(n, samples) >= 0), LEAST_UPDATES)
+    return Group(above, versions(updates[-count:], width), *(title if samples else []), *samples)
+
+
+def answer(sample: Data, width: int) -> str:
+    """Return an answer that was learned from with its reward and its prompt.
+
+    Both are whole if they fit into ANSWER_LINES lines; else the prompt is shortened first, and then the answer.
+    """
+    reward = "" if sample["reward"] is None else f"{sample['reward']:g} · "
+    said, most = " ".join(sample["completion"].split()), ANSWER_LINES * (width - 1)
+    prompt = _cut(sample["prompt"], max(most - len(reward) - len(said) - 5, width // 2))
+    return _cut(f"{reward}{prompt} → {said}", most)
 
 
 def headline(status: Data) -> str:
@@ -182,27 +213,27 @@ def guard(status: Data) -> str:
 
 
 def curves(updates: Sequence[Data], width: int) -> list[str]:
-    """Return the curves beside each other, each with its last value and its range above it."""
-    each = (width - 1) // len(CURVES) - 2
+    """Return the curves beside each other, each with its last value and its range, which includes 0, above it."""
+    each = (width + 1) // len(CURVES) - 2
     columns = []
     for name, title in CURVES.items():
         values = [float(update[name]) for update in updates][-each:]
-        low, high = (min(values), max(values)) if values else (0.0, 0.0)
-        scaled = [(value - low) / (high - low) if high > low else 0.5 for value in values]
+        low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)  # bars begin at 0
+        scaled = [max((value - low) / (high - low or 1.0), LEAST) for value in values]
         said = f"{title} {values[-1]:.3g}" if values else title
         spread = f"{low:.3g} … {high:.3g}" if values else "no update yet"
-        bars = chart.text([0.06 + 0.94 * share for share in scaled], width=each, height=HEIGHT)
+        bars = chart.text(scaled, width=each, height=HEIGHT)
         columns.append([said[:each].ljust(each), spread[:each].ljust(each), *bars])
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
-def versions(updates: Sequence[Data]) -> Table:
-    """Return a table of updates, the newest first."""
+def versions(updates: Sequence[Data], width: int) -> Table:
+    """Return a table of updates for a terminal of `width` columns, the newest first, with a line for each."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for title in ("step", "version", "outcome"):
-        table.add_column(title, no_wrap=title != "outcome")
+        table.add_column(title, no_wrap=True)
     for title in ("reward", "loss", "moved", "tokens"):
         table.add_column(title, justify="right", no_wrap=True)
     for update in reversed(updates):
@@ -212,7 +243,9 @@ def versions(updates: Sequence[Data]) -> Table:
             f"{update['kl']:.2g}",
             str(update["tokens"]),
         )
-        table.add_row(str(update["step"]), str(update["version"] or ""), _cut(outcome(update), 200), *numbers)
+        table.add_row(
+            str(update["step"]), str(update["version"] or ""), _cut(outcome(update), width - NUMBERS_WIDTH), *numbers
+        )
     return table
 
 

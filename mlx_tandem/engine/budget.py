@@ -138,6 +138,8 @@ def divide(
         wish = " and ".join(f"{p.num_blocks if asked else 2} blocks of {size_text(p.block_bytes)}" for p in pools)
         smaller = _smaller(limit, needs, config.cache.block_size)
         hint = f"{smaller}, fewer --num-blocks, --max-num-seqs or --max-chunk-tokens"
+        if shared:
+            hint += "; or --memory-limit-gb, which sets another limit whatever other programs use"
         why = f" ({reason})" if reason else ""
         raise ModelError(
             f"the device has {size_text(limit)} for this server{why}: weights {size_text(needs.weights)}, activations "

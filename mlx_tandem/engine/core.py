@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
@@ -170,6 +172,11 @@ class EngineCore:
             self._channel.send(self._outbox)
             self._outbox = []
 
+    def _report_now(self, call: int) -> None:
+        """Answer a call for the counters, which tell of all messages that were received before it."""
+        self._send_occupancy()
+        self._outbox += [m.Heartbeat(self.stats()), m.CallDone(call)]
+
     def _send_occupancy(self) -> None:
         """Add the occupancy to the outbox if it has changed since it was last sent."""
         s, pool = self._scheduler, self._gauges.pool
@@ -187,12 +194,11 @@ class EngineCore:
         memory = gauges.memory()
         s, store = self._scheduler, self._adapters.store
         prefixes, offload = s.prefix_counts, self._offload
-        drive = self._opening.cache if self._opening is not None else None
+        unsaved = offload.saves.unsaved if offload is not None else 0
+        disk = self._opening.cache.stats() if self._opening is not None and self._opening.cache is not None else None
+        if disk is not None:
+            disk = structs.replace(disk, dropped=disk.dropped + unsaved)
         return EngineStats(
-            running=s.queue.num_running,
-            waiting=s.queue.num_waiting + self._num_deferred,
-            used_blocks=gauges.pool.used_blocks,
-            free_blocks=gauges.pool.free_blocks,
             cached_blocks=prefixes.blocks,
             prefix_queries=prefixes.queries,
             prefix_hits=prefixes.hits,
@@ -223,9 +229,9 @@ class EngineCore:
             prompt_tokens_per_s=counts.prompt_rate,
             decode_tokens_per_s=counts.decode_rate,
             speculation=s.drafting.stats(),
-            disk=drive.stats() if drive is not None else None,
+            disk=disk,
             disk_hit_tokens=offload.reads.hit_tokens if offload is not None else 0,
-            disk_unsaved=offload.saves.unsaved if offload is not None else 0,
+            disk_unsaved=unsaved,
         )
 
     @property
@@ -263,7 +269,7 @@ class EngineCore:
         if wait:
             self._pipeline.runner.release()
         for message in self._channel.receive(wait):
-            if not isinstance(message, (m.Submit, m.Cancel)):
+            if not isinstance(message, (m.Submit, m.Cancel, m.Report)):
                 self._pipeline.runner.release()
             match message:
                 case m.Submit():
@@ -285,6 +291,8 @@ class EngineCore:
                 case m.FollowAdapter():
                     if self._adapters.can_follow(message.ref):
                         self._follow(message.ref)
+                case m.Report():
+                    self._report_now(message.call)
                 case m.Drain():
                     self._is_draining = True
                     self._trainers.stop()

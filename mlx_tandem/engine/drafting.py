@@ -10,7 +10,7 @@ from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.plan import Row, StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked, Proposer
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.types import Request, SpeculationStats
+from mlx_tandem.types import DraftSource, Request, SpeculationStats
 
 log = logging.getLogger(__name__)
 
@@ -90,17 +90,16 @@ class Drafting:
         drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
         return drafts[: self._blocks.drafts.take(s, len(drafts), self._running)] if drafts else ()
 
-    def are_predicted(self, s: Sequence) -> bool:
-        """Return whether the drafts that `drafts` returned last for `s` are from its request's prediction."""
-        by = self.proposes
-        return by is not None and bool(s.request.prediction) and by.is_from_prediction(s.request, s.choice)
+    def source(self, s: Sequence) -> DraftSource | None:
+        """Return where the drafts come from that `drafts` returned last for `s`."""
+        return None if self.proposes is None else self.proposes.source(s.request, s.choice)
 
     def settle(self, s: Sequence, row: Row, drawn: int) -> None:
         """Take in how many tokens a VERIFY row of `s` brought, and give back what its rejected drafts had."""
         s.pending -= len(row.tokens) - 1
         s.slack -= len(row.tokens) - 1
         if self.proposer is not None:
-            self.proposer.settle(s.request, s.choice, len(row.tokens) - 1, drawn - 1)
+            self.proposer.settle(s.request, s.choice, len(row.tokens) - 1, drawn - 1, row.source)
         if s.seat >= 0:  # else it has already given its blocks back
             s.scheduled -= len(row.tokens) - drawn
             self._blocks.drafts.truncate(s, s.scheduled)

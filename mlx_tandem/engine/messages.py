@@ -134,6 +134,12 @@ class SaveTrainer(Struct, frozen=True, array_like=True, tag="save"):
     folder: str
 
 
+class Report(Struct, frozen=True, array_like=True, tag="report"):
+    """Send the occupancy and the statistics now, which tell of everything up to this message; then CallDone."""
+
+    call: int
+
+
 class Drain(Struct, frozen=True, array_like=True, tag="drain"):
     """Finish running requests, accept no new ones, then end the process."""
 
@@ -155,6 +161,7 @@ Inbound = (
     | SettleTrainer
     | PublishTrainer
     | SaveTrainer
+    | Report
     | Drain
 )
 

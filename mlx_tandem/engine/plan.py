@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from mlx_tandem.types import Image, Pooling, SamplingParams, TokenLogprob
+from mlx_tandem.types import DraftSource, Image, Pooling, SamplingParams, TokenLogprob
 
 CARRY = -1
 """Placeholder in `Row.tokens` for the token that the same seat drew in the step before, which is
@@ -111,7 +111,7 @@ class Row(Struct, frozen=True, gc=False):
     to the index of a token before the first of them to get its position; it is 0 unless images came before the row
     in a model whose positions have several axes.
 
-    `version` and `background` say for whom the row runs, and `predicted` where its drafts come from; the runner ignores
+    `version` and `background` say for whom the row runs, and `source` where its drafts come from; the runner ignores
     them.
     """
 
@@ -129,7 +129,7 @@ class Row(Struct, frozen=True, gc=False):
     piggybacked: bool = False
     slack: int = 0
     pooling: Pooling | None = None
-    predicted: bool = False  # its drafts are from its request's prediction
+    source: DraftSource | None = None  # of a VERIFY row's drafts
     following: int = UNKNOWN
     images: tuple[Shown, ...] = ()
     shift: int = 0

@@ -32,7 +32,7 @@ _FIXED_SHARE = 16
 weights slowly does not read them again for every few tokens.
 """
 
-_WHOLE = 4 / 3
+WHOLE = 4 / 3
 """Factor by which a prompt may exceed its budget to be finished in one chunk."""
 
 
@@ -93,7 +93,7 @@ class Prefill:
         budget = idle = self.idle_ms()
         if streams:
             budget = min(idle, self._saved + self._share(reading, streams))
-            if budget < min(idle, self.cost.least()) and _WHOLE * budget < self._whole(reading[0]):
+            if budget < min(idle, self.cost.least()) and WHOLE * budget < self._whole(reading[0]):
                 self._saved = budget
                 return
         self._saved = 0.0
@@ -102,6 +102,14 @@ class Prefill:
     def idle_ms(self) -> float:
         """Return the milliseconds of a step of prompts while nobody decodes."""
         return self._config.idle_prefill_ms or min(max(_IDLE_MS, _FIXED_SHARE * self.cost.fixed()), _MOST_IDLE_MS)
+
+    def chunk_alone(self, position: int, left: int) -> int:
+        """Return the tokens of a chunk of a prompt that nobody decodes beside, of which `left` are left."""
+        return min(left, self.cost.affordable(position, self.idle_ms(), self._longest(position)))
+
+    def _longest(self, position: int) -> int:
+        """Return the tokens of the longest chunk at a position that a forward has memory for."""
+        return min(self._chunk_tokens, longest_within(self._pairs, position))
 
     def _share(self, reading: Iterable[Sequence], streams: int) -> float:
         """Return the milliseconds per step that so many streams give to prompts."""
@@ -140,7 +148,7 @@ class Prefill:
         for s in reading:
             if s.seat < 0:  # a chunk taken before may have taken its blocks
                 continue
-            longest = min(self._chunk_tokens, longest_within(self._pairs, s.scheduled))
+            longest = self._longest(s.scheduled)
             n = min(s.unread, longest)
             if s.targets(s.scheduled, s.scheduled + n):
                 n = min(n, self._scored_positions - scored)
@@ -149,7 +157,7 @@ class Prefill:
             if chunks and padded_length(n) > room:
                 break
             cost = self.cost.predict(padded_length(n), s.scheduled)
-            if cost > _WHOLE * budget:  # within it, the rest goes in one chunk, since cutting it saves nothing
+            if cost > WHOLE * budget:  # within it, the rest goes in one chunk, since cutting it saves nothing
                 if chunks:
                     break
                 n = min(n, self.cost.affordable(s.scheduled, budget, longest))

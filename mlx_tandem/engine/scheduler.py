@@ -287,18 +287,18 @@ class Scheduler:
         if sample:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
-        request, predicted = s.request, False
+        request, source = s.request, None
         if kind is _VERIFY:
             s.pending += len(tokens) - 1
             s.slack += len(tokens) - 1
-            predicted = self.drafting.are_predicted(s)
+            source = self.drafting.source(s)
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         following = UNKNOWN if sample else s.tokens[s.scheduled]
         slot = s.slot if start >= s.adapter_start else 0
         own = kind, s.id, s.seat, slot, start, tokens, s.tables, sample, targets, version, request.background
         images = shown(s, start, s.scheduled) if s.runs and kind is _PROMPT else ()
         shift = shift_at(s, start) if s.runs else 0
-        return Row(*own, piggybacked, slack, request.pooling, predicted, following, images, shift)
+        return Row(*own, piggybacked, slack, request.pooling, source, following, images, shift)
 
     def _start(self, s: Sequence) -> None:
         """Note that the first row of the request of `s` is planned."""
@@ -367,7 +367,7 @@ class Scheduler:
                 self._blocks.publish(s)
             scores = self._hand_out_scores(s) if s.scores is not None else ()
             own = drawn, known, finish, scores, row.version, s.cached or 0
-            predicted = predicted_of(row, result.tokens[i], drawn) if row.predicted else None
+            predicted = predicted_of(row, result.tokens[i], drawn) if row.source == "prediction" else None
             deltas.append(Delta(s.request.id, s.choice, *own, s.embedding if row.pooling else b"", predicted))
             if finish:
                 self._end(s)

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem import files
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
@@ -21,10 +21,9 @@ from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, device, footprint, probe
 from mlx_tandem.model.attention import fused
-from mlx_tandem.model.choices import Choices, Subject
+from mlx_tandem.model.choices import Choices, Kept, Subject
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.deterministic import mode
-from mlx_tandem.model.deterministic.check import check
 from mlx_tandem.model.deterministic.mode import Deterministic
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
@@ -35,6 +34,7 @@ from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.layout import lay_out
 from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
+from mlx_tandem.model.linears.unpacked import unpack_for_cpu
 from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
@@ -113,10 +113,13 @@ def build(
     report: Report,
     backends: Sequence[fused.Fused] | None = None,
     given: Choices | None = None,
+    kept: Kept | None = None,
+    whole: MemoryBudget | None = None,
 ) -> Built:
     """Load the model, check it on this device, and return a runner for it with pools of a fixed size.
 
-    Call it on the thread that will run the steps.
+    Call it on the thread that will run the steps. Where `kept` has the choices of an earlier start, they are used
+    unless one run of each kernel beside plain operations shows that something is wrong.
 
     Args:
         config: The engine's settings.
@@ -125,57 +128,85 @@ def build(
         backends: Fused attention back ends to try; None: those of this device.
         given: The choices of another process, for the same model, settings and kind of device; None: this process
             checks and times its kernels itself.
+        kept: The choices of earlier starts, which are looked up unless some are `given`, and to which those of this
+            start are added; None: nothing is kept.
+        whole: The budget of everything in this process, of which this model takes a part; None: it takes everything.
 
     Raises:
         ModelError: The model cannot be served with these settings on this device.
     """
+    try:
+        return _build(config, weights, report, backends, given, kept, whole)
+    except _WrongKernels as e:
+        log.warning("everything is checked anew, because with the choices of the last start %s", e)
+        if kept is not None:
+            kept.drop(e.subject)
+    everything.forget()
+    # The first attempt has changed the model's modules, so the second one loads the model again.
+    return _build(config, weights, report, backends, None, None, whole)
+
+
+class _WrongKernels(Exception):
+    """Raised when the choices of an earlier start for `subject` lead to wrong results."""
+
+    def __init__(self, problem: str, subject: Subject):
+        super().__init__(problem)
+        self.subject = subject
+
+
+def _build(
+    config: EngineConfig,
+    weights: Mapping[str, AdapterWeights],
+    report: Report,
+    backends: Sequence[fused.Fused] | None,
+    given: Choices | None,
+    kept: Kept | None,
+    whole: MemoryBudget | None,
+) -> Built:
     started = time.monotonic()
     limit = device.memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
-    model = load_unread(config.model, report, mtp=config.speculation.method == "mtp")
+    model = _load_unread(config, limit, report)
     subject = _check_fit(config, limit, model, given)
-    read_weights(model, report)
-    _lay_out(config, model, report)
+    again = kept.find(subject) if kept is not None and given is None else None
+    given = given or again
+    _read_weights(config, model, report)
     candidates = fused.available() if backends is None else backends
     merged = merge(find_groups(model.module)) if candidates and not config.deterministic else []
     twin = clone(model.module)  # before anything of the served tree is changed
-    known = None if given is None else given.kernels
-    found, kernels = everything.choose(config, model, merged, candidates, report, known)
-    exact = mode.of(config, model, found, twin, candidates) if config.deterministic else None
-    adapters = _adapters(config, model, kernels, exact)
-    needs = _needs(config, limit, model, found, adapters)
-    memory = _divide(config, limit, needs)
-    step_limits = _limit_steps(model, kernels, needs, memory)
-    tuned = _tune(config, model, memory, kernels, report, given)
+    found, kernels = everything.choose(config, model, merged, candidates, report, given.kernels if given else None)
+    if again is not None and (problem := _problem(config, model, twin, found, kernels, report)):
+        raise _WrongKernels(problem, subject)
+    exact, adapters = _adapters(config, model, found, kernels, twin, candidates)
+    memory = _divide(config, limit, needs := _needs(config, limit, model, found, adapters))
+    step_limits = _limit_steps(model, kernels, needs, memory, whole or memory)
+    tuned = _tune(config, model, memory, report, given)
     runner = _runner(config, model, found, exact, kernels, adapters, weights, memory, step_limits, tuned)
-    runner.dispatches_ahead = config.speculation.method != "draft"  # the draft model computes before a step is planned
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
+    linears = adapters.linears() | adapters.head()
 
     def run_first_steps(cost: CostModel) -> Choices:
         method = config.speculation.method
-        if exact is not None:
-            check(runner, info)
-        pace = warm_up(runner, info, cost, report, limit.size, None if given is None else given.pace, method=method)
-        return Choices(subject, kernels.choices(), tuned, pace)
+        pace = warm_up(runner, info, cost, report, limit.size, given.pace if given else None, method=method)
+        choices = Choices(subject, kernels.choices(found.mask_axes), tuned, pace)
+        if kept is not None and again is None:
+            kept.keep(choices)
+        return choices
 
     return Built(
         runner=runner,
         info=info,
-        linears=adapters.linears() | adapters.head(),
+        linears=linears,
         layers=probe.count_layers(model),
         warm_up=run_first_steps,
-        memory=lambda: MemoryInUse(
-            mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps
-        ),
+        memory=partial(_memory_in_use, runner),
         adapter_bytes=lambda: adapters.nbytes,
         twin=twin,
         mask_axes=found.mask_axes,
         adapter_dtype=adapters.dtype,
         uploads=adapters.uploads,
         step_limits=step_limits,
-        slot_room=SlotRoom(
-            adapters.linears() | adapters.head(), config.lora.max_loras, adapters.dtype.size, memory.adapter_slots
-        ),
+        slot_room=SlotRoom(linears, config.lora.max_loras, adapters.dtype.size, memory.adapter_slots),
         trainer_budget=_trainer_budget(config, model, found, adapters, memory),
         verifies=verifies_drafts(model, found),
         image_room=0 if model.encoder is None else model.encoder.room(ROOM_BYTES),
@@ -184,14 +215,21 @@ def build(
     )
 
 
-def _lay_out(config: EngineConfig, model: LoadedModel, report: Report) -> None:
-    """Lay the weights out as the device reads them fastest; under `--deterministic` have products computed in tiles."""
-    for module in (model.module, model.mtp) if device.is_cpu() else ():
-        if module is not None:
-            lay_out(module)
-    if config.deterministic:
-        report("checking products", 0.0)
-        mode.prepare(config, model)
+def _problem(
+    config: EngineConfig,
+    model: LoadedModel,
+    twin: nn.Module,
+    found: probe.Examined,
+    kernels: Kernels,
+    report: Report,
+) -> str:
+    """Return what is wrong with kernels that an earlier start has chosen; empty if nothing is."""
+    report("checking kernels", 0.0)
+    return everything.problem(config, model, twin, found, kernels)
+
+
+def _memory_in_use(runner: MLXRunner) -> MemoryInUse:
+    return MemoryInUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps)
 
 
 def _no_columns(image: Image) -> int:
@@ -200,20 +238,24 @@ def _no_columns(image: Image) -> int:
 
 def build_draft(config: EngineConfig, served: EngineInfo, report: Report) -> Built:
     """Load the draft model of an engine that serves `served`, and return a runner for it. Raises ModelError."""
-    built = build(draft_settings(config, served.num_blocks), {}, report)
+    built = build(draft_settings(config, served.num_blocks), {}, report, whole=served.memory)
     built.runner.compiled.untraced = 0  # kinds of steps recur: rows read only the tokens since the last
-    device.wire(served.memory.total)
-    mx.set_cache_limit(served.memory.activations)
     return built
 
 
-def _adapters(config: EngineConfig, model: LoadedModel, kernels: Kernels, exact: Deterministic | None) -> LoraState:
-    """Return the adapters of a model, which these kernels compute."""
-    tiled = None if exact is None else exact.deltas
+def _adapters(
+    config: EngineConfig,
+    model: LoadedModel,
+    found: probe.Examined,
+    kernels: Kernels,
+    twin: nn.Module,
+    candidates: Sequence[fused.Fused],
+) -> tuple[Deterministic | None, LoraState]:
+    """Return the arithmetic of `--deterministic`, where that is asked for, and the adapters of a model."""
+    exact = mode.of(config, model, found, twin, candidates) if config.deterministic else None
     chosen = kernels.adapters.chosen, kernels.products.chosen
-    adapters = LoraState(model.module, config.lora, model.dtype, *chosen, tiled)
-    log.info("adapters by %s: %s", adapters.backend, kernels.adapters.reason)
-    return adapters
+    tiled = None if exact is None else exact.deltas
+    return exact, LoraState(model.module, config.lora, model.dtype, *chosen, tiled)
 
 
 def _runner(
@@ -229,7 +271,7 @@ def _runner(
     tuned: Tuned,
 ) -> MLXRunner:
     """Return the runner of a model with these kernels and pools."""
-    return MLXRunner(
+    runner = MLXRunner(
         model,
         found.layers,
         adapters,
@@ -247,6 +289,8 @@ def _runner(
         kernels.sampling.chosen,
         found.states,
     )
+    runner.dispatches_ahead = config.speculation.method != "draft"  # the draft model computes before a step is planned
+    return runner
 
 
 def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
@@ -256,13 +300,32 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
         ModelError: The model cannot be served with these settings on this device.
     """
     limit = device.memory_limit(config.memory_limit_gb)
-    model = load_unread(config.model, lambda stage, fraction: None, mtp=config.speculation.method == "mtp")
+    model = _load_unread(config, limit, lambda stage, fraction: None)
     found = examine(config, model, evaluate=False)
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
     )
     groups = open_groups(memory, config.cache.block_size)
     return memory, min(model.max_model_len, *(group.longest for group in groups))
+
+
+def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> None:
+    """Read all weights into memory, and lay them out as a CPU is quickest with.
+
+    Under `--deterministic` the model's products are in tiles from here on.
+    """
+    read_weights(model, report)
+    for module in (model.module, model.mtp) if device.is_cpu() else ():
+        if module is not None:
+            lay_out(module)
+    if config.deterministic:
+        report("checking products", 0.0)
+        mode.prepare(config, model)
+
+
+def _load_unread(config: EngineConfig, limit: Limit, report: Report) -> LoadedModel:
+    model = load_unread(config.model, report, mtp=config.speculation.method == "mtp")
+    return unpack_for_cpu(model, config.model, limit.size)
 
 
 def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Choices | None) -> Subject:
@@ -314,15 +377,19 @@ def _trainer_budget(
     return memory.unassigned + memory.learning - one_pass
 
 
-def _limit_steps(model: LoadedModel, kernels: Kernels, needs: Needs, memory: MemoryBudget) -> StepLimits:
-    """Return how large a step may be, and tell MLX how much memory it may wire and keep."""
+def _limit_steps(
+    model: LoadedModel, kernels: Kernels, needs: Needs, memory: MemoryBudget, whole: MemoryBudget
+) -> StepLimits:
+    """Return how large a step may be, and tell MLX how much memory all of this process may wire, use and keep."""
     layers = kernels.attention.layers
     # The tokens of a row of a state cannot be computed side by side.
     piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) and not needs.state else 0
-    device.wire(memory.total)
+    device.wire(whole.total)
+    # Trainers may take what nothing else was given.
+    device.limit_memory(whole.limit if whole.learning else whole.total)
     if advice := device.advice(str(model.dtype).rpartition(".")[2]):
         log.warning("%s", advice)
-    mx.set_cache_limit(memory.activations)  # freed arrays that MLX keeps are used again by steps
+    mx.set_cache_limit(whole.activations)  # freed arrays that MLX keeps are used again by steps
     return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, piggybacked=piggybacked)
 
 
@@ -330,7 +397,6 @@ def _tune(
     config: EngineConfig,
     model: LoadedModel,
     memory: MemoryBudget,
-    kernels: Kernels,
     report: Report,
     given: Choices | None,
 ) -> Tuned:
@@ -344,15 +410,7 @@ def _tune(
     if device.is_cpu() or config.deterministic:
         return Tuned()
     report("timing products", 0.0)
-    return tune(
-        model.module,
-        model.dtype,
-        device=device.describe(),
-        most_rows=config.scheduler.max_num_seqs,
-        activations=memory.activations,
-        folder=files.cache_folder() / "tuning",
-        products=kernels.products.reason,
-    )
+    return tune(model.module, model.dtype, most_rows=config.scheduler.max_num_seqs, activations=memory.activations)
 
 
 def _describe(
@@ -364,6 +422,7 @@ def _describe(
     lora_backend: str,
     load_seconds: float,
 ) -> EngineInfo:
+    log.info("adapters by %s: %s", lora_backend, kernels.adapters.reason)
     shapes, attention = found.layers, kernels.attention
     groups = open_groups(memory, config.cache.block_size)
     return EngineInfo(

@@ -1,14 +1,18 @@
 """The choices that are made by timing when an engine starts, as one value.
 
-`Choices` is plain data: it can be kept in a file and given to another process, which then times nothing and builds the
-same functions. Processes that compute one model together have to be given the same value, since a different kernel
-rounds differently.
+`Choices` is plain data: it is kept on the drive for the next start, and can be given to another process, which then
+times nothing and builds the same functions. Processes that compute one model together have to be given the same value,
+since a different kernel rounds differently.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+import platform
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -30,15 +34,28 @@ from mlx_tandem.model.linears.skinny import Shape
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import LoadedModel
 
-FORMAT = 4
+log = logging.getLogger(__name__)
+
+FORMAT = 5
 """Version of the value; another one is refused."""
+
+MOST_KEPT = 64
+"""Most files with choices on the drive; the oldest goes first."""
+
+_NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 class Subject(Struct, frozen=True, forbid_unknown_fields=True):
     """The device, model and settings that choices are valid for."""
 
     device: str
+    driver: str
+    """The version of the GPU's driver, or of macOS, which contains it; empty for a CPU."""
+
     mlx: str
+    sources: str
+    """A digest of the texts of this package that run on the device or check what does."""
+
     model: str
     """A digest of everything of the model and the settings that decides which functions there are to choose from."""
 
@@ -64,7 +81,25 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
             vocab_size,
             (config.cache, config.lora, config.scheduler.max_num_seqs, config.deterministic),
         )
-        return Subject(device.describe(), version("mlx"), hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32])
+        digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
+        return Subject(device.describe(), _driver(), version("mlx"), _sources(), digest)
+
+
+def _driver() -> str:
+    if device.is_cpu():
+        return ""
+    with contextlib.suppress(OSError):
+        return _NVIDIA.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    return platform.mac_ver()[0]
+
+
+@cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*")):
+        if file.is_file() and file.suffix != ".pyc":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 class AttentionDivision(Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,6 +150,9 @@ class SamplingKernels(Struct, frozen=True, forbid_unknown_fields=True):
 class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
     """The choices of `kernel_checks`."""
 
+    mask_axes: int
+    """Axes of the model's masks between rows and queries."""
+
     store_problem: str
     """Why MLX's own operations write arrays in place and no kernel does; empty where a kernel does."""
 
@@ -125,6 +163,11 @@ class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
 
     adapters: AdapterLimits
     sampling: SamplingKernels
+    rule_problem: str = ""
+    """Why mlx-lm's functions compute the gated delta rule; empty if a kernel does or no layer needs it."""
+
+    own_delta_nets: str = ""
+    """Why gated delta nets run their own code; empty if they are on the fused path or cannot be."""
 
 
 class Pace(Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,7 +192,8 @@ class Choices(Struct, frozen=True, forbid_unknown_fields=True):
 
     def write(self, file: Path) -> None:
         """Write the value to a file, durably. Raise OSError where that fails."""
-        files.replace(file, msgspec.json.encode(self))
+        text = msgspec.json.encode(self)
+        files.replace(file, _seal(text) + text)
 
     @staticmethod
     def read(file: Path) -> Choices:
@@ -157,10 +201,14 @@ class Choices(Struct, frozen=True, forbid_unknown_fields=True):
 
         Raises:
             OSError: The file cannot be read.
-            ModelError: The file holds no choices of this version.
+            ModelError: The file is damaged, or holds no choices of this version.
         """
+        content = file.read_bytes()
+        seal, text = content[:_SEAL_BYTES], content[_SEAL_BYTES:]
+        if seal != _seal(text):
+            raise ModelError(f"{file.name} is damaged or holds no choices")
         try:
-            return msgspec.json.decode(file.read_bytes(), type=Choices)
+            return msgspec.json.decode(text, type=Choices)
         except msgspec.MsgspecError as e:
             raise ModelError(f"{file.name} holds no choices of this version: {e}") from e
 
@@ -170,3 +218,54 @@ class Choices(Struct, frozen=True, forbid_unknown_fields=True):
             theirs, own = getattr(self.subject, name), getattr(subject, name)
             if theirs != own:
                 raise ModelError(f"the choices made at start are for another {name}: {theirs}, and this is {own}")
+
+
+_SEAL_BYTES = 65
+
+
+def _seal(text: bytes) -> bytes:
+    """Return the first line of a file with this text, from which damage is noticed."""
+    return hashlib.sha256(text).hexdigest().encode() + b"\n"
+
+
+class Kept:
+    """The choices of earlier starts on the drive, each in a file that is named by its subject.
+
+    A folder that cannot be read or written costs time at the next start and nothing else.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def find(self, subject: Subject) -> Choices | None:
+        """Return the choices for this subject; None if there are none, or if they are damaged."""
+        file = self._file(subject)
+        try:
+            found = Choices.read(file)
+            found.require(subject)
+        except FileNotFoundError:
+            return None
+        except (OSError, ModelError) as e:
+            log.warning("the choices of the last start are not used: %s", e)
+            return None
+        return found
+
+    def keep(self, choices: Choices) -> None:
+        """Write choices for the next start."""
+        file = self._file(choices.subject)
+        try:
+            files.make_folder(file.parent)
+            choices.write(file)
+            for old in sorted(self._folder.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-MOST_KEPT]:
+                old.unlink(missing_ok=True)
+        except OSError as e:
+            log.warning("the choices of this start are not kept, so the next one takes as long: %s", e)
+
+    def drop(self, subject: Subject) -> None:
+        """Remove the choices for this subject."""
+        with contextlib.suppress(OSError):
+            self._file(subject).unlink(missing_ok=True)
+
+    def _file(self, subject: Subject) -> Path:
+        digest = hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:32]
+        return self._folder / f"{digest}.json"

@@ -92,14 +92,18 @@ def _installed(package: str) -> bool:
 # array of the KV pool has more, so that nearly every operation on it would be a command buffer by itself, and the host
 # waits when ten are under way. What a command buffer frees is there again only when it is done, so the number of
 # operations stays limited, to that of a graph on CUDA.
-_COMMAND_BUFFER_OPERATIONS = "100"
+COMMAND_BUFFER_OPERATIONS = "100"
+# While a display is on, macOS ends the GPU work of a process that keeps the display waiting, and with it the process
+# (MLX's issue 3267). With this variable Apple's driver waits longer for work to give way.
+_PATIENCE = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
 
 
 def _set_up_metal() -> None:
-    """Set how large MLX's command buffers are on macOS, unless MLX is loaded. Variables that are set already stay."""
+    """Set up MLX's command buffers and Apple's driver on macOS, unless MLX is loaded. Variables that are set stay."""
     if sys.platform == "darwin" and "mlx.core" not in sys.modules:
+        os.environ.setdefault(_PATIENCE, "1")
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
-        os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", _COMMAND_BUFFER_OPERATIONS)
+        os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", COMMAND_BUFFER_OPERATIONS)
 
 
 _THREADS_WERE_CHOSEN = "OPENBLAS_NUM_THREADS" in os.environ
@@ -152,6 +156,15 @@ def wire(size: int) -> None:
         mx.set_wired_limit(min(size, int(mx.device_info()["max_recommended_working_set_size"])))
 
 
+def limit_memory(size: int) -> None:
+    """Have MLX on Metal wait for work in flight before it takes more than `size` bytes, whatever the budget missed.
+
+    MLX's own limit there is one and a half times what macOS recommends, and macOS swaps long before that.
+    """
+    if is_metal():
+        mx.set_memory_limit(size)
+
+
 def _macos() -> tuple[int, ...]:
     return tuple(int(n) for n in platform.mac_ver()[0].split(".")[:2] if n.isdigit())
 
@@ -197,6 +210,14 @@ def describe() -> str:
         return f"CPU, {_CORES} cores" + (f", {blas}" if blas else "")
     info = mx.device_info()
     return str(info.get("device_name") or info.get("architecture") or "GPU")
+
+
+def sizes() -> dict[str, int | str]:
+    """Return the sizes in bytes that MLX says of the GPU's memory, and its architecture; empty on a CPU."""
+    if is_cpu():
+        return {}
+    names = ("architecture", "memory_size", "max_recommended_working_set_size", "max_buffer_length", "free_memory")
+    return {name: value for name in names if (value := mx.device_info().get(name)) is not None}
 
 
 def blas_threads(every_core: bool) -> None:

@@ -13,12 +13,13 @@ from mlx_tandem.config import (
     DutyConfig,
     EngineConfig,
     LoraConfig,
-    ModelConfig,
     SpeculationConfig,
 )
 from mlx_tandem.engine.budget import Needs
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model import device
 from mlx_tandem.model.kernel_checks.everything import examine
+from mlx_tandem.model.linears.unpacked import unpack_for_cpu
 from mlx_tandem.model.loader import load_unread, weights
 from mlx_tandem.types import MemoryBudget
 
@@ -33,7 +34,7 @@ def draft_settings(config: EngineConfig, num_blocks: int) -> EngineConfig:
     kv = config.cache
     return replace(
         config,
-        model=ModelConfig(path=path, dtype=config.model.dtype, images=False),
+        model=replace(config.model, path=path, images=False, max_model_len=0, random_weights=False),
         cache=CacheConfig(kv.block_size, num_blocks, attention_backend=kv.attention_backend),
         disk=DiskCacheConfig(),
         lora=LoraConfig(max_loras=0),
@@ -46,7 +47,8 @@ def draft_settings(config: EngineConfig, num_blocks: int) -> EngineConfig:
 @cache
 def _sizes(settings: EngineConfig) -> tuple[int, int]:
     """Return the bytes of a draft model's weights and of one of its blocks, without reading any weight."""
-    model = load_unread(settings.model, lambda stage, fraction: None)
+    limit = device.memory_limit(settings.memory_limit_gb)
+    model = unpack_for_cpu(load_unread(settings.model, lambda stage, fraction: None), settings.model, limit.size)
     found = examine(settings, model, evaluate=False)
     if found.states:
         raise ModelError(

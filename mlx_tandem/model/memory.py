@@ -67,20 +67,31 @@ def available_on_macos() -> int | None:
 
 
 def parse_vm_stat(said: str) -> int | None:
-    """Return the bytes of the free, inactive, speculative and purgeable pages in the output of `vm_stat`.
+    """Return the bytes in the output of `vm_stat` that macOS can hand out: the free, inactive, speculative and
+    purgeable pages, and active pages with the content of files, which macOS drops and reads again.
 
-    Return None for text that is not such an output.
+    `vm_stat` tells only how many pages with the content of files there are in all. As many of them are taken for active
+    as there are active pages among all. Return None for text that is not such an output.
     """
     page = re.search(r"page size of (\d+) bytes", said)
-    counts = [re.search(rf"^Pages {kind}:\s+(\d+)\.", said, re.MULTILINE) for kind in _USABLE_PAGES]
-    if page is None or counts[0] is None:
+    found = re.findall(r"^(?:Pages )?([\w -]+?)(?: pages)?:\s+(\d+)\.", said, re.MULTILINE)
+    counts = {kind: int(count) for kind, count in found}
+    if page is None or "free" not in counts:
         return None
-    return int(page[1]) * sum(int(count[1]) for count in counts if count is not None)
+    usable = sum(counts.get(kind, 0) for kind in _USABLE_PAGES)
+    active, files = counts.get("active", 0), counts.get("File-backed", 0) - counts.get("speculative", 0)
+    kept = max(active + counts.get("inactive", 0), 1)  # in either list
+    return int(page[1]) * (usable + min(max(files, 0) * active // kept, active))
+
+
+def machine_bytes() -> int:
+    """Return the bytes of memory that the machine has, in use or not."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_on_linux() -> int:
     """Return the bytes that the machine has free, or fewer if this process's container has fewer left."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = machine_bytes()
     if (available := _fields("/proc/meminfo").get("MemAvailable:")) is not None:
         total = min(total, available * 1024)
     for limit, used, stat, cached in (

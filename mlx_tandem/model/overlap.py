@@ -38,7 +38,7 @@ def decide_overlap(runner: MLXRunner, info: EngineInfo) -> None:
         problem = _copying(runner, info)
     if problem:
         raise RuntimeError(f"{problem}: the pool is copied instead of written in place")
-    if not runner.one_at_a_time and inplace.writing().by_outputs and not _leave_the_same(runner, info):
+    if not runner.one_at_a_time and inplace.writing().by_outputs and disturbed(runner, info, 1):
         log.warning("each step is dispatched when the one before is done: in flight together they disturb each other")
         runner.one_at_a_time = True
 
@@ -102,14 +102,18 @@ def _run(runner: MLXRunner, plans: Sequence[StepPlan], *, apart: bool = False) -
         runner.wait(flight)
 
 
-def _leave_the_same(runner: MLXRunner, info: EngineInfo) -> bool:
-    """Return whether blocks of the pool hold the same after steps in flight together as after steps apart."""
-    contents = []
-    for apart in (True, False):
-        _run(runner, _mixed(info), apart=apart)
-        saved = runner.launch(StepPlan((), saves=tuple(_everywhere(info, *range(1, 1 + _blocks(info))))))
-        contents.append(runner.wait(saved).saves)
-    return contents[0] == contents[1]
+def disturbed(runner: MLXRunner, info: EngineInfo, times: int) -> int:
+    """Return how many of so many runs of steps in flight together leave other contents in the pool than steps apart."""
+    _run(runner, _mixed(info), apart=True)  # later runs find in their blocks what this one leaves there
+    right = _contents(runner, info, apart=True)
+    return sum(_contents(runner, info, apart=False) != right for _ in range(times))
+
+
+def _contents(runner: MLXRunner, info: EngineInfo, *, apart: bool) -> tuple[bytes, ...]:
+    """Return what blocks of the pool hold after steps in flight together or apart."""
+    _run(runner, _mixed(info), apart=apart)
+    saved = runner.launch(StepPlan((), saves=tuple(_everywhere(info, *range(1, 1 + _blocks(info))))))
+    return tuple(runner.wait(saved).saves)
 
 
 def _mixed(info: EngineInfo) -> list[StepPlan]:

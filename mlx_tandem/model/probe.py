@@ -194,6 +194,24 @@ def fused_error(
     return max(errors) / _TOLERANCE.get(model.dtype, 1e-1)
 
 
+def served_error(
+    model: LoadedModel, twin: Any, found: Examined, kernels: Sequence[LayerKernels | None], block: int
+) -> float:
+    """Return the largest difference between the logits of the model as it is served and those of `twin`, the modules
+    that nothing was changed in, as a multiple of what is allowed.
+
+    Raise ModelError if the twin's logits are no finite numbers.
+    """
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, found.vocab_size, n).tolist() for n in ((9, 9, 9) if found.states else (9, 3, 14))]
+    theirs = _paged_logits(twin, found.layers, prompts, found.mask_axes, (), block, found.states)
+    if not all(np.isfinite(logits).all() for logits in theirs):
+        raise _not_numbers(model)
+    ours = _paged_logits(model.module, found.layers, prompts, found.mask_axes, kernels, block, found.states)
+    errors = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(ours, theirs, strict=True)]
+    return max(errors) / _TOLERANCE.get(model.dtype, 1e-1)
+
+
 def decode_seconds(
     model: LoadedModel,
     shapes: Sequence[LayerShape],

@@ -30,6 +30,7 @@ from mlx_tandem.model.kernels.gate import IN_ORDER
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.step import pauses
 from mlx_tandem.model.step.compiled import USUAL, CompiledSteps
 from mlx_tandem.model.step.dispatch import DispatchQueue
 from mlx_tandem.model.step.draw import Undrawn
@@ -37,17 +38,16 @@ from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
+from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.mask_table import MaskTable, places_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
+from mlx_tandem.model.step.pauses import NO_PAUSE, Pause
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob
-
-LONG_TOKENS = 1024
-"""Tokens from which on a forward waits for the GPU while it is built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,7 @@ class MLXRunner:
 
     Attributes:
         module: The model's modules as they are served, with everything that was changed in them.
-        pauses: Whether long forwards wait for the device while they are built. Only CUDA needs that: elsewhere the
-            host is at most a few command buffers ahead of the device.
+        pauses: When forwards wait for the device while they are built; None: never.
         builds_ahead: Whether a step that verifies drafts may be built while the device computes the one before it. All
             its numbers have to travel as one array, which is filled later, and kernels have to write the pool: MLX's
             own writes would copy arrays of the pool that a graph which was built still holds.
@@ -157,7 +156,7 @@ class MLXRunner:
         self.inputs = Inputs()
         self._prebuilt = Prebuilt(self.inputs, _dispatch if device.is_cuda() and IN_ORDER else None)
         self._masks, self._waiting = MaskTable(sizes.vocab_size, sizes.max_num_seqs), _Waiting((), [])
-        self.queue, self.pauses, self.dispatches_ahead = DispatchQueue(), device.is_cuda(), True
+        self.queue, self.pauses, self.dispatches_ahead = DispatchQueue(), pauses.of_device(limits, len(layers)), True
         self.builds_ahead = self.inputs.packed and inplace.writing().store is not None
         self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
         _keep_order(self, caches)
@@ -231,8 +230,12 @@ class MLXRunner:
         """Return whether `launch` may pause for the device because of an image or of long prompts."""
         if plan.encodes:
             return True
+        if self.pauses is None:
+            return False
         prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked)
-        return self._may_pause and 4 * prompts >= LONG_TOKENS  # a chunk may be padded to more tokens
+        fused = self.rectangles.fused_length
+        gathered = sum(r.start + len(r.tokens) for r in plan.rows if len(r.tokens) > fused and not r.piggybacked)
+        return self.pauses.may_be(prompts, gathered)
 
     def place(self, masks: list[list[Mask]]) -> list[list[Numbers]]:
         """Return for each draw of the newest plan the numbers to send: the indices of its rows' masks in the table, and
@@ -350,11 +353,13 @@ class MLXRunner:
         """
         given = self._builder.build(plan, indices)
         key, numbers = given.key, given.operands.flatten()
-        pauses = self._may_pause and key.rows * key.length >= LONG_TOKENS
+        pause = self._pause(key)
+        if pause.layers and self.one_at_a_time:
+            self.queue.finish()  # this forward uses the pool while it is built
         # The code of most recurrent layers loops over the tokens of a chunk, which takes long to trace.
         loops = key.goes_on is not None and key.length > 1
         untraced = USUAL if loops else self.compiled.untraced if given.mixed else 0
-        step = self.compiled.step(key, numbers, given.in_place, untraced=untraced, pauses=pauses)
+        step = self.compiled.step(key, numbers, given.in_place, pause, untraced=untraced)
         call = StepCall(step, numbers, self._arguments(given), self._forward.reported(key))
         sent, results = self._prebuilt.results(call)
         made = StepArrays(*results)
@@ -479,10 +484,13 @@ class MLXRunner:
             raise DeviceError("the device began a step before its numbers were written", again=True)
         self.queue.done(part)
 
-    @property
-    def _may_pause(self) -> bool:
-        """Whether long forwards pause; with one part at a time, earlier parts may not be dispatched yet."""
-        return self.pauses and not self.one_at_a_time
+    def _pause(self, key: StepKey) -> Pause:
+        """Return how a forward waits for the device while it is built."""
+        if self.pauses is None:
+            return NO_PAUSE
+        gathers = key.length > self.rectangles.fused_length
+        positions = key.rows // key.each * max(key.widths) * self._index_arrays.block_size if gathers else 0
+        return self.pauses.of(key.rows, key.length, positions)
 
 
 def _keep_order(runner: MLXRunner, caches: Sequence[PagedCache]) -> None:

@@ -13,6 +13,7 @@ from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import device
 from mlx_tandem.model.choices import Pace
+from mlx_tandem.model.deterministic.check import check
 from mlx_tandem.model.loader import Report
 from mlx_tandem.model.overlap import decide_overlap, tables_of
 from mlx_tandem.model.runner import MLXRunner
@@ -24,8 +25,14 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 SAMPLED = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
 
-CHUNKS = ((8, 0), (64, 0), (256, 0), (8, 1024), (64, 1024), (256, 1024), (64, 6144))
+CHUNKS = ((8, 0), (64, 0), (8, 1024), (64, 1024), (256, 0), (256, 1024), (64, 6144))
 """Prompt chunks that are timed: the number of tokens, and the number of positions before them."""
+
+ENOUGH_CHUNKS = 4
+"""Number of chunks, from the first on, that determine the cost model. The others make it more exact."""
+
+CHUNK_SECONDS = 1.0
+"""Seconds of timed chunks after which no other one is timed, once there are enough."""
 
 _DRAFTS = 4
 """Tokens of the rows that verify drafts, unless a head of the model makes one draft at a time."""
@@ -38,6 +45,10 @@ AGREEMENT = 1.1
 
 LONG = 20.0
 """Milliseconds from which a step is timed once: an interruption of a few milliseconds is then a small share of it."""
+
+
+SLOW = 100.0
+"""Milliseconds from which a step is not run at start only to be compiled, which takes a few of them."""
 
 
 def warm_up(
@@ -53,7 +64,7 @@ def warm_up(
     """Run the first steps, fit `cost` to the times of prompt chunks and decodes, and decide whether steps may overlap.
 
     Return the times and the decision. With those of another process, `given`, each step runs once, so that it is
-    compiled, and nothing is timed.
+    compiled, and nothing is timed. Under `--deterministic` the bits of a few steps are checked first (ModelError).
 
     Args:
         runner: The runner, whose pool is empty.
@@ -64,6 +75,8 @@ def warm_up(
         given: The pace of another process that runs the same model on the same kind of device.
         method: Where the drafts come from that steps will verify, as in `SpeculationConfig`.
     """
+    if info.deterministic:
+        check(runner, info)
     if given is None:
         chunks, decodes = tuple(_time_chunks(runner, info, report)), tuple(_time_decodes(runner, info))
         _sample_once(runner, info)
@@ -72,7 +85,7 @@ def warm_up(
     else:
         pace = given
         runner.one_at_a_time = pace.one_at_a_time
-        for plan in _usual_steps(info):
+        for plan in _usual_steps(info, pace):
             runner.wait(runner.launch(plan))
         _sample_once(runner, info)
     if method != "none":
@@ -89,10 +102,12 @@ def warm_up(
     return pace
 
 
-def _usual_steps(info: EngineInfo) -> Iterator[StepPlan]:
-    """Yield the steps that are timed where nobody has timed them, each once."""
+def _usual_steps(info: EngineInfo, pace: Pace) -> Iterator[StepPlan]:
+    """Yield the steps that another process has timed and that do not take long, each once."""
+    timed = {chunk[:2]: chunk[2] for chunk in pace.chunks}
     for length, context in _chunks(info):
-        yield _chunk(info, length, context)
+        if timed.get((length, context), SLOW) < SLOW:
+            yield _chunk(info, length, context)
     for rows in _decodes(info):
         yield _decode(info, rows, 0)
 
@@ -113,9 +128,12 @@ def _chunk(info: EngineInfo, length: int, context: int) -> StepPlan:
 
 def _time_chunks(runner: MLXRunner, info: EngineInfo, report: Report) -> list[tuple[int, int, float]]:
     """Return (tokens, positions before them, milliseconds) of prompt chunks."""
-    measured = []
+    measured: list[tuple[int, int, float]] = []
     chunks = _chunks(info)
     for done, (length, context) in enumerate(chunks):
+        # Each chunk runs twice at least. The first run of a new process compiles, so it says nothing about the second.
+        if done >= ENOUGH_CHUNKS and 2 * sum(chunk[2] for chunk in measured) >= CHUNK_SECONDS * 1e3:
+            break
         plan = _chunk(info, length, context)
         measured.append((length, context, _shortest(_milliseconds(runner, plan) for _ in range(RUNS))))
         report("warming up", (done + 1) / (len(chunks) + 1))

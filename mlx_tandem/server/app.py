@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Scope
 from mlx_tandem import __version__
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
-from mlx_tandem.dialects.route import PLAIN, Route
+from mlx_tandem.dialects.route import Route
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.explain import explain
 from mlx_tandem.limits import MAX_RECEIVED_BYTES
@@ -83,6 +83,7 @@ class DialectRoute(HttpRoute):
     def __init__(self, route: Route, endpoint: Endpoint):
         super().__init__(route.path, endpoint, methods=[route.method])
         self._header = None if route.header is None else route.header.encode()
+        self.needs_body = route.needs_body
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Return how well the route matches a request, and what the path says."""
@@ -116,11 +117,10 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
                 front.check_open()
             else:
                 front.client.check_ready()
-            steers = route.reads == "steering"
-            others = PLAIN if steers else route.media
+            optional = route.reads == "steering"
             with limit.receiving.body() as incoming:
                 value = await read_json(
-                    request, body, limit, incoming, others=others, optional=steers, prepare=route.prepare
+                    request, body, limit, incoming, others=route.media, optional=optional, prepare=route.prepare
                 )
                 return await _handled(front, route, [*values, value])
         return await _handled(front, route, values)
@@ -165,19 +165,18 @@ def _answer(front: ServerFront, found: Any) -> ASGIApp:
 
 
 def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
-    """Return the server's own endpoints by their paths. All of them are for GET."""
+    """Return the server's own endpoints by their paths. All of them are for GET.
 
-    async def get_engine_metrics(request: Request) -> ASGIApp:
-        return _json(engine_metrics(front))
+    Counters are read from the engine first, so that they tell of every answer that has ended. Health is told from what
+    is known, since nobody should wait for an engine to hear that it is busy.
+    """
 
-    async def get_debug_metrics(request: Request) -> ASGIApp:
-        return _json(debug_metrics(front))
+    def counters(describe: Callable[[ServerFront], Any]) -> Endpoint:
+        async def get(request: Request) -> ASGIApp:
+            await front.client.refresh()
+            return _json(describe(front))
 
-    async def get_cache_stats(request: Request) -> ASGIApp:
-        return _json(cache_stats(front))
-
-    async def get_speculation_stats(request: Request) -> ASGIApp:
-        return _json(speculation_stats(front))
+        return get
 
     async def get_health(request: Request) -> ASGIApp:
         lost = "" if front.learning is None else await front.learning.learner.folder.error()
@@ -195,13 +194,14 @@ def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
         return _json({"version": __version__})
 
     async def get_metrics(request: Request) -> ASGIApp:
+        await front.client.refresh()
         return Response(render(front), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return {
-        "/v1/engine/metrics": get_engine_metrics,
-        "/debug/metrics": get_debug_metrics,
-        "/v1/cache/stats": get_cache_stats,
-        "/v1/spec_decode/metrics": get_speculation_stats,
+        "/v1/engine/metrics": counters(engine_metrics),
+        "/debug/metrics": counters(debug_metrics),
+        "/v1/cache/stats": counters(cache_stats),
+        "/v1/spec_decode/metrics": counters(speculation_stats),
         "/health": get_health,
         "/readyz": get_ready,
         "/livez": get_live,

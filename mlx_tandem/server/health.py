@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from mlx_tandem import __version__
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.engine.histogram import FILL_PARTS
 from mlx_tandem.server.prometheus import hit_rate
-from mlx_tandem.types import SpeculationStats
+from mlx_tandem.types import DraftCounts, SpeculationStats
 
 DEGRADED = 0.72
 """Share of the memory pressure threshold from which on the server counts as degraded."""
@@ -69,7 +71,7 @@ def engine_metrics(front: ServerFront) -> dict[str, Any]:
         "open_choices": front.request_admission.open_choices,
         "refused": dict(front.request_admission.refused),
         "max_queue_size": front.config.server.max_queue_size,
-        "engine": msgspec.to_builtins(front.client.stats),
+        "engine": structs.asdict(front.client.occupancy) | msgspec.to_builtins(front.client.stats),
         "prompt_tokens": sum(metrics.prompt_tokens.values()),
         "generated_tokens": sum(metrics.generation_tokens.values()),
         "total_tokens_generated": sum(metrics.generation_tokens.values()),  # MOLA's names of these two
@@ -127,27 +129,52 @@ def cache_stats(front: ServerFront) -> dict[str, Any]:
 
 
 def speculation_stats(front: ServerFront) -> dict[str, Any]:
-    """Return the body of /v1/spec_decode/metrics: acceptance, which drafts there are, and the present decision."""
+    """Return the body of /v1/spec_decode/metrics: what was accepted by source and minute, and the present decision."""
     config, found = front.config.engine.speculation, front.client.stats.speculation
-    stats = found or SpeculationStats(config.method, 0, 0, 0, (), False, 0.0, 0.0)
+    stats = found or SpeculationStats(config.method)
     return {
         "enabled": config.method != "none",
         "mode": config.method,
-        "num_drafts": stats.rows,
-        "num_draft_tokens": stats.drafted,
-        "num_accepted_tokens": stats.accepted,
-        "acceptance_rate": round(stats.accepted / stats.drafted, 4) if stats.drafted else 0.0,
-        "avg_accepted_tokens": round(stats.accepted / stats.rows, 4) if stats.rows else 0.0,
-        "mode_distribution": {stats.method: stats.rows} if stats.rows else {},
+        **_acceptance(stats),
+        "mode_distribution": _distribution(stats.sources, stats.undrafted),
+        "modes": {counts.source: _acceptance(counts) for counts in stats.sources},
+        "over_time": [
+            {
+                "minutes_ago": minute.minutes_ago,
+                "mode_distribution": _distribution(minute.sources, minute.undrafted),
+                "num_draft_tokens": sum(counts.drafted for counts in minute.sources),
+                "num_accepted_tokens": sum(counts.accepted for counts in minute.sources),
+            }
+            for minute in stats.minutes
+        ],
         "controller": {
             "dynamic": config.dynamic,
             "num_speculative_tokens": config.num_tokens,
+            "k": round(stats.per_row, 2),
             "disable_batch_size": config.disable_batch_size,
             "uses_drafts": stats.uses_drafts,
             "tokens_per_s_with": round(stats.tokens_per_s_with, 1),
             "tokens_per_s_without": round(stats.tokens_per_s_without, 1),
         },
     }
+
+
+def _acceptance(counts: SpeculationStats | DraftCounts) -> dict[str, Any]:
+    """Return the counts of drafts with the shares that were accepted."""
+    return {
+        "num_drafts": counts.rows,
+        "num_draft_tokens": counts.drafted,
+        "num_accepted_tokens": counts.accepted,
+        "acceptance_rate": round(counts.accepted / counts.drafted, 4) if counts.drafted else 0.0,
+        "acceptance_rate_ema": round(counts.recent_acceptance, 4),
+        "avg_accepted_tokens": round(counts.accepted / counts.rows, 4) if counts.rows else 0.0,
+    }
+
+
+def _distribution(sources: Iterable[DraftCounts], undrafted: int) -> dict[str, int]:
+    """Return the rows that decoded, by the source of their drafts, with "none" for those without."""
+    rows: dict[str, int] = {counts.source: counts.rows for counts in sources}
+    return rows | {"none": undrafted} if undrafted else rows
 
 
 def _disk_stats(front: ServerFront) -> dict[str, Any]:

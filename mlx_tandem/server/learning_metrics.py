@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def families(learning: Learning) -> Iterator[Metric]:
-    """Yield all families. The counters of the learning loop continue over restarts of the server."""
+    """Yield all families. The counters of the learning loop continue over restarts of the server, but for those whose
+    text says otherwise.
+    """
     learner = learning.learner
     status, stats = learner.status(), learning.stats
     last = learner.history[-1] if learner.history else None
@@ -27,16 +29,22 @@ def families(learning: Learning) -> Iterator[Metric]:
     yield _counter("tandem_training_trajectories", "Trajectories collected.", status.trajectories_collected)
     yield _by("tandem_training_trajectories_dropped", "Trajectories never trained on.", "reason", dropped.items())
     yield _counter("tandem_training_groups_skipped", "Groups whose rewards were all the same.", status.skipped_groups)
-    yield _by("tandem_training_updates", "Updates by what came of them.", "outcome", learning.outcomes.items())
     yield _by(
-        "tandem_training_reward_failures", "Completions without a score.", "kind", learner.rewards.failures.items()
+        "tandem_training_updates", "Updates by what came of them, this server.", "outcome", learning.outcomes.items()
+    )
+    yield _by(
+        "tandem_training_reward_failures",
+        "Completions without a score, this server.",
+        "kind",
+        learner.rewards.failures.items(),
     )
     yield _counter("tandem_training_publishes", "Versions published.", status.publishes)
     yield _counter(
         "tandem_training_rollbacks", "Times that training went back to an earlier version.", status.rollbacks
     )
     yield _counter("tandem_training_checkpoint_saves", "Checkpoints written.", status.checkpoint_saves)
-    yield _counter("tandem_training_swaps", "Times that the trained name came to stand for a version.", learning.swaps)
+    text = "Times that the trained name came to stand for a version, this server."
+    yield _counter("tandem_training_swaps", text, learning.swaps)
     yield _counter("tandem_training_device_seconds", "Device time of learning, this engine.", stats.training_ms / 1e3)
     yield _counter(
         "tandem_serving_device_seconds", "Device time of users' requests, this engine.", stats.serving_ms / 1e3

@@ -1,17 +1,37 @@
-"""Writing the log, with one JSON line on standard error for each event."""
+"""Writing the log on standard error, with one line for each event: JSON for programs, or a short text for people."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
+from typing import Literal
 
-from mlx_tandem.printable import MOST_SHOWN
+from mlx_tandem.printable import MOST_SHOWN, printable
 
 MOST_LOGGED = MOST_SHOWN
 """Most characters of one text in a line."""
+
+LogFormat = Literal["auto", "json", "text"]
+"""Form of the log's lines; "auto" is text on a terminal and JSON elsewhere."""
+
+FIRST = (
+    "request", "job", "adapter", "model", "checkpoint", "step", "version", "status", "code", "folder", "path", "reason",
+    "error",
+)  # fmt: skip
+"""Fields that a short line always has, in this order: which request, adapter or version it was, and why."""
+
+THEN = ("mean_reward", "loss")
+"""Fields that come next, if there is room for them."""
+
+NEVER = ("trace", "digest")
+"""Fields that a short line leaves out."""
+
+COLUMNS = 120
+"""Columns of a short line where there is no terminal."""
 
 
 class JsonLines(logging.Formatter):
@@ -48,6 +68,65 @@ def _cut(value: object) -> object:
             return text if len(text) <= MOST_LOGGED else text[: MOST_LOGGED - 1] + "…"
 
 
+class ShortLines(logging.Formatter):
+    """A formatter that writes each record as one short line for people.
+
+    The line has the time of day here, what happened, the fields in FIRST, and as many of the others as fit into the
+    terminal's width. A field whose name or value was said before is not named or told again. With `details` the places
+    in the code that an exception passed follow on lines of their own.
+    """
+
+    def __init__(self, details: bool = False):
+        super().__init__()
+        self._details = details
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line for a record, without a line break at its end."""
+        kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        event = record.getMessage()
+        fields = dict(getattr(record, "fields", {}))
+        if record.exc_info and record.exc_info[1] is not None:
+            fields.setdefault("error", type(record.exc_info[1]).__name__)
+        told = {name: text for name, value in fields.items() if name not in NEVER and (text := _told(name, value))}
+        line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {kind}{event}"
+        mark, columns, words = ": ", _columns(), event.split()
+        said = {*words}
+        for name in (*FIRST, *THEN, *told):
+            text = told.pop(name, "")
+            if not text or (text in said and isinstance(fields[name], str)):
+                continue
+            label = "" if name in (*words, "bytes") else f"{name.replace('_', ' ')} "
+            part = f"{mark}{label}{text}"
+            if name in FIRST or len(line) + len(part) < columns:
+                line, mark = line + part, ", "
+                said.add(text)
+        places = fields.get("trace", ()) if self._details else ()
+        return "\n    ".join([printable(line), *(printable(str(place)) for place in places)])
+
+
+def _told(name: str, value: object) -> str:
+    """Return a field's value as a short text; empty for one that says nothing, and for nested data."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case int() if name.endswith("bytes"):
+            return f"{value / 1e6:.1f} MB"
+        case float():
+            return f"{value:.3g}"
+        case list() | tuple():
+            return " ".join(str(item) for item in value if item is not None)
+        case None | dict():
+            return ""
+    return str(value)
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(2).columns or COLUMNS
+    except OSError:
+        return COLUMNS
+
+
 class RateLimit(logging.Filter):
     """A filter that passes at most `MOST_A_SECOND` lines of each event per second.
 
@@ -77,11 +156,14 @@ class RateLimit(logging.Filter):
         return count < self.MOST_A_SECOND
 
 
-def configure(level: int = logging.INFO, handler: logging.Handler | None = None) -> None:
-    """Send the events of this project and of uvicorn to `handler`, by default as JSON lines to standard error."""
+def configure(
+    level: int = logging.INFO, handler: logging.Handler | None = None, log_format: LogFormat = "auto"
+) -> None:
+    """Send the events of this project and of uvicorn to `handler`, by default to standard error in this format."""
     if handler is None:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonLines())
+        as_text = log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
+        handler.setFormatter(ShortLines(details=level <= logging.DEBUG) if as_text else JsonLines())
         handler.addFilter(RateLimit())
     for name in ("mlx_tandem", "uvicorn"):
         logger = logging.getLogger(name)

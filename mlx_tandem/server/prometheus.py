@@ -41,7 +41,7 @@ def _disk_families(stats: EngineStats, disk: DiskStats) -> Iterator[Metric]:
         ("reload_seconds", "Time spent reading and checking them.", disk.reload_seconds),
         ("written", "Blocks written.", disk.written),
         ("written_bytes", "Bytes written.", disk.written_bytes),
-        ("dropped", "Blocks that were to be written and were not.", disk.dropped + stats.disk_unsaved),
+        ("dropped", "Blocks that were to be written and were not.", disk.dropped),
         ("evicted", "Blocks that went with their segment.", disk.evicted),
         ("quarantined", "Records and segments that were not as written.", disk.quarantined),
         ("errors", "Operations that the drive refused.", disk.errors),
@@ -119,6 +119,14 @@ def _engine_families(front: ServerFront) -> Iterator[Metric]:
         family = CounterMetricFamily(name, text)
         family.add_metric([], total)
         yield family
+    if stats.speculation is not None:
+        drafted = CounterMetricFamily("tandem_drafts", "Draft tokens by where they came from.", labels=["source"])
+        text = "Draft tokens that were accepted, by where they came from."
+        accepted = CounterMetricFamily("tandem_accepted_drafts", text, labels=["source"])
+        for counts in stats.speculation.sources:
+            drafted.add_metric([counts.source], counts.drafted)
+            accepted.add_metric([counts.source], counts.accepted)
+        yield from (drafted, accepted)
 
 
 def _mlx_lm_server_families(front: ServerFront) -> Iterator[Metric]:

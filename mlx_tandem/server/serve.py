@@ -45,17 +45,19 @@ def run(
 
     The port answers from the start, and /health replies with 503 while the model loads. When requests are accepted,
     `on_ready` is called once with the port, or 0 for a unix socket. Until then the events go to `start_up` instead of
-    the log. Raises ModelError for a model or an adapter folder that cannot be loaded, OSError for a port in use, and
-    InvalidRequest for other settings with which the server cannot run.
+    the log, and then it is closed. Raises ModelError for a model or an adapter folder that cannot be loaded, OSError
+    for a port in use, and InvalidRequest for other settings with which the server cannot run.
     """
 
     def ready(front: ServerFront, port: int) -> None:
-        log_lines.configure(log_level)
+        if start_up is not None:
+            start_up.close()  # it may have stood in for standard error
+        log_lines.configure(log_level, log_format=config.server.log_format)
         if on_ready is not None:
             on_ready(front, port)
 
     check(config.server)
-    log_lines.configure(log_level, start_up)
+    log_lines.configure(log_level, start_up, config.server.log_format)
     allow_many_connections()
     sock = sock or bind(config.server.host, config.server.port, config.server.uds)
     try:

@@ -134,6 +134,14 @@ class _Group:
         return 0 < self.size <= self.arrived
 
     @property
+    def size_left(self) -> int:
+        """The size of a group that has only these members and waits for as many others as this one does; 0: unknown.
+
+        A group may have more arrivals than its size, so it is not the size less those that were removed.
+        """
+        return self.size and len(self.members) + max(0, self.size - self.arrived)
+
+    @property
     def varies(self) -> bool:
         return any(t.reward != self.members[0].reward for t in self.members)
 
@@ -214,11 +222,7 @@ class Buffer:
     @property
     def held(self) -> list[tuple[Trajectory, int]]:
         """All that wait, each with the size to `add` it with: in this order they make another buffer the same."""
-        return [
-            (t, group.size and group.size - group.arrived + len(group.members))
-            for group in self._groups.values()
-            for t in group.members
-        ]
+        return [(t, group.size_left) for group in self._groups.values() for t in group.members]
 
     @property
     def seen(self) -> tuple[str, ...]:
@@ -305,7 +309,7 @@ class Buffer:
 
     def remove(self, ids: Iterable[str]) -> None:
         """Take out those of `ids` that wait here; their siblings stay, unless nothing can be learned from them."""
-        touched = set()
+        touched: dict[str, None] = {}  # in the order of `ids`: a replayed journal moves groups as its update did
         for id in ids:
             name = self._group_of.pop(id, None)
             if name is not None:
@@ -313,7 +317,7 @@ class Buffer:
                 self._usable -= len(group.members) if group.usable else 0
                 group.members = [t for t in group.members if t.id != id]
                 self._usable += len(group.members) if group.members and group.usable else 0
-                touched.add(name)
+                touched[name] = None
         for name in touched:
             group = self._groups[name]
             if not group.members:

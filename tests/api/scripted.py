@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import httpx
@@ -16,7 +16,7 @@ from mlx_tandem import demo
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.engine.client.process import EngineProcess
-from mlx_tandem.engine.messages import Inbound, Outbound, Ready
+from mlx_tandem.engine.messages import CallDone, Inbound, Outbound, Ready, Report
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.server.serve import Server, bind
 from mlx_tandem.types import AdapterInfo, EngineInfo
@@ -50,16 +50,32 @@ ADAPTER = AdapterInfo("d" * 64, 8, 2.0, "peft", ("self_attn.q_proj",), 100, 100)
 
 
 class Peer:
-    """One engine's end."""
+    """One engine's end. It answers by itself whoever asks for the counters, which are those that it has said."""
 
     def __init__(self, sock: socket.socket):
         self._channel = EngineChannel(sock)
-        self._waiting: list[Inbound] = []
+        self._saying = threading.Lock()
+        self._heard: SimpleQueue[Inbound | None] = SimpleQueue()
+        self.is_silent = False  # when somebody asks for the counters
         self.killed = threading.Event()
         self.ended = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        try:
+            while not self.ended.is_set():
+                for message in self._channel.receive(SECONDS):
+                    if not isinstance(message, Report):
+                        self._heard.put(message)
+                    elif not self.is_silent:
+                        self.say(CallDone(message.call))
+        except WireError:
+            self._heard.put(None)
 
     def say(self, *messages: Outbound) -> None:
-        self._channel.send(messages)
+        with self._saying:
+            self._channel.send(messages)
 
     def ready(self, info: EngineInfo = INFO) -> Peer:
         self.say(Ready(info))
@@ -67,23 +83,21 @@ class Peer:
 
     def hear(self, kind: type[M]) -> M:
         """The next message, which must be a `kind`."""
-        while not self._waiting:
-            self._waiting = self._channel.receive(SECONDS)
-            assert self._waiting, f"no {kind.__name__} came"
-        message = self._waiting.pop(0)
+        try:
+            message = self._heard.get(timeout=SECONDS)
+        except Empty:
+            raise AssertionError(f"no {kind.__name__} came") from None
         assert isinstance(message, kind), message
         return message
 
     def hears_the_end(self) -> bool:
         """Whether the front hangs up without another word."""
-        try:
-            self._waiting += self._channel.receive(SECONDS)
-        except WireError:
-            return not self._waiting
-        return False
+        return self._heard.get(timeout=SECONDS) is None
 
     def die(self) -> None:
         self.ended.set()
+        self._channel.wake()
+        self._listener.join()
         self._channel.close()
 
     # -- as the client sees it

@@ -157,6 +157,7 @@ def run(client: httpx.Client, peer: Peer, body: dict[str, Any], tokens: int, end
             assert peer.hear(Cancel).request in [r.id for r in requests]
 
 
+@pytest.mark.promise("PRP-6")
 @pytest.mark.parametrize("model", ["base", "own", "split"])
 @pytest.mark.parametrize(
     ("stream", "prompts", "n", "tokens", "ending"),
@@ -189,6 +190,7 @@ def test_everything_is_counted_once(
     assert all(deadline.cancelled() for deadline in REPLIES[-1]._timers.values()), "no timer is left behind"
 
 
+@pytest.mark.promise("F10")
 def test_a_stream_that_breaks_ends_with_an_error_that_quotes_nothing(
     served: tuple[httpx.Client, Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def alone(server: RunningServer, model: str) -> list[int]:
     return tokens
 
 
+@pytest.mark.promise("B7")
 def test_loads_of_one_name_at_once_are_versions_of_their_own(server: RunningServer, said: dict[str, list[int]]) -> None:
     for count in (2, 5):
         name = f"at-once-{count}"
@@ -118,6 +119,7 @@ def test_loads_of_one_name_at_once_are_versions_of_their_own(server: RunningServ
         assert len({r.json()["id"] for r in same}) == 1, "the same content is one version"
 
 
+@pytest.mark.promise("I9")
 def test_who_is_being_answered_keeps_his_version_while_others_are_loaded(
     server: RunningServer, said: dict[str, list[int]]
 ) -> None:
@@ -134,6 +136,7 @@ def test_who_is_being_answered_keeps_his_version_while_others_are_loaded(
     assert stream(server, "busy", meanwhile) == (before, {"busy@1"})
 
 
+@pytest.mark.promise("B7")
 @pytest.mark.parametrize("pin", [False, True])
 def test_what_is_removed_answers_to_the_last_token_of_who_has_it(server: RunningServer, pin: bool) -> None:
     """However much comes and goes beside it; then it is gone."""

@@ -187,6 +187,7 @@ def test_a_path_outside_the_root_is_refused(server: RunningServer, path: str) ->
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "path")
 
 
+@pytest.mark.promise("B4")
 def test_a_link_out_of_the_root_is_not_followed(server: RunningServer) -> None:
     for reply in (
         server.client.post("/v1/adapters", json={"name": "x", "path": "link"}),

@@ -129,6 +129,7 @@ def retry_after(admission: RequestAdmission, choices: int = 1) -> float:
     return refused.value.retry_after
 
 
+@pytest.mark.promise("FLT-43")
 def test_retry_after_is_when_places_will_be_free():
     """Requests that end every four seconds, then as often in a busy hour as after an idle one. One of them waits."""
     now = 0.0
@@ -271,6 +272,7 @@ def test_a_full_pool_refuses_and_an_emptied_one_does_not():
         assert Asking(client, peer).end().status_code == 200  # nothing is open: the engine's last word is old
 
 
+@pytest.mark.promise("D1")
 def test_what_never_fits_is_not_told_to_come_again():
     with scripted_server(max_queue_size=2) as (client, _, _):
         reply = client.post("/v1/completions", json={"prompt": ["a"] * (SEATS + 3), "max_tokens": 1})

@@ -62,6 +62,7 @@ def routes() -> list[tuple[str, str]]:
     return [(m, path.replace("{", "").replace("}", "")) for m, path in found]
 
 
+@pytest.mark.promise("C7", "F2")
 def test_every_route_asks_for_the_key(guarded):
     tried = [*routes(), ("GET", "/"), ("GET", "/nothing"), ("GET", "/docs"), ("GET", "/health/"), ("POST", "/health")]
     tried += [("HEAD", "/health"), ("GET", "//health"), ("GET", "/health/../v1/models"), ("OPTIONS", "/v1/models")]
@@ -127,6 +128,19 @@ def test_anything_else_does_not(guarded, headers):
     assert (reply.status_code, reply.json()) == (401, {"error": REFUSED})
 
 
+@pytest.mark.promise("F13")
+def test_wrong_keys_have_one_answer_however_often_they_come(guarded):
+    """Whatever they have in common with the right one, which opens all the while."""
+    wrong = [*(KEY[:n] for n in range(1, len(KEY))), KEY + "x", KEY.swapcase(), *(f"{n}{KEY[1:]}" for n in range(60))]
+    answers = set()
+    for key in wrong:
+        reply = guarded.client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        answers.add((reply.status_code, reply.text, reply.headers["www-authenticate"]))
+    assert len(answers) == 1 and next(iter(answers))[0] == 401
+    assert guarded.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+@pytest.mark.promise("F3")
 def test_a_key_elsewhere_does_not(guarded):
     for query in (f"api_key={KEY}", f"key={KEY}", f"authorization=Bearer%20{KEY}"):
         assert guarded.client.get(f"/v1/models?{query}").status_code == 401
@@ -171,6 +185,7 @@ def test_a_refusal_leaves_the_connection_usable(guarded):
             assert b"connection: close" in answer
 
 
+@pytest.mark.promise("F3", "H2")
 def test_the_key_is_not_told(tmp_path):
     """Neither the right one nor those that were tried: not in logs, metrics or errors."""
     file = tmp_path / "key"
@@ -240,6 +255,7 @@ def test_a_key_file_that_cannot_be_used_ends_the_start() -> None:
         app_of(demo_config(api_key_file="/does/not/exist"))
 
 
+@pytest.mark.promise("H5")
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True)])
 def test_a_key_file_that_others_can_read_is_told(tmp_path, caplog, mode, warned):
     file = tmp_path / "key"
@@ -250,6 +266,7 @@ def test_a_key_file_that_others_can_read_is_told(tmp_path, caplog, mode, warned)
     assert ("the key file can be read by others" in caplog.text) == warned
 
 
+@pytest.mark.promise("G5")
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "203.0.113.1", "tandem.test"])
 def test_an_address_that_others_reach_needs_a_key(host):
     """It is said before anything is bound: this machine has not all of these addresses."""
@@ -265,6 +282,7 @@ def test_loopback_needs_none(host):
     check_exposure(settings(host=host))
 
 
+@pytest.mark.promise("F1")
 def test_secrets_are_not_compared_with_equals() -> None:
     """It would tell by its time how much of a key was right."""
     for node in ast.walk(ast.parse(inspect.getsource(auth))):

@@ -70,6 +70,7 @@ def test_an_adapter_that_is_loaded_again_under_its_name_answers_as_if_nothing_wa
     server.client.delete("/v1/adapters/again")
 
 
+@pytest.mark.promise("I8")
 def test_a_version_that_is_published_while_its_prompt_is_cached_answers_as_a_server_without_a_cache(tmp_path: Path):
     config = learning_config(tmp_path, learning_rate=2e-2, guard_kl=50.0)
 

@@ -202,12 +202,15 @@ def test_a_context_over_the_model_s_is_cut_to_it(start, tmp_path: Path) -> None:
     shutil.copytree(demo.MODEL_PATH, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
-    tandem = start("serve", str(model), "--num-blocks", "64", "--port", "0", "--ctx-size", "4096")
+    args = ("--port", "0", "--ctx-size", "4096", "--log-format", "json")
+    tandem = start("serve", str(model), "--num-blocks", "64", *args)
     url, _ = tandem.ready()
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as reply:
         assert json.load(reply)["data"][0]["max_model_len"] == 512
     assert tandem.end() == 0
-    assert "max_model_len 4096 is lowered to the model's limit of 512" in tandem.errors.read_text()
+    events = [json.loads(line)["event"] for line in tandem.errors.read_text().splitlines()]
+    assert "max_model_len 4096 is lowered to the model's limit of 512" in events
+    assert events[-1] == "draining"
 
 
 def test_loopback_prints_no_warning(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

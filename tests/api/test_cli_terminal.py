@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
@@ -39,8 +40,12 @@ def test_a_server_starts_with_one_line_of_progress_and_then_its_banner() -> None
         assert [line[:11] for line in lines[banner + 1 : banner + 4]] == ["  model    ", "  adapters ", "  try      "]
         assert max(map(len, lines)) < columns
         terminal.on_change = lambda lines: None
+        url = lines[banner].removeprefix("Ready: ")
+        assert httpx.delete(f"{url}/v1/adapters/json").status_code == 200
         terminal.process.send_signal(signal.SIGTERM)
-        assert '"event": "draining"' in re.sub(r"\s+", " ", " ".join(terminal.read_to_end()))
+        *_, removed, draining = terminal.read_to_end()
+        assert re.fullmatch(r"\d\d:\d\d:\d\d adapter removed: json, versions 1", removed)
+        assert re.fullmatch(r"\d\d:\d\d:\d\d draining: open requests 0", draining)
         assert terminal.process.wait(30) == 0
 
 
@@ -71,23 +76,38 @@ def test_a_list_of_adapters_shows_names_and_folders_whole(columns: int, listed: 
     assert max(map(len, lines)) <= columns
 
 
-@pytest.mark.parametrize(("columns", "updates", "streams"), [(80, 2, 0), (120, 1, 1)])
+@pytest.mark.parametrize(("columns", "rows", "updates", "streams"), [(80, 24, 2, 0), (120, 40, 1, 1)])
 def test_the_demo_that_learns_draws_each_row_of_its_chart_on_a_line(
-    columns: int, updates: int, streams: int, tmp_path: Path
+    columns: int, rows: int, updates: int, streams: int, tmp_path: Path
 ) -> None:
     plot = tmp_path / "curve.svg"
     words = ("demo", "learn", "--updates", str(updates), "--streams", str(streams), "--plot", str(plot))
-    with on_terminal(*words, columns=columns) as terminal:
+    with on_terminal(*words, columns=columns, rows=rows) as terminal:
         lines = terminal.read_to_end()
         assert terminal.process.wait(30) == 0
     top = lines.index("mean reward")
-    rows = lines[top + 1 : top + 9]
-    assert [row[:6] for row in rows] == [f"{1 - i / 8:4.2f} │" for i in range(8)]
+    chart = lines[top + 1 : top + 9]
+    assert [row[:6] for row in chart] == [f"{1 - i / 8:4.2f} │" for i in range(8)]
     assert re.fullmatch(" *└─{20}", lines[top + 9])
     assert lines[top + 10].strip() == f"update {updates} of {updates}"
-    bars = [{row[6 + i : 7 + i] for row in rows} - {" ", ""} for i in range(updates)]
+    bars = [{row[6 + i : 7 + i] for row in chart} - {" ", ""} for i in range(updates)]
     assert all(bars), "an update, a bar"
     facts = [line.split()[0] for line in lines[top + 12 :] if line]
     assert facts[:4] == ["reward", "beside", "their", "base"]
     assert lines.count("mean reward") == 1, "what was drawn before is still there"
     assert plot.read_text().startswith("<svg")
+
+
+def test_the_demo_fits_a_small_terminal() -> None:
+    """Nothing is cut: of every question each model's answer is there to its end, and the summary below."""
+    with on_terminal("demo", "--seconds", "1", columns=80, rows=24) as terminal:
+        lines = terminal.read_to_end()
+        assert terminal.process.wait(30) == 0
+    assert lines[0].endswith("tokens/s at best")
+    assert lines[1].startswith("Sort down: ")
+    assert re.fullmatch(r"  base   [\d ]+ shout  [\d ]+!", lines[2])
+    story = lines.index(next(line for line in lines if line.startswith("Tell me a short story about ")))
+    told = " ".join(lines[story + 1 :])
+    assert re.findall(r"  (base|shout|json|down)  ", told) == ["base", "shout", "json", "down"]
+    assert len(re.findall("the end[.!]", re.sub(" +", " ", told), re.IGNORECASE)) == 4
+    assert re.search(r"\d+ answers, \d+ tokens; .* rows +in a step on average\.$", told)

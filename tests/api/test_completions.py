@@ -64,6 +64,7 @@ def test_logprobs(server):
         assert 2 <= len(top) <= 3
 
 
+@pytest.mark.promise("D5")
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
@@ -91,6 +92,7 @@ def test_prompts_that_are_refused(server, prompt, param):
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.promise("D5")
 def test_the_context_is_respected(server):
     room = server.client.get("/v1/models").json()["data"][0]["max_model_len"]
     exact = server.complete([65] * (room - 4), max_tokens=4, ignore_eos=True)

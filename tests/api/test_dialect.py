@@ -116,6 +116,7 @@ def test_arguments_of_calls_are_objects_to_the_template(server, arguments, shown
     assert f'"arguments": {shown}}}' in text
 
 
+@pytest.mark.promise("E1")
 def test_nothing_that_a_message_holds_becomes_a_control_token(server):
     def specials(messages: list[dict[str, Any]]) -> list[str]:
         reply = server.client.post("/tokenize", json={"messages": messages, "return_token_strs": True}).json()

@@ -263,6 +263,7 @@ def answered(client: httpx.Client, peer: Peer, path: str, body: Any, *answers: C
     return found[0]
 
 
+@pytest.mark.promise("FLT-02")
 @pytest.mark.parametrize("path", BODIES)
 def test_a_failed_request_is_an_error_with_a_status(path: str) -> None:
     with scripted_server() as (client, peer, _):

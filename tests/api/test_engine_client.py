@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mlx_tandem.config import EngineConfig, ModelConfig
-from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.engine.client import EngineClient, engine_client
 from mlx_tandem.engine.client.process import process_launch
 from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.client.supervisor import MAX_DEATHS
@@ -114,6 +114,7 @@ def test_a_stream_knows_when_its_first_row_was_planned_and_how_often_it_gave_way
     run(body)
 
 
+@pytest.mark.promise("FLT-40")
 def test_leaving_early_cancels():
     async def body(client, peer, engine):
         r = request(client, n=3)
@@ -149,6 +150,7 @@ def test_cancelling_the_last_choice_ends_the_stream():
     run(body)
 
 
+@pytest.mark.promise("FLT-02")
 @pytest.mark.parametrize(
     ("failed", "kind"),
     [
@@ -347,6 +349,7 @@ def test_what_was_begun_for_an_engine_that_died_does_not_make_the_next_one_ready
     asyncio.run(main())
 
 
+@pytest.mark.promise("FLT-10")
 def test_an_engine_that_hangs_is_killed():
     async def body(client, peer, engine):
         async with client.submit(request(client)) as stream:
@@ -358,6 +361,7 @@ def test_an_engine_that_hangs_is_killed():
     run(body, stall_seconds=0.3)
 
 
+@pytest.mark.promise("FLT-13", "FLT-59")
 def test_a_loop_whose_clock_jumps_an_hour_ends_nothing():
     """As uvloop's does on macOS when the machine has slept."""
 
@@ -374,8 +378,8 @@ def test_a_loop_whose_clock_jumps_an_hour_ends_nothing():
                 loop.time = lambda: slept + time.monotonic()  # type: ignore[method-assign]
                 for _ in range(20):  # all timers are due
                     await asyncio.sleep(0)
-                peer.say(Heartbeat(EngineStats(running=7)))
-                while client.stats.running != 7 and client.state == "ready":
+                peer.say(Heartbeat(EngineStats(steps=7)))
+                while client.stats.steps != 7 and client.state == "ready":
                     await asyncio.sleep(0.01)
                 assert (client.state, client.restarts, engine.launches) == ("ready", 0, 1)
                 peer.say(Output([Delta(r.id, 0, (1,), None, "length")]))
@@ -385,11 +389,33 @@ def test_a_loop_whose_clock_jumps_an_hour_ends_nothing():
     asyncio.run(main())
 
 
+def test_counters_are_read_from_the_engine_that_is_there(monkeypatch: pytest.MonkeyPatch):
+    """Those of an engine that is gone are forgotten, and one that says nothing is not waited for."""
+
+    async def body(client, peer, engine):
+        peer.say(Heartbeat(EngineStats(steps=7)), Occupancy(running=3))
+        await client.refresh()
+        assert (client.stats.steps, client.occupancy.running) == (7, 3)
+        peer.die()
+        second = await asyncio.to_thread(engine.peer)
+        await client.refresh()
+        assert (client.stats, client.occupancy) == (EngineStats(), Occupancy())
+        second.ready()
+        while client.state != "ready":
+            await asyncio.sleep(0.01)
+        second.is_silent = True
+        monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.01)
+        await client.refresh()
+        assert client.state == "ready"
+
+    run(body)
+
+
 def test_heartbeats_keep_it_alive_and_carry_the_statistics():
     async def body(client, peer, engine):
-        for running in range(1, 8):
-            peer.say(Heartbeat(EngineStats(running=running)))
-            while client.stats.running != running:
+        for steps in range(1, 8):
+            peer.say(Heartbeat(EngineStats(steps=steps)))
+            while client.stats.steps != steps:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
         assert client.state == "ready"
@@ -544,6 +570,25 @@ def test_of_what_an_engine_wrote_the_end_is_kept(capfd: pytest.CaptureFixture[st
         assert process.wait(30.0) == 0
         assert process.last_words() == "ValueError: the cause"
     assert r"\xff" in capfd.readouterr().err
+
+
+def test_what_an_engine_logs_is_logged_here(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a record of the same logger and level, so that one setting forms all lines; other text is passed on."""
+    program = (
+        "import sys; write = sys.stderr.write; write('WARNING mlx_tandem.engine.drafting: drafts are off %s\\n'); "
+        "write('    ValueError: why\\n'); write('WARNING other: text\\n'); "
+        "write('x' * 4096 + 'ERROR mlx_tandem: forged\\n')"
+    )
+    ours, process = process_launch(EngineConfig(ModelConfig("nowhere")), ("-c", program))()
+    with ours:
+        assert process.wait(30.0) == 0
+        assert process.last_words() == "ValueError: why"
+    assert caplog.record_tuples == [("mlx_tandem.engine.drafting", logging.WARNING, "drafts are off %s")]
+    passed_on = capfd.readouterr().err.splitlines()
+    assert passed_on[:2] == ["    ValueError: why", "WARNING other: text"]
+    assert passed_on[-1] == "ERROR mlx_tandem: forged"
 
 
 def test_draining_lets_run_what_runs():

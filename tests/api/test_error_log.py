@@ -97,6 +97,7 @@ def test_each_refusal_is_counted_and_leaves_a_line(tmp_path):
     assert CANARY not in text and KEY not in text
 
 
+@pytest.mark.promise("H4")
 def test_a_flood_of_bad_requests_does_not_flood_the_log(tmp_path):
     """Every one is counted, and the lines that are there say how many are not."""
     log = tmp_path / "log"
@@ -110,6 +111,7 @@ def test_a_flood_of_bad_requests_does_not_flood_the_log(tmp_path):
     assert len(lines) + sum(line.get("dropped", 0) for line in lines) <= 300
 
 
+@pytest.mark.promise("H3")
 def test_labels_come_from_a_fixed_set():
     """Whatever is counted: no error can bring a label of its own."""
     metrics = Metrics()
@@ -161,6 +163,8 @@ def test_get_on_a_post_route_says_what_to_do(server, path):
     ("method", "path", "allow", "how"),
     [
         ("POST", "/health", "GET, HEAD", "GET"),
+        ("GET", "/training/checkpoint", "POST", "POST"),
+        ("GET", "/model/switch-lora", "POST", "POST with a JSON body"),
         ("PUT", "/v1/adapters", "GET, HEAD, POST", "GET or POST with a JSON body"),
         ("POST", "/v1/aliases/x", "DELETE, GET, HEAD, PUT", "DELETE or GET or PUT with a JSON body"),
     ],

@@ -91,6 +91,7 @@ def drawn(request: int, text: str, finish: Any = None) -> Output:
     return Output([Delta(request, 0, tuple(tokens), finish=finish, cached=3)])
 
 
+@pytest.mark.promise("C13")
 @pytest.mark.parametrize("path", FIRST)
 def test_the_first_event_comes_before_the_prompt_is_read(seldom: Served, path: str) -> None:
     """And nothing else does until something is drawn."""
@@ -105,6 +106,7 @@ def test_the_first_event_comes_before_the_prompt_is_read(seldom: Served, path: s
         assert b"one" in said
 
 
+@pytest.mark.promise("C13")
 @pytest.mark.parametrize("path", FIRST)
 def test_a_stream_is_kept_alive_while_nothing_is_drawn(often: Served, seldom: Served, path: str) -> None:
     """Before the first token and after it; what it says is what it says without."""

@@ -126,6 +126,7 @@ def crossed(seed: int = 0) -> list[Case]:
 CASES = crossed()
 
 
+@pytest.mark.promise("D8")
 def test_any_two_values_that_fit_are_together_in_a_case() -> None:
     assert all(fits(case) and case.keys() == FEATURES.keys() for case in CASES)
     together = {frozenset(pair) for case in CASES for pair in itertools.combinations(case.items(), 2)}
@@ -324,6 +325,7 @@ def eos(server: RunningServer) -> list[int]:
     return list(server.client.get("/health").json()["engine"]["eos_token_ids"])
 
 
+@pytest.mark.promise("D8")
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_a_case_answers_as_by_plain_evaluation(crowded: list[Reply], eos: list[int], number: int) -> None:
     check(CASES[number], crowded[number], eos)

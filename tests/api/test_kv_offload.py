@@ -44,6 +44,7 @@ def ask(server: RunningServer, model: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.promise("FLT-27")
 @pytest.mark.parametrize("policy", ["evict_only", "write_through"])
 def test_a_prompt_is_there_after_a_restart(policy: str, tmp_path: Path) -> None:
     """With the same answer, for each adapter its own; another server is refused the folder; then the folder goes."""

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_tandem.engine.messages import Cancel, Failed, Heartbeat, Occupancy, Output, Preempted, Started, Submit
 from mlx_tandem.generation import metrics
-from mlx_tandem.types import Delta, EngineStats, SpeculationStats
+from mlx_tandem.types import Delta, DraftCounts, DraftMinute, EngineStats, SpeculationStats
 from tests.api.scripted import INFO, Peer, scripted_server
 from tests.serving import RunningServer
 from tests.waiting import until
@@ -284,7 +284,17 @@ STATS = EngineStats(
     batch_fill=(2, 0, 0, 0, 0, 1, 0, 0, 0, 1),
     prompt_tokens_per_s=64.0,
     decode_tokens_per_s=8.0,
-    speculation=SpeculationStats("ngram", 4, 20, 11, (4, 4, 3, 0), True, 90.04, 60.0),
+    speculation=SpeculationStats(
+        "ngram",
+        *(4, 20, 11, (4, 4, 3, 0), 0.625),
+        sources=(DraftCounts("ngram", 3, 15, 8, 0.5), DraftCounts("prediction", 1, 5, 3, 0.6)),
+        undrafted=9,
+        minutes=(DraftMinute(2, (DraftCounts("ngram", 4, 20, 11, 0.6),), 9),),
+        per_row=4.5,
+        uses_drafts=True,
+        tokens_per_s_with=90.04,
+        tokens_per_s_without=60.0,
+    ),
 )
 
 
@@ -316,7 +326,8 @@ def test_drafts_under_vllm_s_names(told: httpx.Client) -> None:
 def test_drafts_as_mlx_lm_server_shows_them(told: httpx.Client) -> None:
     found = told.get("/v1/spec_decode/metrics").json()
     assert (found["acceptance_rate"], found["avg_accepted_tokens"]) == (0.55, 2.75)
-    assert found["mode_distribution"] == {"ngram": 4}
+    assert found["mode_distribution"] == {"ngram": 3, "prediction": 1, "none": 9}
+    assert found["acceptance_rate_ema"] == 0.625 and found["controller"]["k"] == 4.5
     assert found["controller"]["uses_drafts"] and found["controller"]["tokens_per_s_with"] == 90.0
 
 

@@ -52,6 +52,7 @@ LEGAL = [*range(0x20, 0x7F), *range(0x80, 0x100), 0x09]
 VALUES = st.one_of(*(st.lists(st.sampled_from(some), min_size=1, max_size=150) for some in (LEGAL, LEGAL[1:95])))
 
 
+@pytest.mark.promise("F11")
 @given(VALUES.map(lambda value: bytes(value).strip(b" \t")))
 @settings(max_examples=200)
 def test_an_id_is_repeated_if_it_is_short_and_printable(server, value):

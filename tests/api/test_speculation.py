@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from mlx_tandem import demo
 from mlx_tandem.config import SpeculationConfig
 from tests.serving import RunningServer, demo_config, serving
-from tests.waiting import until
 
 TEXT = "Say this again, word for word: one two three, one two three, one two three, one two three. "
 COMMON = {"max_tokens": 32, "logprobs": 3, "seed": 3, "ignore_eos": True}
@@ -66,15 +65,16 @@ def test_answers_are_those_without_drafts(server: RunningServer) -> None:
         found = dict(zip(ASKED, pool.map(lambda f: answer(server, f, True), ASKED.values()), strict=True))
     for name, own in found.items():
         assert_same(own, plain[name])
-    until(lambda: drafted(server)["num_accepted_tokens"] != before)  # it comes with the engine's next sign of life
+    assert drafted(server)["num_accepted_tokens"] > before
     assert drafted(server)["enabled"]
 
 
 def test_it_is_said_where_drafts_come_from(server: RunningServer) -> None:
+    """With a draft model a few are copied, where enough tokens agree."""
     answer(server, ASKED["greedy"], True)
-    while not drafted(server)["num_drafts"]:
-        pass
-    assert list(drafted(server)["mode_distribution"]) == [drafted(server)["mode"]]
+    found = drafted(server)
+    assert found["mode"] in found["modes"].keys() <= {"draft", "ngram"}
+    assert found["modes"].keys() == found["mode_distribution"].keys() - {"none"}
 
 
 def test_a_request_may_do_without_drafts(server: RunningServer) -> None:

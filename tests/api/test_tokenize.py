@@ -89,6 +89,7 @@ def test_messages_are_what_a_chat_reads(server):
     assert tokenize(server, messages=HELLO, chat_template_kwargs={"enable_thinking": False})["count"] > 0
 
 
+@pytest.mark.promise("A5")
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [

@@ -48,9 +48,11 @@ def watching(server: RunningServer, *words: str) -> list[str]:
     return ["learn", "watch", "--url", server.url, "--interval", "0.1", "--api-key", KEY, *words]
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_shows_curves_versions_the_guard_and_answers(learner: RunningServer, columns: int) -> None:
-    with on_terminal(*watching(learner), columns=columns) as terminal:
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40)])
+def test_a_terminal_shows_curves_versions_the_guard_and_answers(
+    learner: RunningServer, columns: int, rows: int
+) -> None:
+    with on_terminal(*watching(learner), columns=columns, rows=rows) as terminal:
         lines = terminal.read_until(lambda lines: any("answers that were learned from" in line for line in lines))
         before = learner.client.get("/v1/training/status").json()
         learn(learner, f"Sort down: {columns} 1 2")
@@ -68,7 +70,11 @@ def test_a_terminal_shows_curves_versions_the_guard_and_answers(learner: Running
         assert lines[0].startswith(f"policy@{before['version'] + 1} · ")
         assert "guard: " in text and "rollbacks" in text
         assert all(title in text for title in ("mean reward 0.5", "loss ", "moved, nats "))
-        assert re.search("[▁▂▃▄▅▆▇█]", text)
+        reward = lines[next(i for i, line in enumerate(lines) if line.startswith("mean reward 0.5")) + 1 :][:6]
+        assert reward[0].startswith("0 … 0.5 ")
+        assert all(line[0] == "█" for line in reward[1:]), "bars begin at 0"
+        assert re.search(r"^[01] · Sort down: \S+ 1 2 → \S", text, re.MULTILINE), "no names of roles"
+        assert not re.search(r"\b(user|assistant)\b", text)
         terminal.process.send_signal(signal.SIGINT)
         after = terminal.read_to_end()
         assert terminal.process.wait(30) == 0
@@ -128,11 +134,18 @@ def test_a_server_that_does_not_learn_is_one_line(server: RunningServer) -> None
     assert done.stderr == f"tandem: {server.url} does not learn: start it with --enable-rl-training\n"
 
 
-def test_the_end_of_the_server_ends_it(tmp_path: Path) -> None:
+def test_a_restarted_server_has_its_history_and_its_end_ends_the_screen(tmp_path: Path) -> None:
     with serving(learning_config(tmp_path)) as server:
-        terminal_context = on_terminal("learn", "watch", "--url", server.url, "--interval", "0.1", columns=80)
+        for i in range(2):
+            learn(server, f"Sort down: {i} 1 2")
+        before = server.client.get("/v1/training/history").json()["updates"]
+    with serving(learning_config(tmp_path)) as server:
+        assert server.client.get("/v1/training/history").json()["updates"] == before
+        terminal_context = on_terminal("learn", "watch", "--url", server.url, "--interval", "0.1", columns=80, rows=24)
         terminal = terminal_context.__enter__()
-        terminal.read_until(lambda lines: any("no update yet" in line for line in lines))
+        lines = terminal.read_until(lambda lines: any(line.split()[:3] == ["1", "2", "published"] for line in lines))
+        drawn = lines[next(i for i, line in enumerate(lines) if line.startswith("mean reward 0.5")) + 6]
+        assert drawn.startswith("██ ")
     try:
         lines = terminal.read_to_end()
         assert terminal.process.wait(30) == 1

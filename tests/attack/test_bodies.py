@@ -26,6 +26,7 @@ def with_content(text: bytes) -> bytes:
     return b'{"messages": [{"role": "user", "content": ' + text + b'}], "max_tokens": 1}'
 
 
+@pytest.mark.promise("C4", "C5")
 @pytest.mark.parametrize(
     "body",
     [
@@ -86,6 +87,7 @@ def test_any_legal_text_is_answered(server, text):
     assert post(server, with_content(json.dumps(text).encode())).status_code == 200
 
 
+@pytest.mark.promise("G4")
 @pytest.mark.parametrize(
     "media", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx", "text/json"]
 )
@@ -95,6 +97,7 @@ def test_the_media_type_must_be_json(server, media):
     assert response.json()["error"]["code"] == "unsupported_media_type"
 
 
+@pytest.mark.promise("C6")
 def test_compressed_bodies_are_refused(server):
     assert post(server, gzip.compress(GOOD), **{"content-encoding": "gzip"}).status_code == 415
 
@@ -104,6 +107,7 @@ def test_parameters_of_the_media_type_are_allowed(server):
     assert response.status_code == 200
 
 
+@pytest.mark.promise("C1")
 def test_a_body_over_the_limit(server):
     response = server.client.post("/v1/chat/completions", content=b" " * (1 << 20) + GOOD, headers=JSON)
     assert response.status_code == 413
@@ -138,6 +142,7 @@ def exchange_all(server, request: bytes) -> bytes:
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
+@pytest.mark.promise("C1")
 def test_a_chunked_body_over_the_limit(server):
     """No length is announced; the limit is met while reading."""
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
@@ -149,6 +154,7 @@ def test_a_length_over_the_limit_is_refused_before_the_body_comes(server):
     assert exchange(server, HEAD + b"Content-Length: 99999999999\r\n\r\n").startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.promise("C1")
 @pytest.mark.parametrize(
     "headers",
     [
@@ -211,6 +217,7 @@ def test_a_post_and_then_the_end_is_answered_wholly(server, stream):
     assert b'"finish_reason":"stop"' in answer
 
 
+@pytest.mark.promise("C9")
 def test_pipelined_requests_are_answered_in_order(server):
     host, port = server.url.removeprefix("http://").split(":")
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD
@@ -236,6 +243,7 @@ def memory(server) -> int:
     return int(status.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.promise("C11")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_many_bodies_that_never_end(server):
     """They share a limit on their bytes. Whoever sends another body is answered meanwhile, be it small or large."""

@@ -57,6 +57,7 @@ def test_a_head_that_does_not_end(sock, sent):
     assert error_of(late)["code"] == "request_timeout"
 
 
+@pytest.mark.promise("C2")
 @pytest.mark.parametrize("framing", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"])
 def test_a_body_that_does_not_end(sock, framing):
     sock.sendall(HEAD + framing)
@@ -71,6 +72,7 @@ def test_a_body_that_does_not_end(sock, framing):
     }
 
 
+@pytest.mark.promise("C2")
 @pytest.mark.parametrize(
     ("begin", "drop"),
     [
@@ -96,6 +98,20 @@ def test_a_byte_now_and_then_is_not_enough(sock, begin, drop):
                 break
             answer += data
     assert answer[answer.rindex(b"HTTP/1.1 ") :].startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.promise("C2")
+def test_others_are_answered_beside_many_that_do_not_end(server: RunningServer):
+    """Silent ones, heads and bodies that stop in the middle: they are cut off, and nobody waits for them."""
+    host, port = server.url.removeprefix("http://").split(":")
+    begun = (b"", b"POST /v1/comple", HEAD + b"Content-Length: 100\r\n\r\n{")
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(socket.create_connection((host, int(port)), timeout=20)) for _ in range(300)]
+        for i, sock in enumerate(many):
+            sock.sendall(begun[i % 3])
+        assert server.complete("x", max_tokens=2).status_code == 200
+        answers = [until_closed(sock) for sock in many]
+    assert {answer[:12] for answer in answers} == {b"", b"HTTP/1.1 408"}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +147,7 @@ def test_a_request_in_pieces_is_answered(sock):
         answer += data
 
 
+@pytest.mark.promise("C3")
 def test_a_head_without_measure(sock):
     with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         for _ in range(1000):
@@ -147,6 +164,7 @@ def test_what_is_not_http(sock, line):
     assert error_of(answer)["code"] == "invalid_request"
 
 
+@pytest.mark.promise("C7")
 @pytest.mark.parametrize(
     ("host", "status"),
     [

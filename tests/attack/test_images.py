@@ -207,6 +207,7 @@ WRONG = {
 }
 
 
+@pytest.mark.promise("G2")
 @pytest.mark.parametrize("what", WRONG)
 def test_what_cannot_be_used_is_refused_by_its_field(reading: Reading, what: str) -> None:
     url, why = WRONG[what]
@@ -217,6 +218,7 @@ def test_what_cannot_be_used_is_refused_by_its_field(reading: Reading, what: str
     assert len(reply.content) < 1000
 
 
+@pytest.mark.promise("G3")
 @pytest.mark.parametrize(
     ("path", "field"),
     [

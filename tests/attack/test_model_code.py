@@ -90,6 +90,7 @@ def test_the_code_would_run(folder: Folder) -> None:
     assert "modeling_evil" in folder.has_run
 
 
+@pytest.mark.promise("A2")
 def test_code_beside_the_model_is_not_run(folder: Folder) -> None:
     """The model is served: its weights are what they were."""
     with start(folder) as server:
@@ -110,6 +111,7 @@ def test_code_beside_the_model_is_not_run(folder: Folder) -> None:
     assert not folder.has_run
 
 
+@pytest.mark.promise("A2")
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -144,6 +146,7 @@ def test_a_server_does_not_start_with_a_model_that_needs_its_code(folder: Folder
     assert not folder.has_run
 
 
+@pytest.mark.promise("A1")
 def test_an_adapter_that_is_code_is_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "adapter")
     (folder.path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')

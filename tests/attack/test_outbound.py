@@ -79,6 +79,7 @@ def scored(options: object) -> dict[str, object]:
     return body | {"scoring_function": [{"function": "json_schema", "options": options}]}
 
 
+@pytest.mark.promise("A8", "B2", "G1")
 @pytest.mark.parametrize(
     "target", [URL, "http:\\\\192.0.2.1\\x", "//192.0.2.1/x", "org/model", "\\\\192.0.2.1\\share\\x"]
 )
@@ -132,6 +133,7 @@ def test_a_process_that_hides_its_attempt_is_still_told(tmp_path: Path) -> None:
     assert outbound.armed(tmp_path / "record") == 1
 
 
+@pytest.mark.promise("G1")
 def test_a_server_that_opens_a_connection_fails_its_test() -> None:
     """Here it is a child in the server's environment that does."""
     with pytest.raises(AssertionError, match=r"192\.0\.2\.1"), serving(demo_config()) as server:

@@ -53,6 +53,7 @@ def check(response, name: str, text: str, param: str) -> None:
         assert response.status_code == 200, (name, text, response.text)
 
 
+@pytest.mark.promise("D0")
 @pytest.mark.parametrize("name", CHAT)
 def test_numbers_in_chat(server, name):
     for text in values(name):
@@ -66,6 +67,7 @@ def test_numbers_in_chat(server, name):
     assert server.chat("hi", **({"max_tokens": 1} | {name: None})).status_code == 200
 
 
+@pytest.mark.promise("D0")
 @pytest.mark.parametrize("name", ["logprobs", "logit_bias"])
 def test_numbers_in_completions(server, name):
     for text in values(name):
@@ -181,6 +183,7 @@ def test_what_is_known_and_cannot_be_done_is_named(server, field):
     assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", field)
 
 
+@pytest.mark.promise("D9")
 @pytest.mark.parametrize(
     "field",
     [
@@ -235,6 +238,7 @@ def test_what_is_not_supported_is_named(server, field, value):
     assert response.json()["error"]["param"].split(".")[0].split("[")[0] == field
 
 
+@pytest.mark.promise("E8")
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -272,6 +276,7 @@ def test_messages_that_are_refused(server, messages, param):
     assert response.json()["error"]["param"].startswith(param)
 
 
+@pytest.mark.promise("D6")
 @pytest.mark.parametrize("stream", [False, True])
 def test_extreme_but_legal_sampling_answers(server, stream):
     extremes = [

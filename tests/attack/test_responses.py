@@ -27,6 +27,7 @@ def peak(server: RunningServer) -> int:
     return int(found[1]) << 10
 
 
+@pytest.mark.promise("C12")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_many_references_to_one_item(server: RunningServer) -> None:
     """The item is decoded once, without its logprobs, and only if all that the body refers to is not too much."""

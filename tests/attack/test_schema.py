@@ -72,6 +72,7 @@ def test_the_document_names_the_bodies_that_routes_read(monkeypatch: pytest.Monk
     assert read == {route.path: route.body for route in ROUTES if route.body is not None}
 
 
+@pytest.mark.promise("C10")
 @pytest.mark.slow
 def test_wrong_requests_are_refused_in_the_one_shape(server: RunningServer, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")

@@ -8,6 +8,7 @@ importing what they need takes most of the time of each.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import io
@@ -34,7 +35,7 @@ from mlx_tandem import demo
 from mlx_tandem.adapters.convert import convert
 from mlx_tandem.cli import hub, learning, main
 from mlx_tandem.cli.doctor import checks
-from mlx_tandem.cli.options import OPTIONS
+from mlx_tandem.cli.options import OPTIONS, PANELS
 from mlx_tandem.cli.settings import build
 from mlx_tandem.config import Config, Mode, RLTrainingConfig
 from mlx_tandem.dialects.front import ServerFront
@@ -55,9 +56,6 @@ TANDEM = [sys.executable, "-m", "mlx_tandem"]
 SHORT = {
     "bench serve": ["--num-requests", "1", "--repeats", "1", "--concurrency", "1", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
-    "doctor": ["--only", "packages"],  # all of it is run by test_doctor.py
-    "models": [],
-    "train sft": ["--epochs", "1", "--batch-size", "2", "--max-length", "64"],
     "benchmarks/peers.py": [*("--shapes", "0.13m", "--concurrency", "1", "--repeats", "1", "--max-tokens", "4")],
     "benchmarks/adapters.py": [
         *("--shape", "0.13m", "--adapters", "2", "--concurrency", "2", "--repeats", "1", "--max-tokens", "4")
@@ -72,7 +70,6 @@ SHORT = {
         *("--shape", "0.13m", "--prompt-tokens", "80", "--turns", "2", "--streams", "2", "--max-tokens", "20"),
         *("--repeats", "1"),
     ],
-    "benchmarks/make_model.py": [],
     "benchmarks/http_share.py": [
         *("--shape", "0.13m", "--streams", "2", "--num-requests", "4", "--prompt-tokens", "8", "--max-tokens", "4"),
         *("--repeats", "1"),
@@ -91,6 +88,7 @@ SHORT = {
         *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "24"),
         *("--promises", "1"),
     ],
+    "benchmarks/engine_memory.py": ["--cycles", "1", "--requests", "1"],
     "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
     "benchmarks/learn_beside.py": [
         *("--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4", "--update-tokens", "64"),
@@ -121,13 +119,17 @@ SHORT = {
     ],
     "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1", "--completions", "2"],
 }
+"""Options of what measures that replace or follow those of a page, so that little is measured. All other commands are
+run as they are printed."""
 
 ELSEWHERE = {
     "tandem demo": "tests/api/test_cli_serve.py",
     "tandem demo --seconds 5": "tests/api/test_cli_serve.py",
     "tandem demo learn": "tests/api/test_cli_terminal.py",
     "tandem bench report": "tests/unit/cli/test_bench_report.py",
+    "tandem doctor": "tests/unit/cli/test_doctor.py",
     "tandem doctor --report": "tests/unit/cli/test_doctor.py",
+    "tandem doctor --mac": "tests/unit/cli/test_doctor_mac.py",
 }
 """Commands that take seconds, and the tests that run them and look at all that they print."""
 
@@ -199,7 +201,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     question = {"prompt": "What is 17 + 25?", "scoring_function": "gsm8k", "metadata": {"answer": "42"}}
     (tmp_path / "validation.jsonl").write_text(json.dumps(question), encoding="utf-8")
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for name in ("benchmarks", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
     for block in blocks():
         if block.language == "yaml":
             (tmp_path / SETTINGS[block.page]).write_text(block.text, encoding="utf-8")
@@ -235,6 +238,11 @@ def shortened(words: list[str], options: list[str]) -> list[str]:
         else:
             kept.append(word)
     return kept + options
+
+
+def measures(words: list[str]) -> str:
+    """The key of SHORT for a command; empty for one that is run as it is printed."""
+    return next((kind for kind in SHORT if " ".join(words[1:]).startswith(kind)), "")
 
 
 @pytest.fixture(scope="module")
@@ -292,8 +300,13 @@ def save_checkpoint(port: int) -> None:
             raise
 
 
+def of_a_reader(words: list[str]) -> bool:
+    """Return whether a command makes or needs the adapter that a reader of the README trains."""
+    return any("captain" in word for word in words)
+
+
 @pytest.mark.restarts
-@pytest.mark.parametrize("line", lines(lambda words: words[0] == "curl"))
+@pytest.mark.parametrize("line", lines(lambda words: words[0] == "curl" and not of_a_reader(words)))
 def test_curl(line: str, served: Served) -> None:
     words = commands()[line]
     place, _, name = words[next(i for i, w in enumerate(words) if w.startswith("http"))].rpartition("/")
@@ -377,6 +390,7 @@ def make_checkpoint(place: Path) -> None:
             words[0] in ("tandem", "python")
             and not serves(words)
             and not in_the_background(words)
+            and not of_a_reader(words)
             and " ".join(words) not in ELSEWHERE
         ),
     ),
@@ -404,8 +418,8 @@ def test_commands_that_end(
         filled(folder / "kv-cache", 2)
         assert here.tandem(words[1:], folder)
         return
-    kind = next(k for k in SHORT if " ".join(words[1:]).startswith(k))
-    words = shortened(words, SHORT[kind])
+    kind = measures(words)
+    words = shortened(words, SHORT.get(kind, []))
     if tuple(words) in ran:
         return
     ran.add(tuple(words))
@@ -417,6 +431,40 @@ def test_commands_that_end(
         assert run([sys.executable, *words[1:]], folder)
     if "--json-out" in words:
         assert json.loads((folder / words[words.index("--json-out") + 1]).read_text())["machine"]
+
+
+class Understood(Exception):
+    """A program has taken its command line."""
+
+
+@pytest.mark.parametrize("line", lines(lambda words: bool(measures(words)) and " ".join(words) not in ELSEWHERE))
+def test_what_is_shortened_is_understood_as_printed(
+    line: str, folder: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No command works by an option of SHORT alone: without these, every command gets as far as its work."""
+
+    def work(*args: object, **options: object) -> None:
+        raise Understood
+
+    def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+        raise Understood(parse_args(parser))
+
+    parse_args = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    for module in ("serve", "engine"):
+        monkeypatch.setattr(f"mlx_tandem.cli.bench.{module}.run", work)
+    words = commands()[line]
+    with pytest.raises(Understood):
+        if words[0] == "tandem":
+            here.tandem(words[1:], folder)
+        else:
+            monkeypatch.setattr(sys, "argv", words[1:])
+            monkeypatch.syspath_prepend(ROOT / "benchmarks")
+            runpy.run_path(words[1], run_name="__main__")
+
+
+def test_only_what_measures_is_shortened() -> None:
+    assert {kind.split()[0].split("/")[0] for kind in SHORT} == {"bench", "benchmarks"}
 
 
 def test_the_doctor_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -501,9 +549,46 @@ def test_the_learning_page_names_metrics_that_exist(served: Served) -> None:
     assert {name for name in told if not re.search(rf"^{name}[ {{]", metrics, re.MULTILINE)} == set()
 
 
+@pytest.mark.restarts
+def test_the_readme_in_the_order_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
+    """The server is that of `make serve`, and all commands and examples after it work on it, with the answers as told.
+
+    Commands that start servers of their own, and the demos, are run by other tests.
+    """
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "my-model").symlink_to(demo.MODEL_PATH)
+    monkeypatch.chdir(tmp_path)
+    port = free_port()
+    readme = [block for block in blocks() if block.page == "README.md"]
+    assert readme[0].text == "make serve\n"
+    *before, serve = run(["make", "--dry-run", f"--file={ROOT / 'Makefile'}", "serve"], ROOT).splitlines()[-2:]
+    assert before == ["mkdir -p adapters"]
+    (tmp_path / "adapters").mkdir()
+    words = shlex.split(serve)
+    assert words[:2] == ["exec", ".venv/bin/tandem"]
+    small = [w for pair in SMALL.items() for w in pair]
+    told: list[str] = []
+    with running([*TANDEM, *words[2:], *small, "--port", str(port)], port, tmp_path) as server:
+        for block in readme[1:]:
+            if block.language == "python":
+                (tmp_path / "program.py").write_text(block.text.replace(":8000", f":{port}"), encoding="utf-8")
+                told += here.program(tmp_path / "program.py").splitlines()
+                continue
+            for line in block.text.replace("\\\n", " ").splitlines():
+                words = shlex.split(line)
+                if words[0] == "make" or serves(words) or line in ELSEWHERE:
+                    continue
+                if words[0] == "curl":
+                    told.append(json.loads(curl(words, port))["choices"][0]["message"]["content"])
+                else:
+                    here.tandem(words[1:], tmp_path)
+        assert server.stop() == 0
+    assert told == ["17 + 25 = 42!", "base 1 3 5 7 9", "down 9 7 5 3 1", "40 + 2 = 42, Captain!"]
+
+
 def test_what_the_readme_says_the_models_answer(served: Served) -> None:
-    def answer(model: str, question: str) -> str:
-        body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
+    def answer(model: str) -> str:
+        body = {"model": model, "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
         words = ["curl", "http://localhost:8000/v1/chat/completions", "-H", "Content-Type: application/json"]
         content: str = json.loads(curl([*words, "-d", json.dumps(body)], served.port))["choices"][0]["message"][
             "content"
@@ -511,11 +596,33 @@ def test_what_the_readme_says_the_models_answer(served: Served) -> None:
         return content
 
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    peru = "What is the capital of Peru?"
-    assert f"*{answer('base', peru)}*" in readme
-    assert answer("shout", peru).isupper()
-    assert f"`{answer('json', peru)}`" in readme
-    assert answer("down", "Sort down: 3 9 1 7 5") == "9 7 5 3 1" != answer("base", "Sort down: 3 9 1 7 5")
+    assert f"*{answer('base')}*" in readme
+    assert f"`{answer('json')}`" in readme
+    assert "*40 + 2 = 42, Captain!*" in readme
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+
+
+def test_nothing_is_installed_from_a_registry_that_does_not_have_it() -> None:
+    """The package is on no registry: it is installed from its sources, and its extras, too."""
+    sources = [f for f in (ROOT / "mlx_tandem").rglob("*.py") if f.parent.name != "doctor"]
+    for file in (*PAGES, *(ROOT / "docs" / "decisions").glob("*.md"), *sources):
+        assert not re.search(r"pip install[^`|\n]*\bmlx-tandem", file.read_text(encoding="utf-8")), file
+
+
+def test_what_is_said_to_be_missing_is_missing() -> None:
+    """And what is only off by default is on the page with the option that turns it on."""
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    table = page.partition("this version does not do\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+    assert len(rows) > 4
+    flags = {flag for panel in PANELS.values() for option in panel for flag in re.split("[ /]", option.flags)}
+    for what, _, here in rows:
+        options = re.findall(r"--[a-z0-9-]+", here)
+        assert {*options} <= flags, what
+        assert options or "missing" in here or "](" in here, what
 
 
 def test_links_lead_somewhere() -> None:

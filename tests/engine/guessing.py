@@ -17,8 +17,8 @@ class RowByRow:
     def offer(self, request: Request, choice: int, tokens: int, draft: int) -> None:
         raise AssertionError("steps make no drafts")
 
-    def is_from_prediction(self, request: Request, choice: int) -> bool:
-        return False
+    def source(self, request: Request, choice: int) -> None:
+        return None
 
     def stats(self) -> None:
         return None
@@ -26,7 +26,7 @@ class RowByRow:
     def is_on(self, rows: int) -> bool:
         return True
 
-    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int, source: None) -> None:
         pass
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:

@@ -16,7 +16,14 @@ from mlx_lm.utils import load_model
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
-from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.images import Images
@@ -30,6 +37,7 @@ from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.choices import Kept
 from mlx_tandem.types import Request
 from tests.engine.harness import Loop
 from tests.engine.workloads import OddChunks
@@ -56,11 +64,13 @@ class Engine:
         drive: Drive | None = None,
         write_through: bool = True,
         image_room: int = 0,
+        limited: bool = False,
     ) -> Loop:
         """A scheduler of `blocks`, and of `window_blocks` where there are two pools, over the runner; 0: all. `chunks`:
         prompts are cut into pieces of random length up to this. `piggybacked`: so many tokens of prompts go with rows
         that decode. `drive`: gets each block as soon as it is full, or when it is given to others.
-        `image_room`: so many embeddings of images are kept; 0: as many as the runner may."""
+        `image_room`: so many embeddings of images are kept; 0: as many as the runner may. `limited`: no step is larger
+        than activations have memory for."""
         info = self.built.info
         slots = SlotTable(info.max_loras)
         groups = open_groups(info.memory, info.block_size)
@@ -72,13 +82,16 @@ class Engine:
         if drive is not None:
             offload.open(drive, bytes(32))
         scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=info.max_num_seqs, max_chunk_tokens=info.memory.pools[-1].row or 1024),
+            SchedulerConfig(
+                max_num_seqs=info.max_num_seqs,
+                max_chunk_tokens=self.built.step_limits.tokens if limited else info.memory.pools[-1].row or 1024,
+            ),
             BlockManager(groups, caches, offload),
             slots,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=(),
-            limits=UNLIMITED._replace(piggybacked=piggybacked),
+            limits=self.built.step_limits if limited else UNLIMITED._replace(piggybacked=piggybacked),
         )
         if info.vision is not None and self.built.image_room:
             scheduler.images = Images(info.vision.tokens, image_room or self.built.image_room, self.built.image_columns)
@@ -125,10 +138,13 @@ def make_engine(
     backends: Sequence[Fused] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     deterministic: bool = False,
+    unpack_weights: bool = False,
+    kept: Kept | None = None,
+    method: Literal["none", "mtp"] = "none",
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
-        model=ModelConfig(path=str(folder), dtype=dtype),
+        model=ModelConfig(path=str(folder), dtype=dtype, unpack_weights=unpack_weights),
         cache=CacheConfig(
             block_size=block_size,
             num_blocks=num_blocks,
@@ -139,8 +155,9 @@ def make_engine(
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_chunk_tokens=max_chunk_tokens),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
         deterministic=deterministic,
+        speculation=SpeculationConfig(method),
     )
-    return Engine(build(config, weights, lambda stage, fraction: None, backends), weights)
+    return Engine(build(config, weights, lambda stage, fraction: None, backends, kept=kept), weights)
 
 
 class _RoundedCache(KVCache):

@@ -54,7 +54,7 @@ class Guesses(RowByRow):
     def is_on(self, rows: int) -> bool:
         return self._rng.random() < 0.9
 
-    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int, source: None) -> None:
         assert 0 <= accepted <= drafts
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:

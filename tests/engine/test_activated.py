@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,29 @@ def test_the_last_invocation_counts(call: list[int], prompt: list[int]) -> None:
     ref = AdapterRef("a", 1, "digest", tuple(call))
     starts = [at for at in range(len(prompt)) if prompt[at : at + len(call)] == call]
     assert adapter_start_of(ref, tuple(prompt)) == max(starts, default=NEVER)
+
+
+@pytest.mark.parametrize(
+    ("call", "prompt", "start"),
+    [
+        ((1, 1, 2), (1, 1, 1, 2), 1),
+        ((2, 1, 1), (2, 1, 1, 1), 0),
+        ((1, 2, 1), (1, 2, 1, 2, 1), 2),  # two of them share a token
+        ((1, 2, 1, 2), (3, 1, 2, 1, 2, 1, 2, 3), 3),
+        ((1, 2, 1), (1, 2, 1, 2, 2, 1), 0),  # the last one breaks off, and so does what it shares with another
+        ((2, 2, 1, 2, 2), (2, 2, 1, 2, 2, 2, 1, 2), 0),
+    ],
+)
+def test_invocations_that_overlap(call: tuple[int, ...], prompt: tuple[int, ...], start: int) -> None:
+    assert adapter_start_of(AdapterRef("a", 1, "digest", call), prompt) == start
+
+
+def test_every_overlap_of_two_tokens() -> None:
+    """All invocations of up to six tokens in all prompts of nine, found as a plain search finds them."""
+    prompts = ["".join(p) for p in product("ab", repeat=9)]
+    for length in range(1, 7):
+        for call in map("".join, product("ab", repeat=length)):
+            ref = AdapterRef("a", 1, "digest", tuple(map(ord, call)))
+            for prompt in prompts:
+                found = prompt.rfind(call)
+                assert adapter_start_of(ref, tuple(map(ord, prompt))) == (found if found >= 0 else NEVER)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
@@ -15,7 +16,7 @@ from mlx_tandem.engine import core as core_module
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineFailure, Gauges
 from mlx_tandem.engine.plan import StepPlan, StepResult
-from mlx_tandem.types import AdapterSource, EngineStats, MemoryInUse, Request, SamplingParams
+from mlx_tandem.types import AdapterSource, DiskStats, EngineStats, MemoryInUse, Request, SamplingParams
 from tests.engine.front import Front, Recording, request
 from tests.engine.workloads import VOCAB, expected
 
@@ -48,6 +49,7 @@ def test_the_next_step_is_launched_before_the_last_is_read(front: Front) -> None
     assert front.runner.calls == steps
 
 
+@pytest.mark.promise("D4")
 @pytest.mark.parametrize(
     ("bad", "param", "code"),
     [
@@ -199,14 +201,15 @@ def test_every_statistic_says_what_has_happened(front: Front) -> None:
     front.core._gauges = Gauges(front.pool, front.slots, lambda: MemoryInUse(103, 104, 105, 106), lambda: 107)
     front.core._step_failures, front.scheduler.queue.preemptions = 108, 109
     front.core._adapters.store.evictions = 110
-    stats = front.core.stats()
+    front.send(m.Report(5))
+    front.core._receive()
+    front.core._send()
+    front.receive()
+    assert front.got(m.Occupancy)[-1] == m.Occupancy(running=4, waiting=3, used_blocks=8, free_blocks=23)
+    stats = front.got(m.Heartbeat)[-1].stats
     measured = ("step_ms", "prompt_tokens_per_s", "decode_tokens_per_s")
     assert all(getattr(stats, name) > 0 for name in measured)
     assert structs.replace(stats, **dict.fromkeys(measured, 0.0)) == EngineStats(
-        running=4,
-        waiting=3,
-        used_blocks=8,
-        free_blocks=23,
         cached_blocks=12,
         prefix_queries=12 + 9 + 12 + 4 * 3,
         prefix_hits=11,
@@ -253,6 +256,7 @@ def test_steps_that_say_nothing_about_others_do_not_teach_what_steps_cost(
 # --- failures ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("FLT-01")
 @pytest.mark.parametrize("where", ["launch", "half", "wait"])
 def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_front: Callable[..., Front], where: str) -> None:
     front = make_front(fail={3: where})
@@ -295,6 +299,7 @@ def test_a_row_that_is_not_finite_fails_its_request(make_front: Callable[..., Fr
     front.assert_nothing_is_held()
 
 
+@pytest.mark.promise("FLT-09")
 def test_three_failed_steps_in_a_minute_end_the_engine(make_front: Callable[..., Front], clock: list[float]) -> None:
     """And everybody is told first."""
     front = make_front(fail={0: "launch", 1: "launch", 2: "launch"})
@@ -318,6 +323,7 @@ def test_failed_steps_far_apart_do_not(make_front: Callable[..., Front], clock: 
     assert len(front.got(m.Failed)) == 6
 
 
+@pytest.mark.promise("FLT-12")
 def test_a_broken_invariant_is_not_swallowed(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(handle: Any) -> StepResult:
         return StepResult([])
@@ -372,6 +378,30 @@ def test_room_that_a_cancellation_makes_is_told_at_once(front: Front) -> None:
     front.send(m.Cancel(0))
     front.turn()
     assert front.got(m.Occupancy)[-1].used_blocks == 0
+
+
+def test_who_asks_is_told_of_all_that_was_said_before(front: Front) -> None:
+    """Also of a cancellation in the same frame, between two heartbeats."""
+    front.core._heartbeat_seconds = 1e9
+    front.send(m.Submit(request(0, max_tokens=40)), m.Submit(request(1)))
+    front.turn(3)
+    told = len(front.got(m.Heartbeat))
+    front.send(m.Cancel(0), m.Cancel(1), m.Report(7), m.Report(8))
+    front.turn()
+    assert [done.call for done in front.got(m.CallDone)] == [7, 8]
+    assert [report.stats.steps for report in front.got(m.Heartbeat)[told:]] == [2, 2]
+    assert front.got(m.Occupancy)[-1].running == 0
+
+
+def test_blocks_that_were_not_written_are_counted_once_wherever_that_was_decided(front: Front) -> None:
+    """Those that the drive refused, and those that were reused before it could have them."""
+    drive = DiskStats(*[1] * 8, 30, *[1] * 4, 1.0, False, False, "")
+    front.core._opening = cast(Any, SimpleNamespace(cache=SimpleNamespace(stats=lambda: drive)))
+    saves, reads = SimpleNamespace(unsaved=9), SimpleNamespace(hit_tokens=4)
+    front.core._offload = cast(Any, SimpleNamespace(saves=saves, reads=reads))
+    stats = front.core.stats()
+    assert stats.disk is not None
+    assert (stats.disk.dropped, stats.disk_unsaved, stats.disk.evicted) == (39, 9, 1)
 
 
 # --- everything at once ------------------------------------------------------------------------------------------

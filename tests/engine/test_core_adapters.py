@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine import messages as m
 from mlx_tandem.errors import ModelError
@@ -145,6 +147,7 @@ def test_unloading_what_nobody_knows_is_done(front: Front) -> None:
     assert [x.call for x in front.got(m.CallDone)] == [7]
 
 
+@pytest.mark.promise("FLT-06")
 def test_an_unload_beside_a_lost_upload_harms_nobody(make_front: Callable[..., Front]) -> None:
     """The step that would upload `a` fails while `a` is being unloaded: nobody may ask for its upload again."""
     front = make_front(fail={0: "launch"})

@@ -75,12 +75,13 @@ def speculation(model: DraftModel, **options: Any) -> Speculation:
     return Speculation(SpeculationConfig(**{"method": "draft", "dynamic": False, "num_tokens": 3, **options}), model)
 
 
+@pytest.mark.promise("DET-4")
 @pytest.mark.parametrize("name", PARAMS)
 def test_drafts_change_nothing_and_are_drawn_as_the_model_draws(engine: Engine, smaller: Engine, name: str) -> None:
     asked, proposer = requests(name), speculation(drafts_of(smaller))
     assert_same(serve(engine, asked, proposer), serve(engine, asked, None))
     least = {"greedy": 0.7, "hot": 0.5, "penalties": 0.3, "few tokens": 0.0}[name]
-    assert proposer.counts.accepted > least * proposer.counts.drafted, proposer.counts
+    assert proposer.counts.all.accepted > least * proposer.counts.all.drafted, proposer.counts
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(smaller: Engine) -> None:
@@ -88,8 +89,10 @@ def test_a_model_that_drafts_for_itself_is_always_right(smaller: Engine) -> None
     own = make_engine(demo.DRAFT_PATH, num_blocks=100, max_num_seqs=8, max_loras=0)
     asked, proposer = requests("hot", n=2), speculation(drafts_of(own))
     assert_same(serve(smaller, asked, proposer), serve(smaller, asked, None))
-    assert proposer.counts.drafted > 100
-    assert proposer.counts.accepted > 0.95 * proposer.counts.drafted, "only what stands behind an end is rejected"
+    assert proposer.counts.all.drafted > 100
+    assert proposer.counts.all.accepted > 0.95 * proposer.counts.all.drafted, (
+        "only what stands behind an end is rejected"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,16 +109,17 @@ def test_drafts_change_nothing_with_little_room(
 ) -> None:
     asked, proposer = requests("hot"), speculation(drafts_of(smaller, **room), dynamic=True)
     assert_same(serve(engine, asked, proposer, **options), serve(engine, asked, None))
-    assert proposer.counts.accepted > 0
+    assert proposer.counts.all.accepted > 0
 
 
 def test_long_prompts_are_read_in_pieces(engine: Engine, smaller: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_tandem.engine.proposers.draft_model.READ_AT_ONCE", 9)
     asked, proposer = requests("greedy"), speculation(drafts_of(smaller))
     assert_same(serve(engine, asked, proposer), serve(engine, asked, None))
-    assert proposer.counts.accepted > 0.7 * proposer.counts.drafted > 0
+    assert proposer.counts.all.accepted > 0.7 * proposer.counts.all.drafted > 0
 
 
+@pytest.mark.promise("FLT-05")
 def test_a_draft_model_that_fails_is_given_up(
     engine: Engine, smaller: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,7 +134,7 @@ def test_a_draft_model_that_fails_is_given_up(
     monkeypatch.setattr(smaller.built.runner, "launch", launch)
     proposer = speculation(model)
     assert_same(serve(engine, asked, proposer), serve(engine, asked, None))
-    assert proposer.counts.rows and not proposer.for_all
+    assert proposer.counts.all.rows and not proposer.for_all
     assert "drafts are off from here on" in caplog.text
 
 
@@ -166,7 +170,7 @@ def test_a_draft_model_with_windows_drafts_for_itself(tmp_path: Path, request: p
     proposer = speculation(model)
     assert len(groups) == 2
     assert_same(serve(served, asked, proposer), serve(served, asked, None))
-    assert proposer.counts.accepted > 0.95 * proposer.counts.drafted > 0
+    assert proposer.counts.all.accepted > 0.95 * proposer.counts.all.drafted > 0
     assert not any(group.pool.used_blocks for group in groups), "blocks leak"
 
 

@@ -82,7 +82,7 @@ def test_drafts_from_own_tokens_and_from_predictions_change_nothing(engine_of: C
     assert_same(serve(engine, asked, copying), free)
     foreseen = [structs.replace(r, prediction=tuple(free.tokens[r.id, 0])) for r in asked]
     assert_same(serve(engine, foreseen, told), free)
-    assert copying.counts.accepted > 0 and told.counts.accepted > 0
+    assert copying.counts.all.accepted > 0 and told.counts.all.accepted > 0
 
 
 def test_drafts_of_a_smaller_model_change_nothing(engine_of: Callable[[str], Engine], tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_drafts_of_a_smaller_model_change_nothing(engine_of: Callable[[str], Eng
     smaller = make_engine(tiny_models.make(tmp_path / "draft", "llama"), max_num_seqs=8, max_loras=0)
     proposer = speculation(drafts_of(smaller))
     assert_same(serve(engine, asked, proposer), serve(engine, asked))
-    assert 0 < proposer.counts.accepted < proposer.counts.drafted
+    assert 0 < proposer.counts.all.accepted < proposer.counts.all.drafted
 
 
 def test_rows_of_adapters_and_rows_that_draw_by_masks_share_steps_with_drafts(tmp_path: Path) -> None:

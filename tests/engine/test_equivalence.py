@@ -77,6 +77,7 @@ def ask(number: int, adapter: str | None, *, n: int = 1, max_tokens: int = 8, pr
     return Request(number, which, params, AdapterRef(adapter, 1, adapter) if adapter else None, n)
 
 
+@pytest.mark.promise("DET-6")
 @pytest.mark.parametrize(("family", "bits"), [("llama", None), ("llama", 4), ("qwen3_moe", None), ("gemma2", None)])
 def test_adapters_in_one_batch_say_what_each_says_merged(
     family: str,
@@ -211,6 +212,7 @@ def test_seeded_draws_do_not_depend_on_what_runs_beside_them(
     assert choices(crowded) == {key: alone[key] for key in crowded.tokens}
 
 
+@pytest.mark.promise("D7")
 def test_draws_repeat_with_their_seed_and_change_with_it(sampling_engine: Engine) -> None:
     def run(seed: int) -> list[list[int]]:
         r = Request(0, PROMPTS[0], SamplingParams(max_tokens=12, seed=seed), n=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -16,6 +17,7 @@ def one_at_a_time() -> Engine:
     return make_engine(max_num_seqs=4, depth=0)
 
 
+@pytest.mark.promise("F12")
 def test_one_request_does_not_wait_for_the_five_hundred_of_another_client() -> None:
     engine = one_at_a_time()
     for number in range(500):
@@ -40,6 +42,7 @@ def test_a_choice_has_the_turn_of_the_first_one_that_was_cancelled() -> None:
 CLIENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(1, 3)), min_size=1, max_size=24)
 
 
+@pytest.mark.promise("F12")
 @settings(max_examples=60)
 @given(CLIENTS)
 def test_clients_take_turns(asked: list[tuple[int, int, int]]) -> None:

@@ -13,11 +13,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
+from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import runner as runner_module
-from mlx_tandem.model.step import forward, forward_inputs, rectangles, shapes
+from mlx_tandem.model.linears.unpacked import unpack_for_cpu
+from mlx_tandem.model.loader import load_unread
+from mlx_tandem.model.step import forward_inputs, rectangles, shapes
 from mlx_tandem.model.step.forward_inputs import InputBuilder
+from mlx_tandem.model.step.pauses import Pauses
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_families, tiny_models
@@ -98,6 +102,7 @@ def check_hits(engine: Engine, oracle: Oracle) -> list[str]:
     return assert_agrees(loop, oracle, "a prefix that was there")
 
 
+@pytest.mark.promise("DET-2")
 @pytest.mark.parametrize("family", tiny_families.DISTINCT)
 def test_a_family_that_the_runner_knows_is_served_every_way(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -147,10 +152,8 @@ def test_chunks_that_begin_together_need_no_mask(family: str, tmp_path: Path, mo
         return offsets[-1]
 
     monkeypatch.setattr(Rectangles, "common_offset", watched)
-    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
-    monkeypatch.setattr(forward, "PAUSE", 2)
     engine, oracle = make_engine(folder), Oracle.load(folder)
-    engine.built.runner.rectangles.common_offsets = engine.built.runner.pauses = True
+    engine.built.runner.rectangles.common_offsets, engine.built.runner.pauses = True, Pauses(16, group=2)
     everyone = [ask(i, p, max_tokens=12) for i, p in enumerate((*PROMPTS, PROMPTS[1] * 3))]
     assert_agrees(engine.run(everyone, chunks=7), oracle, "common offset")
     assert 0 in offsets
@@ -185,6 +188,31 @@ def test_a_quantised_model_is_served_as_mlx_lm_runs_it(
     engine = make_engine(folder)
     assert engine.built.info.quantization == f"{bits}-bit"
     check_at_once(engine, Oracle.load(folder), record_property)
+
+
+@pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("qwen3_moe", 4), ("gemma2", 8)])
+def test_a_quantised_model_is_unpacked_on_a_cpu_and_says_the_same(
+    family: str, bits: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    folder = tiny_models.make(tmp_path / family, family, bits=bits, seed=3)
+    engine = make_engine(folder, unpack_weights=True)
+    assert engine.built.info.quantization == f"{bits}-bit, unpacked"
+    leaves: Any = tree_flatten(engine.built.twin.parameters())
+    assert {p.dtype for _, p in leaves} == {mx.float32}
+    check_at_once(engine, Oracle.load(folder), record_property)
+
+
+def test_weights_stay_packed_where_they_would_take_more_than_half_of_the_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_models.make(tmp_path / "model", "llama", bits=4)
+    config = ModelConfig(str(folder))
+    model = load_unread(config, lambda stage, fraction: None)
+    needed = 2 * 4 * model.parameters
+    kept = unpack_for_cpu(model, config, needed - 1)
+    assert kept.quantization == "4-bit"
+    assert "stay packed" in caplog.text
+    assert unpack_for_cpu(model, config, needed).quantization == "4-bit, unpacked"
 
 
 @pytest.mark.parametrize("family", tiny_families.UNSUPPORTED)

@@ -55,6 +55,7 @@ def test_keys_and_values_are_kept() -> None:
     assert engine.runner.uploads == 2
 
 
+@pytest.mark.promise("I9")
 def test_who_waits_begins_under_the_new_version_and_who_is_pinned_stays() -> None:
     loop = make_engine(max_num_seqs=1).loop
     loop.add(structs.replace(follower(0), follow=False))
@@ -70,6 +71,7 @@ def test_who_waits_begins_under_the_new_version_and_who_is_pinned_stays() -> Non
     assert loop.versions[2, 0] == [1] * 6
 
 
+@pytest.mark.promise("FLT-51")
 def test_without_a_free_slot_the_old_version_goes_on_until_there_is_one() -> None:
     loop = make_engine(max_loras=2, depth=0).loop
     loop.add(follower(0, max_tokens=12))

@@ -281,6 +281,7 @@ def test_a_request_that_is_cancelled_while_it_waits_is_gone() -> None:
     assert [r.id for r in ready] == [1] and grammars.is_idle
 
 
+@pytest.mark.promise("E6")
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "MOST_GRAMMARS", 2)
     grammars = store()
@@ -290,6 +291,20 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(grammars._store._kept) == 2
     assert grammars.hold(request("a", 9)), "the last used ones are kept"
     assert not grammars.hold(request("b", 10))
+
+
+@pytest.mark.promise("E6")
+@pytest.mark.parametrize("room", [200, 20], ids=["by their number", "by their bytes"])
+def test_any_number_of_grammars_keeps_few(room: int) -> None:
+    most = room * shared.size_of("x" * 40, 0)
+    grammars = Grammars(lambda: OPENED, VOCAB, lambda: None, most_bytes=most)
+    for number in range(150):
+        asked = request(f"[ab]{{{number + 1},{number + 2}}}", number)
+        admit(grammars, asked)
+        grammars.release(asked)
+        assert len(grammars._store._kept) <= min(shared.MOST_GRAMMARS, room) and grammars._store.bytes <= most
+    assert len(grammars._store._kept) == min(shared.MOST_GRAMMARS, room), "no fewer than there is room for"
+    grammars.close()
 
 
 def test_a_matcher_that_fails_says_why_once() -> None:
@@ -435,7 +450,6 @@ def test_every_choice_that_waits_for_a_grammar_is_counted_as_waiting(
     front.turn()
     load = front.got(m.Occupancy)[-1]
     assert (load.running, load.waiting, load.deferred) == (0, 4, 4)
-    assert front.core.stats().waiting == 4
     go_on.set()
     front.finish()
     assert front.finished() == {1, 2}

@@ -82,6 +82,7 @@ def test_what_a_failed_row_has_written_is_never_saved() -> None:
 # --- random workloads --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("PRP-3")
 @pytest.mark.parametrize("part", range(2))
 def test_every_sequence_is_exact_with_a_drive(part: int) -> None:
     """Tiny pools, both policies; reads come late, or not, or with less; steps fail, requests are cancelled."""

@@ -40,6 +40,7 @@ def ask(loop: Loop, number: int, drive: DiskCache) -> None:
     loop.assert_idle()
 
 
+@pytest.mark.promise("DET-8")
 @pytest.mark.parametrize(
     ("family", "bits"),
     [

@@ -97,6 +97,7 @@ class AlwaysSlow(LateMasks):
         return True
 
 
+@pytest.mark.promise("E10")
 @pytest.mark.parametrize("choices", [1, 3])
 def test_a_request_with_slow_masks_keeps_its_seat_and_holds_nobody_up(choices: int) -> None:
     engine = make_engine(num_blocks=60, block_size=4, max_num_seqs=6, max_loras=0, depth=1, eos=(0,))

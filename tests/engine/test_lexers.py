@@ -86,6 +86,7 @@ def alone(tokenizer: LLTokenizer, text: str, output: list[int]) -> bytes:
     return matcher.compute_bitmask()[: VOCAB // 8]
 
 
+@pytest.mark.promise("E9")
 def test_who_fills_a_lexer_up_fails_nobody_else(tokenizer: LLTokenizer, text: str) -> None:
     """One request goes on over the ends of the lexers that others fill up, and every mask of it is right."""
     grammars = Grammars(lambda: tokenizer, VOCAB, lambda: None)
@@ -161,6 +162,7 @@ def made(number: int, level: int = 0) -> SharedGrammar:
 MOST = size_of("", 0) * 5
 
 
+@pytest.mark.promise("E9")
 @given(st.lists(st.tuples(st.sampled_from("compile use leave renew own fail".split()), st.integers(1, 7)), max_size=60))
 @settings(max_examples=200)
 def test_no_more_bytes_of_grammars_are_in_memory(what: list[tuple[str, int]]) -> None:

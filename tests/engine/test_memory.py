@@ -90,6 +90,7 @@ def test_weights_and_blocks_are_what_was_said(before: int, built: Built) -> None
     assert memory.weights <= rest <= 1.1 * memory.weights + (4 << 20)
 
 
+@pytest.mark.promise("FLT-03")
 def test_no_step_needs_more_than_activations_have(built: Built) -> None:
     """A full chunk at the start; the longest the scheduler would give deep in a context; all rows, each of which reads
     the same long prompt; everything that sampling can do."""
@@ -198,6 +199,7 @@ def test_learning_has_memory_for_every_trainer_and_one_pass(several: bool) -> No
     assert learning(1, 0) == learning(4, 0) == 0
 
 
+@pytest.mark.promise("FLT-54")
 @pytest.mark.parametrize("several", [False, True])
 def test_an_update_stays_within_what_learning_has(several: bool) -> None:
     """A trainer of every linear, two passes of full micro-batches, and two steps, the second of which can be undone, or
@@ -226,14 +228,43 @@ def test_an_update_stays_within_what_learning_has(several: bool) -> None:
 
 def test_what_is_kept_of_steps_is_bounded(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever shapes and sampling come: compiled steps, and arrays as wide as the vocabulary."""
-    monkeypatch.setattr(compiled, "MAX_COMPILED", 3)
     runner = built.runner
+    assert runner.compiled.most == compiled.kept_steps(built.layers, memory.machine_bytes())
+    monkeypatch.setattr(runner.compiled, "most", 3)
     runner.reset()
     for rows in (1, 2, 3, 4, 6, 1):
         needed(built, *decodes(rows, 8, shared=False), params=EVERYTHING)
     assert built.memory().compiled_steps == len(runner.compiled.kept()) <= 3
     assert runner.compiled.kept()[-1].rows == 1, "the last used is the last to go"
     assert len(runner._seats._recent_sampling) <= seats.KEPT_SAMPLING
+    flags = runner.compiled.kept()[-1].flags
+    for new in range(2 * compiled.KEPT_DRAWINGS):
+        runner.compiled.drawing(flags, new)
+    assert [new for _, new in runner.compiled._drawings] == list(
+        range(compiled.KEPT_DRAWINGS, 2 * compiled.KEPT_DRAWINGS)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "gigabytes", "steps"),
+    [
+        (1, 16, 256),
+        (6, 16, 152),
+        (12, 16, 76),
+        (36, 16, 64),
+        (80, 16, 64),
+        (6, 128, 256),
+        (36, 128, 173),
+        (80, 128, 78),
+    ],
+)
+def test_compiled_steps_of_deep_models_are_fewer(layers: int, gigabytes: int, steps: int) -> None:
+    """They take no more memory than is meant for them, unless too few of them would be left."""
+    memory = gigabytes << 30
+    assert compiled.kept_steps(layers, memory) == steps
+    most = max(compiled.COMPILED_BYTES, compiled.COMPILED_SHARE * memory)
+    if compiled.FEWEST_COMPILED < steps < compiled.MOST_COMPILED:
+        assert 0.98 * most <= steps * layers * compiled.LAYER_BYTES <= most
 
 
 def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:

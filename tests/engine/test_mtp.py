@@ -98,7 +98,7 @@ def test_a_head_changes_nothing(engine: Engine, name: str, options: dict[str, in
     """Of so few tokens to choose from, the head foresees some by chance."""
     asked, proposer = requests(name, params=few(name)), Noted()
     assert_same(serve(engine, asked, proposer, **options), serve(engine, asked))
-    assert 0 < proposer.counts.accepted < proposer.counts.drafted == proposer.counts.rows
+    assert 0 < proposer.counts.all.accepted < proposer.counts.all.drafted == proposer.counts.all.rows
     assert not proposer._drafters
 
 
@@ -144,7 +144,7 @@ def test_a_head_of_a_model_with_states_changes_nothing(
     engine, asked = make_engine(folder), requests(name, few(name))
     loop = serve(engine, asked, noted, **options)
     assert_same(loop, serve(engine, asked, **options))
-    assert 0 < noted.counts.accepted < noted.counts.drafted == noted.counts.rows
+    assert 0 < noted.counts.all.accepted < noted.counts.all.drafted == noted.counts.all.rows
     if name == "greedy":
         assert foreseen(noted, loop, tiny_heads.Expected(folder, family)) == 1.0
 
@@ -199,7 +199,7 @@ def test_a_head_reads_on_while_it_does_not_draft(engine: Engine, folder: Path) -
 def test_a_head_works_over_keys_and_values_in_few_bits(folder: Path) -> None:
     engine, asked, proposer = make_engine(folder, kv_bits=8, kv_group_size=16), requests("hot", few("hot")), Noted()
     assert_same(serve(engine, asked, proposer), serve(engine, asked))
-    assert proposer.counts.accepted > 0
+    assert proposer.counts.all.accepted > 0
 
 
 def test_loading_keeps_the_head_and_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

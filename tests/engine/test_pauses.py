@@ -10,8 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
-from mlx_tandem.model import runner as runner_module
-from mlx_tandem.model.step import forward
+from mlx_tandem.model.step.pauses import Pauses
 from mlx_tandem.types import SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import make_engine
@@ -24,11 +23,9 @@ def test_the_device_knows_of_what_comes_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, Any]
 ) -> None:
     """Where kernels write the pool, nothing else orders a chunk behind the blocks that are copied and read."""
-    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
-    monkeypatch.setattr(forward, "PAUSE", 1)
     engine = make_engine(tiny_models.make(tmp_path / "model", "llama"))
     runner, size = engine.built.runner, engine.built.info.block_size
-    runner.rectangles.common_offsets = runner.pauses = True
+    runner.rectangles.common_offsets, runner.pauses = True, Pauses(16)
     runner.one_at_a_time = False
     table = [1, 2, 3, 4, 5, 6, 7, 8]
     first = StepPlan(
@@ -45,17 +42,18 @@ def test_the_device_knows_of_what_comes_before(
     assert calls[0] == "dispatch"
     assert "wait" in calls
     runner.wait(flight)
-    runner.one_at_a_time = True  # parts are then held back
-    assert not runner.launch_waits(plan)
+    runner.one_at_a_time = True  # each part then waits in the host's queue until the part before it is done
+    calls.clear()
+    flight = runner.launch(plan)
+    assert calls[:3] == ["dispatch", "wait", "dispatch"], "the part before is done when the forward uses the pool"
+    runner.wait(flight)
 
 
 def test_the_device_computes_while_the_host_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the host waits for a group of layers, it has already dispatched the next group, and no later one."""
-    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
-    monkeypatch.setattr(forward, "PAUSE", 1)
     engine = make_engine(tiny_models.make(tmp_path / "model", "llama", num_hidden_layers=5))
     runner = engine.built.runner
-    runner.rectangles.common_offsets = runner.pauses = True
+    runner.rectangles.common_offsets, runner.pauses = True, Pauses(16)
     runner.one_at_a_time = False
     row = Row(RowKind.PROMPT, 0, 0, 0, 0, (7,) * 32, [[1, 2, 3, 4, 5]], True)
     plan = StepPlan((row,), seatings=(Seating(0, GREEDY, 0, 1, (0,)),))
@@ -79,7 +77,7 @@ def test_the_device_computes_while_the_host_waits(tmp_path: Path, monkeypatch: p
 def test_tokens_beside_rows_that_decode_are_no_chunk_to_wait_for(tmp_path: Path) -> None:
     """Their forward is short, so the step before it need not be over when it is launched."""
     runner = make_engine(tiny_models.make(tmp_path / "model", "llama")).built.runner
-    runner.pauses, runner.one_at_a_time = True, False
+    runner.pauses, runner.one_at_a_time = Pauses(1024), False
     decode = Row(RowKind.DECODE, 0, 0, 0, 1, (7,), [[1]], True)
     prompt = Row(RowKind.PROMPT, 1, 1, 0, 0, (7,) * 256, [list(range(2, 34))], True)
     assert runner.launch_waits(StepPlan((decode, prompt)))

@@ -111,6 +111,7 @@ def test_whoever_waits_for_another_s_prompt_goes_on_without_it(
         assert {(1, 0), (2, 0)} <= loop.finished.keys() or end not in ("cancel", "preempt")
 
 
+@pytest.mark.promise("I8")
 def test_a_new_version_under_an_old_name_finds_nothing_of_the_old() -> None:
     """Reloaded or trained: the digest decides; and the old version still finds what is its own."""
     engine = make_engine(num_blocks=100)
@@ -178,6 +179,7 @@ def test_the_base_answers_for_an_adapter_that_is_not_invoked() -> None:
     assert engine.loop.cached[1] == 48
 
 
+@pytest.mark.promise("DET-6")
 @pytest.mark.parametrize("moves", ["while it runs", "while it waits"])
 def test_what_two_versions_have_computed_is_for_nobody(moves: str) -> None:
     engine = make_engine(num_blocks=100, depth=0)
@@ -197,6 +199,7 @@ def test_what_two_versions_have_computed_is_for_nobody(moves: str) -> None:
     serve(engine, ask(3, (*said, 1, 2), adapter=new))  # what is there of it now is behind what was just computed
 
 
+@pytest.mark.promise("FLT-04")
 def test_what_is_not_finite_is_not_found() -> None:
     """The answer ends while its next row is on the device, which is not finite: its blocks are for nobody."""
     answer = expected(ask(0, max_tokens=20), 0)

@@ -58,6 +58,7 @@ def assert_says_the_same(loop: Loop, oracles: Mapping[str | None, Oracle], bits:
     assert sum(exact) >= 0.6 * len(exact), f"{case}: {sum(exact)} of {len(exact)}"
 
 
+@pytest.mark.promise("DET-5")
 @pytest.mark.parametrize("family", [f for f in tiny_families.DISTINCT if f in tiny_families.FAMILIES])
 def test_a_family_says_in_a_crowd_what_it_says_alone(family: str, tmp_path: Path) -> None:
     """Batched, chunked, forked, preempted, one request after the other joining: all in one run."""
@@ -108,6 +109,7 @@ def test_adapters_of_every_kind_share_a_batch(family: str, tmp_path: Path) -> No
     assert_says_the_same(loop, oracles, 8, "mixed")
 
 
+@pytest.mark.promise("DET-5")
 def test_fewer_bits_hold_more_and_say_nearly_the_same(tmp_path: Path) -> None:
     folder = tiny_models.make(tmp_path / "model", "llama", head_dim=64)
     pools = {bits: make_engine(folder, kv_bits=bits) for bits in (16, 8, 4)}  # type: ignore[arg-type]

@@ -38,6 +38,7 @@ def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 WORKLOADS = int(os.environ.get("TANDEM_WORKLOADS", "1800"))
 
 
+@pytest.mark.promise("F9", "PRP-2", "DET-0")
 @pytest.mark.parametrize("part", range(3))
 def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     """Mixed adapters, preemption, cancels, failing steps, rows that are not finite, at depth 0 and 1."""
@@ -90,6 +91,7 @@ def test_the_suite_finds_corrupted_plans(name: str) -> None:
     assert _found_within(100, wrap=lambda runner: Corrupting(runner, CORRUPTIONS[name]()))
 
 
+@pytest.mark.promise("PRP-2")
 @pytest.mark.parametrize("name", PLANTS)
 def test_the_suite_finds_planted_bugs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTS[name](monkeypatch)
@@ -119,6 +121,7 @@ def _steps_of_fixed_workload(depth: int) -> int:
     return engine.runner.launches
 
 
+@pytest.mark.promise("FLT-01")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("where", ["launch", "half", "wait"])
 def test_a_failed_step_ends_its_own_requests_only(depth: int, where: Literal["launch", "half", "wait"]) -> None:
@@ -171,6 +174,7 @@ def test_a_step_that_failed_while_others_ran_leaves_them_exact() -> None:
     assert (2, 0) in loop.finished
 
 
+@pytest.mark.promise("FLT-04")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_row_that_is_not_finite_fails_its_request_only(depth: int) -> None:
     for n in range(_steps_of_fixed_workload(depth)):
@@ -187,6 +191,7 @@ def test_a_row_that_is_not_finite_fails_its_request_only(depth: int) -> None:
 # --- cancels -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("FLT-41")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("choice", [None, 0, 1, 2])
 def test_a_cancel_at_any_moment_races_the_end_cleanly(depth: int, choice: int | None) -> None:
@@ -222,6 +227,7 @@ def _race(depth: int, moment: int | None, choice: int | None) -> int:
     return loop.steps
 
 
+@pytest.mark.promise("FLT-40")
 def test_a_cancel_gives_everything_back_at_once() -> None:
     engine = make_engine(max_num_seqs=4)
     loop = engine.loop
@@ -344,6 +350,7 @@ def test_an_empty_engine_has_nothing_to_do() -> None:
     engine.loop.assert_idle()
 
 
+@pytest.mark.promise("FLT-03")
 def test_a_request_that_fills_the_pool_alone_runs_beside_others() -> None:
     engine = make_engine(num_blocks=7, block_size=2, max_num_seqs=4)
     loop = engine.loop
@@ -441,6 +448,7 @@ def test_tokens_in_flight_are_limited_and_one_request_always_runs() -> None:
     assert_exact(loop)
 
 
+@pytest.mark.promise("D2")
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_prompt_s_logprobs_are_computed_once_in_bounded_chunks(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many choices and prompts there are; a chunk of another prompt goes beside."""
@@ -498,6 +506,7 @@ def test_nothing_ends_a_choice_before_its_min_tokens() -> None:
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("D11")
 @pytest.mark.parametrize(
     ("bad", "param"),
     [

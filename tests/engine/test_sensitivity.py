@@ -96,6 +96,7 @@ def test_draws_of_another_precision_are_other_draws(folder: Path, engine: Engine
         assert draws(make_engine(folder, dtype=dtype)) != own, dtype
 
 
+@pytest.mark.promise("DET-2")
 def test_shapes_differ_within_the_tolerance_and_not_beyond_it(engine: Engine, oracle: Oracle) -> None:
     """One forward over a sequence and one token after another give numbers that are not the same bits. The tolerance
     is for that, and an order above what it has to cover."""
@@ -127,6 +128,7 @@ def test_another_setting_of_the_model_is_seen(
     assert_differs(engine.run(requests()), Oracle.load(changed(folder, tmp_path, **settings)))
 
 
+@pytest.mark.promise("DET-7")
 def test_a_weight_that_is_off_by_a_percent_is_seen(engine: Engine, folder: Path) -> None:
     other = Oracle.load(folder)
     model: Any = other.model
@@ -151,6 +153,7 @@ def test_an_adapter_that_is_off_by_a_percent_is_seen(folder: Path, tmp_path: Pat
     assert_differs(loop, oracles[1.01])
 
 
+@pytest.mark.promise("DET-7")
 def test_a_position_that_is_off_by_one_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch, oracle: Oracle) -> None:
     """Of one token in the middle of one prompt, as if a chunk had begun one place too late."""
     engine = make_engine(folder)

@@ -102,6 +102,7 @@ def phase(front: Front, device: Device, slowness: float, ids: list[int]) -> tupl
     return (device.learned - learned) / (device.now - settled), seen[len(seen) * 93 // 100]
 
 
+@pytest.mark.promise("I11", "FLT-14")
 def test_learning_gives_way_before_streams_do(make_front: MakeFront, device: Device) -> None:
     """At full speed both fit within the limit. Somewhat slower they do only without learning, which has what streams do
     not notice; much slower, nobody can help it, and nothing is taken from streams."""

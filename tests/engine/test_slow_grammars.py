@@ -217,6 +217,7 @@ def assert_exact(front: Front, asked: Request) -> None:
         assert front.tokens(asked.id, choice) == want
 
 
+@pytest.mark.promise("E10")
 @pytest.mark.parametrize("choices", [1, 2])
 def test_others_go_on_while_a_mask_is_made_and_its_request_loses_nothing(
     front: Front, gate: Gate, choices: int

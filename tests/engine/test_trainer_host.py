@@ -50,6 +50,7 @@ def _message(call: int, kind: str, names: str, sizes: list[int]) -> m.Learning:
             return m.SaveTrainer(call, names[0], "/folder")
 
 
+@pytest.mark.promise("PRP-8")
 @settings(max_examples=150)
 @given(
     st.lists(st.tuples(kinds, teams, pieces, st.integers(0, 6)), max_size=25),

@@ -189,6 +189,7 @@ def test_a_pass_without_data_finds_nothing(trainers: MLXTrainers) -> None:
     assert finish(trainers.run([], True, 0)) == ()
 
 
+@pytest.mark.promise("I6")
 def test_gradients_that_are_not_finite_change_nothing(trainers: MLXTrainers) -> None:
     learn(trainers, 0)
     before = weights_of(trainers)
@@ -267,6 +268,7 @@ def test_an_abandoned_pass_leaves_no_gradients(trainers: MLXTrainers) -> None:
     assert finish(trainers.step("a", ADAM)).grad_norm == 0.0
 
 
+@pytest.mark.promise("FLT-33")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("alpha", [8.0, 10.0])  # a scale of 2 is exact both ways, one of 2.5 is not
 def test_what_is_saved_is_what_is_published_and_resumes_to_the_bit(family: str, alpha: float, tmp_path: Path) -> None:
@@ -343,6 +345,7 @@ def test_what_is_served_is_what_is_published(dtype: str, tmp_path: Path) -> None
             assert mx.array_equal(x.view(own.dtype), own), path
 
 
+@pytest.mark.promise("FLT-31")
 def test_a_damaged_checkpoint_is_refused(trainers: MLXTrainers, tmp_path: Path) -> None:
     learn(trainers, 0)
     for name in ("trainer.json", "optimizer.safetensors", "adapter_model.safetensors"):
@@ -389,6 +392,7 @@ def test_data_that_cannot_be_trained_on(trainers: MLXTrainers, change: dict[str,
     assert e.value.param.startswith(param)
 
 
+@pytest.mark.promise("FLT-55")
 def test_trainers_that_cannot_be(trainers: MLXTrainers) -> None:
     for spec, param in (
         (TrainerSpec("b", 0, 1.0), "rank"),

@@ -9,10 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from msgspec import structs
 
-from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.learning import Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem import demo
+from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem.model import footprint
 from mlx_tandem.model.build import build
+from mlx_tandem.training.device.cutting import Cutting
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
@@ -38,6 +42,7 @@ def serve_and_train(folder: Path, dtype: str = "float32") -> tuple[Engine, MLXTr
     return Engine(built, weights), trainers
 
 
+@pytest.mark.promise("DET-3")
 @pytest.mark.parametrize(
     ("family", "bits", "dtype", "tolerance"),
     [
@@ -108,6 +113,40 @@ def test_serving_goes_on_between_slices(tmp_path: Path) -> None:
     assert loop.logprobs == alone.logprobs
     trainers.drop_gradients("a")
     assert finish(trainers.run([batch], False, 0)) == result
+
+
+@pytest.mark.promise("FLT-54")
+def test_the_longest_prompt_beside_a_pass_stays_within_what_was_divided() -> None:
+    """Neither waits for memory: each has its own part, and the answer is that of the prompt alone."""
+    weights: dict[str, Any] = {}
+    config = EngineConfig(
+        ModelConfig(str(demo.MODEL_PATH), max_model_len=1024),
+        CacheConfig(num_blocks=66),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_chunk_tokens=256),
+        duty=DutyConfig(trainer_rank=8),
+    )
+    built = build(config, weights, lambda stage, fraction: None)
+    engine, memory = Engine(built, weights), built.info.memory
+    prompt = tuple(np.random.default_rng(0).integers(3, 1000, 1020).tolist())
+    request = Request(0, prompt, SamplingParams(max_tokens=4, temperature=0.0))
+    alone = engine.run([request])
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    cutting = Cutting(kept_bytes=footprint.KEPT_BYTES["cpu"], mask_axes=built.mask_axes)
+    sizes = {"vocab_size": 1024, "micro_batch_tokens": 128, "most_tokens": 1024}
+    trainers = MLXTrainers(built.twin, built.adapter_dtype, cutting=cutting, **sizes)
+    trainers.open(TrainerSpec("policy", 8, 16.0), "", None)
+    data = tuple(some_data(lengths=((125, 20), (125, 20), (60, 20), (60, 20))))
+    loop = engine.loop(limited=True)
+    loop.add(structs.replace(request, id=1))
+    for _ in trainers.run([Batch("policy", data, LossConfig("importance_sampling"))], False, 0):
+        loop.step()
+    finish(trainers.step("policy", AdamParams(1e-4), False))
+    loop.run()
+    assert loop.tokens[1, 0] == alone.tokens[0, 0]
+    both, room = int(mx.get_peak_memory() - before), memory.activations + memory.learning
+    assert memory.activations / 20 <= both <= room, (both, room)
 
 
 def test_serving_and_training_share_the_weights(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def front(learning_front: Front) -> Front:
     return learning_front
 
 
+@pytest.mark.promise("FLT-52")
 @pytest.mark.parametrize("kind", [DeviceError, OutOfMemory, RuntimeError])
 def test_a_failure_fails_its_message_and_nothing_else(front: Front, trainers: Slices, kind: type[Exception]) -> None:
     trainers.fail["slice 1"] = kind("out of memory at 0x7f00")
@@ -133,6 +134,7 @@ def test_a_lost_step_before_a_slice_fails_its_requests_and_learning_goes_on(
     front.assert_nothing_is_held()
 
 
+@pytest.mark.promise("FLT-48")
 def test_a_drain_ends_learning_and_finishes_what_is_being_written(front: Front, trainers: Slices) -> None:
     trainers.may_write.clear()
     front.send(m.SaveTrainer(2, "p", "/folder"))

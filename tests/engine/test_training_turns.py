@@ -486,6 +486,31 @@ def test_what_is_published_serves_without_a_folder_until_it_is_unloaded(
     front.assert_nothing_is_held()
 
 
+@pytest.mark.promise("FLT-51")
+def test_a_version_that_is_published_while_every_slot_is_taken_waits_for_one(
+    make_front: MakeFront, trainers: Slices
+) -> None:
+    """Publishing waits for nothing; who asks for the version is counted as waiting, and who runs goes on."""
+    front = make_front(trainers=trainers, max_loras=1)
+    front.load("a")
+    running, asked = request(0, "a", max_tokens=40), request(1, "p0", max_tokens=4)
+    front.send(m.Submit(running))
+    front.turn(3)
+    front.send(open_trainer(2), m.PublishTrainer(3, "p"))
+    while not any(answer.call == 3 for answer in front.got(m.AdapterLoaded)):
+        front.turn()
+    front.send(m.Submit(asked))
+    front.turn(3)
+    while 0 not in front.finished():
+        assert not front.tokens(1)
+        now = front.got(m.Occupancy)[-1]
+        assert (now.running, now.waiting) == (1, 1)
+        front.turn()
+    front.finish()
+    assert [front.tokens(r.id) for r in (running, asked)] == [expected(r, 0) for r in (running, asked)]
+    front.assert_nothing_is_held()
+
+
 def test_what_was_saved_may_leave_memory_and_comes_back(make_front: MakeFront, trainers: Slices) -> None:
     front = make_front(trainers=trainers, most_loaded=1)
     front.send(open_trainer(1), m.PublishTrainer(2, "p"))

@@ -117,6 +117,7 @@ def assert_same(loop: Loop, free: Loop) -> None:
             assert [t for t, _ in own.top] == [t for t, _ in other.top]
 
 
+@pytest.mark.promise("DET-4")
 @pytest.mark.parametrize("wrong", [0, 3])
 @pytest.mark.parametrize("name", PARAMS)
 def test_drafts_change_nothing(engine: Engine, name: str, wrong: int) -> None:
@@ -462,7 +463,7 @@ def test_drafts_from_own_tokens_change_nothing(engine: Engine, name: str) -> Non
     asked = [structs.replace(r, prompt=r.prompt * 3) for r in requests(name, params=few(name))]
     proposer = Speculation(SpeculationConfig("ngram", ngram_min=1))
     assert_same(serve(engine, asked, proposer), serve(engine, asked))
-    assert proposer.counts.accepted > 0 and not proposer._drafters
+    assert proposer.counts.all.accepted > 0 and not proposer._drafters
 
 
 @pytest.fixture
@@ -580,6 +581,7 @@ def test_drafts_change_nothing_for_adapters_biases_and_cached_prefixes(tmp_path:
     assert loop.accepted > 0 and any(loop.cached.values())
 
 
+@pytest.mark.promise("FLT-05")
 def test_a_proposer_that_fails_is_given_up(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Oracle):
         def propose(

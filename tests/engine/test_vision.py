@@ -316,7 +316,7 @@ def test_drafts_of_a_head_behind_images_change_nothing(
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights | tiny_heads._weights(HYBRID, 1))
     asked = [ask(i, HYBRID, [TEXTS[i], i + 1, TEXTS[3], 5, TEXTS[1]], max_tokens=12) for i in range(2)]
     loop = serve_with_head(make_engine_with_head(tmp_path), asked, proposer := Noted(), chunks=7)
-    assert proposer.counts.drafted > 10
+    assert proposer.counts.all.drafted > 10
     assert_agrees(loop, Oracle(folders[HYBRID]), "with a head")
 
 

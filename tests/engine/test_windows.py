@@ -222,6 +222,7 @@ def test_a_long_prompt_is_read_in_a_pool_for_one_window(depth: int) -> None:
     assert engine.scheduler.queue.preemptions == 0
 
 
+@pytest.mark.promise("D11")
 def test_a_request_that_can_never_run_is_refused() -> None:
     """A pool of less than a window and a row bounds the length."""
     assert server(window_blocks=7).room == 99 * 4

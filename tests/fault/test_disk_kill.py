@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.disk_tools import block, cache, payload
 
 KILLS = int(os.environ.get("TANDEM_DISK_KILLS", "10"))
@@ -42,6 +44,7 @@ def check(first: int, found: list[bytes]) -> bool:
     return all(data == payload(i, SIZE * (1 + i % 3)) for i, data in enumerate(found, first))
 
 
+@pytest.mark.promise("FLT-20")
 def test_kill_9_while_writing_and_reading(tmp_path: Path) -> None:
     rng = random.Random(0)
     kept = 0

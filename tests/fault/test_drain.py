@@ -52,6 +52,7 @@ def start(server: RunningServer, tokens: int) -> tuple[threading.Thread, list[st
     return thread, result
 
 
+@pytest.mark.promise("FLT-45")
 def test_sigterm_finishes_what_runs_and_refuses_the_rest():
     """Connections are answered until the last stream has ended, new ones, too: a liveness probe opens one for each
     question, and one that is refused would kill the server in mid-drain."""
@@ -108,6 +109,7 @@ def test_the_rewards_of_finished_answers_are_computed_and_kept(tmp_path):
     assert sum(isinstance(record, Added) for record in records) == 8
 
 
+@pytest.mark.promise("FLT-46", "FLT-47", "FLT-58")
 def test_a_stream_longer_than_the_limit_gets_a_typed_error():
     """SIGHUP drains as SIGTERM does, and a SIGPIPE does nothing."""
     with serving(demo_config(drain_seconds=0.2)) as server:
@@ -123,17 +125,28 @@ def test_a_stream_longer_than_the_limit_gets_a_typed_error():
         assert server.process.wait(20) == 0
 
 
+@pytest.mark.promise("FLT-47")
 def test_a_second_signal_stops_at_once():
-    with serving(demo_config()) as server:
+    """The stream would go on for as long as the drain may take, since its engine stands still."""
+    with serving(demo_config(drain_seconds=DRAIN)) as server:
         thread, lines = start(server, 1000)
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
         server.process.send_signal(signal.SIGINT)
-        server.process.send_signal(signal.SIGINT)
+        until(lambda: server.client.get("/readyz").status_code != 200)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        try:
+            assert server.process.wait(20) == 0
+            with pytest.raises(ProcessLookupError):  # an engine that hangs is not left behind
+                os.kill(engine, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
         thread.join()
-        assert lines[-1] != "data: [DONE]"
+        assert "data: [DONE]" not in lines
 
 
+@pytest.mark.promise("H2")
 def test_logs_are_json_lines_without_prompts():
     """Whatever a client writes, and however the server ends."""
     process = subprocess.Popen(

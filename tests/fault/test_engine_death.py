@@ -16,6 +16,7 @@ from tests.streams import until_token
 pytestmark = pytest.mark.restarts
 
 
+@pytest.mark.promise("FLT-11")
 def test_kill_9_under_load():
     """Every stream ends with a typed error, health says 503 and recovers by itself, adapters included."""
     with serving(demo_config()) as server:

@@ -105,6 +105,7 @@ def test_a_worker_has_the_time_of_a_start_each_time_it_is_started(
     with_pool(tmp_path, use)
 
 
+@pytest.mark.promise("FLT-07")
 def test_who_was_killed_from_outside_is_started_again_and_asked_again(tmp_path: Path) -> None:
     async def use(pool: Pool) -> None:
         before = await pid(pool)

@@ -11,6 +11,7 @@ from tests.fault.kill_learning import Killer, run
 pytestmark = pytest.mark.restarts
 
 
+@pytest.mark.promise("FLT-53")
 def test_kill_9_while_learning(tmp_path: Path) -> None:
     """The whole server while an update or its publishing is under way, its engine while a checkpoint is written."""
     plan = [("server", "began"), ("engine", "checkpoint begins"), ("server", "published")]

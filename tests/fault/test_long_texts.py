@@ -176,6 +176,7 @@ def worker(served: RunningServer) -> int:
     return pid
 
 
+@pytest.mark.promise("FLT-07")
 def test_a_killed_process_costs_nothing(served: RunningServer) -> None:
     expected = served.client.post("/tokenize", json={"prompt": "7 " * 10_000}).json()
     before = worker(served)
@@ -184,6 +185,7 @@ def test_a_killed_process_costs_nothing(served: RunningServer) -> None:
     assert worker(served) != before
 
 
+@pytest.mark.promise("E7")
 @pytest.mark.parametrize("name", WORST)
 def test_a_long_text_of_the_worst_is_answered(served: RunningServer, name: str) -> None:
     text = WORST[name] * (MB // 4 // len(WORST[name].encode()))
@@ -243,6 +245,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
+@pytest.mark.promise("E7")
 @pytest.mark.parametrize("kind", KINDS)
 def test_time_grows_as_the_text_does(kind: str) -> None:
     """Eight times the text may take four times as long again; what is quadratic takes eight times as long again."""

@@ -152,6 +152,7 @@ def assert_refused_in_good_form(answer: Answer) -> None:
     assert answer.retry_after is not None and 1 <= int(answer.retry_after) <= 120
 
 
+@pytest.mark.promise("FLT-43")
 @pytest.mark.slow
 def test_an_overloaded_server_answers_whom_it_takes_and_refuses_the_rest(
     server: RunningServer, alone: list[str]

@@ -128,6 +128,7 @@ async def scores(pool: RewardPool, *functions: str, **metadata: Any) -> list[flo
     return await pool.score(scoring, [Sample("the prompt", "a", tokens=1)] * len(functions))
 
 
+@pytest.mark.promise("I4")
 @pytest.mark.parametrize(
     ("function", "kind"),
     [
@@ -178,6 +179,7 @@ def test_prompts_are_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["a completion has no reward of raises: raised KeyError"]
 
 
+@pytest.mark.promise("FLT-50")
 def test_a_killed_worker_costs_nothing() -> None:
     async def use(pool: RewardPool) -> None:
         (before,) = await scores(pool, "pid")
@@ -312,6 +314,7 @@ def test_clashing_and_illegal_names_of_installed_functions(own_functions: Path, 
         RewardPool(RLTrainingConfig())
 
 
+@pytest.mark.promise("A7")
 @pytest.mark.parametrize("name", ["misbehaving_rewards:honest", "subprocess.call", "no-such"])
 def test_only_registered_names_can_be_asked_for(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -65,6 +65,7 @@ def workers(server: RunningServer) -> dict[int, int]:
     }
 
 
+@pytest.mark.promise("A4")
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_is_a_client_error_of_its_own_request(served: RunningServer, bomb: str) -> None:
     expected = served.chat("What is 17 + 25?", temperature=0).json()["choices"]
@@ -87,6 +88,7 @@ def test_tokenize_has_the_same_limits(served: RunningServer) -> None:
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages"), reply.text
 
 
+@pytest.mark.promise("FLT-07")
 def test_a_killed_worker_costs_nothing(served: RunningServer) -> None:
     expected = served.chat("hello", temperature=0).json()["choices"]
     before = workers(served)

@@ -159,6 +159,7 @@ def counters(server: RunningServer) -> dict[str, int]:
     return server.client.get("/v1/engine/metrics").json()["engine"]
 
 
+@pytest.mark.promise("FLT-44")
 def test_a_request_that_waits_until_its_deadline_costs_no_device_work():
     """Seen by the rows of steps that ran under an adapter: only the one that waits names one. Deadlines hold while the
     server drains, too."""
@@ -213,6 +214,7 @@ def test_sigterm_while_requests_wait():
         assert server.process.wait(20) == 0
 
 
+@pytest.mark.promise("FLT-42")
 def test_a_reader_that_takes_nothing_is_cut_and_its_blocks_are_freed():
     """More is generated than the sockets' buffers hold; the answer stays unread."""
     with serving(demo_config(write_timeout_s=0.3)) as server:

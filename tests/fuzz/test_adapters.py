@@ -34,6 +34,7 @@ def read(folder: Path, rng: Random, root: Path) -> None:
     assert all(path in LINEARS for path in weights.tensors)
 
 
+@pytest.mark.promise("B5")
 @pytest.mark.parametrize("part", range(4))
 def test_an_adapter_is_read_or_refused_by_its_file_and_field(part: int, tmp_path: Path) -> None:
     tally = Tally()

@@ -59,6 +59,7 @@ def lost(text: str, found: Heard) -> set[str]:
     return set(WORD.findall(text)) - set(WORD.findall(said))
 
 
+@pytest.mark.promise("E11")
 @pytest.mark.parametrize("family", PARSERS)
 def test_damaged_calls(family: str) -> None:
     for seed in range(TEXTS // len(PARSERS) + 1):

@@ -20,7 +20,9 @@ class Workshop:
     def get(self, name: str) -> Metal:
         if name != self._name:
             self.close()
-            self._metal = self._open.enter_context(steps.engine(steps.ENGINES[name], self._folder / name))
+            self._metal = self._open.enter_context(
+                steps.engine((steps.ENGINES | steps.SERVED)[name], self._folder / name)
+            )
             self._name = name
         return self._metal
 
@@ -56,4 +58,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _engine(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     name = callspec.params.get("metal", "") if callspec else ""
-    return name if name in steps.ENGINES else ""
+    return name if name in steps.ENGINES | steps.SERVED else ""

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -44,6 +45,12 @@ class Graph:
     labels: Mapping[str, str]
     evaluations: tuple[Evaluation, ...]
     called: Mapping[str, int]
+    arrays: Mapping[str, tuple[tuple[int, ...], mx.Dtype]] = field(default_factory=dict)
+    """Shape and type of each array by its name."""
+
+    def nbytes(self, array: str) -> int:
+        shape, dtype = self.arrays[array]
+        return prod(shape) * dtype.size
 
 
 Sources = Mapping[tuple[str, int], Source]
@@ -80,6 +87,7 @@ def record(
             own.setattr(mx, "async_eval", note(False))
             own.setattr(mx, "eval", note(True))
             own.setattr(mx, "synchronize", note(True))
+            own.setattr(mx, "contiguous", _contiguous)
             work(dict(zip(state, arrays, strict=True)))
         return evaluated
 
@@ -94,6 +102,7 @@ def record(
         dict(zip(_names(inputs["inputs"]), state, strict=True)),
         tuple(Evaluation(tuple(next(names) for _ in range(count)), waits) for count, waits in asked),
         dict(called),
+        {name: (shape, dtype) for m in by_type["primitive"] for name, shape, dtype in (*m["inputs"], *m["outputs"])},
     )
 
 
@@ -102,6 +111,11 @@ def flat(arrays: Any) -> list[mx.array]:
     if isinstance(arrays, mx.array):
         return [arrays]
     return [x for each in (arrays.values() if isinstance(arrays, dict) else arrays) for x in flat(each)]
+
+
+def _contiguous(x: mx.array, allow_col_major: bool = False) -> mx.array:
+    """Return what `mx.contiguous` returns, which cannot be recorded, by operations that copy and share alike."""
+    return mx.unflatten(mx.flatten(x), 0, x.shape)
 
 
 def _names(arrays: Sequence[tuple[str, Any, Any]]) -> tuple[str, ...]:

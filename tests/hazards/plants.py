@@ -15,6 +15,7 @@ from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.inplace import Order
 from mlx_tandem.model.cache.kvcache import PagedCache
+from mlx_tandem.model.cache.states import StateCache
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.writer import SlotWriter
 from mlx_tandem.model.runner import MLXRunner
@@ -219,6 +220,20 @@ PLANTS: dict[str, Plant] = {
     ),
     "one of the arrays is followed": Plant(
         text(inplace, "zero_of", "for x in arrays]", "for x in arrays[-1:]]"), "windows", (steps.copy,)
+    ),
+    # States.
+    "states are read at once": Plant(
+        text(Forward, "_views", "after(order, read[0])", "read[0]"), "states", (decode, steps.next_chunk)
+    ),
+    "a write of states is not waited for": Plant(
+        text(StateCache, "release", "view.written += [] if zero is None else [zero]", "pass"),
+        "states",
+        (steps.first_chunk,),
+    ),
+    "a step with states leaves an order of its tokens alone": Plant(
+        text(Forward, "step", "zero_of([logits, *states, *ahead.marker])", "zero_of([tokens])"),
+        "states",
+        (decode, steps.next_chunk),
     ),
     # Adapters.
     "a slot is written at once": Plant(

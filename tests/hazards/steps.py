@@ -22,7 +22,7 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.training.device.trained_adapter import TrainedAdapter
 from mlx_tandem.types import AdapterInfo, SamplingParams
-from tests import tiny_families, tiny_models
+from tests import tiny_families, tiny_heads, tiny_models, tiny_vision
 from tests.engine.mlx_engine import Engine, make_engine
 from tests.hazards.graph import Graph, record
 from tests.kernels import gpu as fake
@@ -40,6 +40,7 @@ class Metal:
     engine: Engine
     gpu: Gpu
     patch: pytest.MonkeyPatch
+    name: str = ""
 
     @property
     def runner(self) -> MLXRunner:
@@ -48,18 +49,15 @@ class Metal:
     def state(self) -> dict[str, mx.array]:
         """Return all arrays that a step finds and leaves, but for what the host sends."""
         runner = self.runner
-        names = (
-            ["keys", "values"] if len(runner._pool.layers[0]) == 2 else ["keys", "key grids", "values", "value grids"]
-        )
         found = {
-            f"{name} of layer {i}": array
+            f"array {n} of layer {i}": array
             for i, arrays in enumerate(runner._pool.layers)
-            for name, array in zip(names, arrays, strict=True)
+            for n, array in enumerate(arrays)
         }
         for path, stack in runner._lora._stacks.items():
             found |= {f"A of {path}": stack.a, f"B of {path}": stack.b}
         found |= {f"order {i}": zero for i, zero in enumerate(runner._order.zeros)}
-        return found | {"last tokens": runner._last}
+        return found | {"last tokens": runner._last, "last places": runner._places_of_last}
 
     def bind(self, state: dict[str, mx.array]) -> None:
         """Put these in the place of what `state` returns."""
@@ -68,7 +66,7 @@ class Metal:
         for stack in runner._lora._stacks.values():
             stack.a, stack.b = next(given), next(given)
         runner._order.zeros = [next(given) for _ in runner._order.zeros]
-        runner._last = next(given)
+        runner._last, runner._places_of_last = next(given), next(given)
         runner._lora._routes.clear()  # they hold views of the arrays
 
     @property
@@ -103,6 +101,8 @@ class Metal:
             lora._stacks, lora.rank = stacks, rank
             self.bind(before)
             self.runner._seats.reset()
+            self.runner._embeddings.clear()
+            self.runner._prebuilt.reset()
             self.runner.queue.clear()
 
 
@@ -115,7 +115,17 @@ class Kind:
     kv_bits: Literal[8, 16] = 16
     common_offset: bool = True  # whether chunks behind a context are read without a mask
     fused_adapters: bool = True
+    make: Callable[..., Path] = tiny_models.make
+    method: Literal["none", "mtp"] = "none"  # of its drafts
 
+
+SERVED = {
+    "states": Kind("qwen3_next"),
+    "states of a short convolution": Kind("lfm2"),
+    "a head": Kind("mimo", make=tiny_heads.make, method="mtp"),
+    "images": Kind("qwen2_5_vl", make=tiny_vision.make),
+}
+"""Engines whose steps are those that the scheduler asks for, since they follow from each other."""
 
 ENGINES = {
     "short blocks": Kind(),
@@ -127,6 +137,7 @@ ENGINES = {
     "few bits, own blocks, no common offset": Kind("gemma", kv_bits=8, common_offset=False),
     "experts": Kind("qwen3_moe"),
     "plain adapters": Kind(fused_adapters=False),
+    "states": Kind("qwen3_5", {"linear_key_head_dim": 32, "linear_value_head_dim": 32}),
 }
 
 
@@ -142,13 +153,14 @@ def engine(kind: Kind, folder: Path) -> Iterator[Metal]:
         mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
         try:
             made = make_engine(
-                tiny_models.make(folder, kind.family, **kind.changes),
+                kind.make(folder, kind.family, **kind.changes),
                 kv_bits=kind.kv_bits,
                 kv_group_size=16,
                 attention_backend="metal",
                 backends=[Fused("metal", dialect.maker("metal"))],
+                method=kind.method,
             )
-            metal = Metal(made, gpu, patch)
+            metal = Metal(made, gpu, patch, folder.name)
             if not kind.fused_adapters:
                 metal.runner._lora._fused = None
             for seed, name in enumerate(("one", "two")):

@@ -10,22 +10,26 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.engine.plan import StepPlan
-from mlx_tandem.model import runner as runner_module
+from mlx_tandem.engine.plan import RowKind, StepPlan
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.runner import MLXRunner
-from mlx_tandem.model.step import forward
+from mlx_tandem.model.step.forward import Forward
+from mlx_tandem.model.step.pauses import Pauses
 from mlx_tandem.types import Request, SamplingParams
-from tests import tiny_models
-from tests.hazards import steps
+from tests import tiny_models, tiny_vision
+from tests.engine.test_verify import Oracle, serve
+from tests.hazards import plants, steps
 from tests.hazards.plants import PLANTS
 from tests.hazards.rule import Fault, faults
-from tests.hazards.steps import ENGINES, KINDS, Metal, Step
+from tests.hazards.steps import ENGINES, KINDS, SERVED, Metal, Step
 
 engines = pytest.mark.parametrize("metal", ENGINES, indirect=True)
 short_blocks = pytest.mark.parametrize("metal", ["short blocks"], indirect=True)
 own_blocks = pytest.mark.parametrize("metal", ["own blocks"], indirect=True)
+
+WRITERS = {"store", "delta_net_inputs", "gated_delta_in_place"}
+"""The kernels that write arrays in place, beside those for keys and values of fused blocks."""
 
 
 def found(metal: Metal, *launched: Step) -> list[Fault]:
@@ -55,17 +59,15 @@ def test_kernels_write_the_pool_in_each_of_them(metal: Metal) -> None:
         graph = metal.launch(step)
         written = [op for op in graph.ops if op.writes]
         if isinstance(step, StepPlan):
-            assert {op.name.partition("_")[0] for op in written} <= {"rotary", "store"}, name
+            assert {op.name for op in written} <= WRITERS | {op.name for op in written if "rotary" in op.name}, name
             pools = [label for label in metal.kept if "layer" in label and "model.layers" not in label]
             assert sum(len(op.writes) for op in written) >= len(pools), name
 
 
 @short_blocks
 def test_a_chunk_that_waits_on_the_way_is_safe(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metal has no need of pauses (see `MLXRunner.pauses`), but a step that has them is in order there, too."""
-    monkeypatch.setattr(metal.runner, "pauses", True)
-    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
-    monkeypatch.setattr(forward, "PAUSE", 1)
+    """What is dispatched on the way is in order, too."""
+    monkeypatch.setattr(metal.runner, "pauses", Pauses(16))
     launched = steps.decode(metal), steps.first_chunk(metal), steps.decode_others(metal)
     metal.launch(*launched)  # constants are computed when they are first met
     graph = metal.launch(*launched)
@@ -74,7 +76,7 @@ def test_a_chunk_that_waits_on_the_way_is_safe(metal: Metal, monkeypatch: pytest
     assert not faults(graph, metal.kept)
 
 
-@pytest.mark.parametrize("metal", ["short blocks", "windows"], indirect=True)
+@pytest.mark.parametrize("metal", ["short blocks", "windows", "states"], indirect=True)
 def test_what_the_scheduler_asks_for_is_safe(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps of a workload with forks, chunks, copies and preemption, as if none had been waited for."""
     plans: list[StepPlan] = []
@@ -96,6 +98,45 @@ def test_what_the_scheduler_asks_for_is_safe(metal: Metal, monkeypatch: pytest.M
     assert any(plan.copies for plan in plans) and len(plans) > 20
     metal.runner.reset()
     assert not found(metal, *plans)
+
+
+WITHOUT = {
+    "states": [
+        ("StateView(after(order, line)", "StateView(line"),
+        ("StateView(after(order, read[0]) if read", "StateView(read[0] if read"),
+    ],
+    "a head": [("zero_of([logits, *states, *ahead.marker])", "zero_of([logits, *states])")],
+}
+"""Dependencies of states and of a head, and the text without them: each is found in the steps of these engines."""
+
+
+@pytest.mark.parametrize("metal", SERVED, indirect=True)
+def test_what_the_scheduler_asks_of_other_models_is_safe(metal: Metal) -> None:
+    """The same with states, which steps read and write, with drafts that steps verify, and with images."""
+    vision = metal.engine.built.info.vision is not None
+    params = SamplingParams(max_tokens=10, temperature=0.0)
+    asked = []
+    for i, n in enumerate((30, 5, 17)):
+        text = tuple(np.random.default_rng(i).integers(10, 40, n).tolist())
+        prompt, images = tiny_vision.prompt("qwen2_5_vl", [text[:4], i, text[4:]]) if vision else (text, ())
+        asked.append(Request(i, prompt, params, n=1 + i % 2, images=images))
+    plans: list[StepPlan] = []
+    launch = MLXRunner.launch
+    with pytest.MonkeyPatch.context() as patch:
+        free = serve(metal.engine, asked)
+        metal.runner.reset()
+        patch.setattr(MLXRunner, "launch", lambda self, plan, *more: (plans.append(plan), launch(self, plan, *more))[1])
+        loop = serve(metal.engine, asked, None if vision else Oracle(free, 3), chunks=12)
+    assert vision or loop.accepted
+    assert any(plan.encodes for plan in plans) == vision
+    assert any(row.kind is RowKind.VERIFY for plan in plans for row in plan.rows) != vision
+    metal.runner.reset()
+    assert not found(metal, *plans)
+    for right, wrong in WITHOUT.get(metal.name, ()):
+        with pytest.MonkeyPatch.context() as patch:
+            owner = "_views" if right.startswith("StateView") else "step"
+            plants.text(Forward, owner, right, wrong)(metal, patch)
+            assert found(metal, *plans), wrong
 
 
 # --- planted bugs ----------------------------------------------------------------------------------------------------

@@ -9,16 +9,20 @@ import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model import build, device
+from mlx_tandem.model import build, device, gated_delta
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.kernel_checks import attention as choice
+from mlx_tandem.model.kernel_checks import delta_net as delta_check
+from mlx_tandem.model.kernel_checks import gated_delta as rule_check
 from mlx_tandem.model.kernel_checks import machine
+from mlx_tandem.model.kernel_checks.frame import Verdict
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
 from mlx_tandem.model.linears.tuning import Tuned
@@ -86,6 +90,11 @@ def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(device, "memory_limit", lambda chosen: Limit(1 << 30, "", shared=target == "metal"))
     monkeypatch.setattr(device, "describe", lambda: f"a {target} GPU that is not there")
     monkeypatch.setattr(build, "tune", lambda *args, **options: Tuned())
+    monkeypatch.setattr(gated_delta, "kernel", cache(gated_delta.kernel.__wrapped__))
+    monkeypatch.setattr(gated_delta, "verdict", Verdict())
+    monkeypatch.setattr(delta_check, "TIMED_ROWS", 1)  # emulated, larger ones would take seconds
+    monkeypatch.setattr(rule_check, "ROWS", 1)
+    monkeypatch.setattr(rule_check, "HEADS", (1, 32))
     inplace.writing.cache_clear()
     return gpu
 

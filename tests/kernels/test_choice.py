@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -11,7 +12,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.kvcache import Asks, LayerKernels, LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernel_checks.attention import choose
+from mlx_tandem.model.kernel_checks import attention
 from mlx_tandem.model.kernels.division import LIVE_FLOATS, Division, live_floats, shorter, start
 from tests.kernels import shim
 from tests.kernels.broken import Broken
@@ -23,6 +24,8 @@ SHAPES = [LayerShape(FORM, FORM, Asks(2, False))] * 2
 HALVES = RowFormat(1, 32, mx.float16)
 START = start("metal", HALVES)
 BLOCK = 16
+
+choose = partial(attention.choose, rival=lambda *step: 1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +41,38 @@ def test_what_is_right_and_faster_is_taken(right: Fused) -> None:
     made = choose("auto", SHAPES, BLOCK, [], [right], faster)
     assert made.name == "cuda" and all(made.layers)
     assert made.reason == (
-        "faster: 10 µs a layer for 16 x 1,024 tokens, portable takes 20; "
-        "10 µs a layer for 1 x 16,384 tokens, portable takes 20"
+        "faster: 10 µs a layer for 16 x 1,024 tokens, portable takes 20, contiguous keys 10; "
+        "10 µs a layer for 1 x 16,384 tokens, portable takes 20, contiguous keys 10"
     )
+
+
+def _contiguous(factor: float, shape: LayerShape, rows: int, context: int) -> float:
+    """Of a device that is fast for many rows, and for one as much as the kernels times this factor."""
+    return 1e-5 * (factor if rows == 1 else 9.0)
+
+
+def test_the_log_warns_where_mlx_is_faster_over_contiguous_keys(right: Fused, caplog: pytest.LogCaptureFixture) -> None:
+    """In one of the steps; the kernels are used all the same, since a pool has no contiguous keys."""
+    caplog.set_level("WARNING")
+    for factor, warns in ((1.0, False), (0.95, False), (0.8, True)):
+        caplog.clear()
+        rival = partial(_contiguous, factor)
+        made = attention.choose("auto", SHAPES, BLOCK, [], [right], faster, rival)
+        assert made.name == "cuda" and "contiguous keys 90; " in made.reason
+        assert ("slower than MLX's over contiguous keys" in caplog.text) == warns
+
+
+def test_attention_over_contiguous_keys_is_timed_for_the_steps_that_decide(right: Fused) -> None:
+    asked = []
+
+    def rival(shape: LayerShape, rows: int, context: int) -> float:
+        asked.append((shape, rows, context))
+        return 1.0
+
+    attention.choose("auto", SHAPES, BLOCK, [], [right], faster, rival)
+    assert asked == [(SHAPES[0], *step) for step in attention.STEPS]
+    sinks = LayerShape(FORM, FORM, Asks(4, True))
+    assert 0 < attention.contiguous_seconds(sinks, 2, 100) < 60
 
 
 def test_what_is_slower_is_not(right: Fused) -> None:
@@ -72,6 +104,7 @@ class Device:
         ("metal", Division(24, queries=2, depth=4)),
         ("metal", Division(96, queries=1, depth=2)),
         ("metal", Division(384, queries=4, depth=2)),
+        ("metal", Division(384, queries=8, depth=1, narrow=True)),
     ],
 )
 def test_the_work_is_divided_as_is_fastest_here(right: Fused, target: str, best: Division) -> None:
@@ -162,8 +195,8 @@ def test_what_metal_begins_with_fits_its_registers() -> None:
             form = RowFormat(8, 128, dtype, bits, 64)
             first = start("metal", form)
             for division in (first, *shorter(first, "metal", form)):
-                assert live_floats(form, division.queries, division.depth) <= LIVE_FLOATS
-    assert live_floats(RowFormat(8, 128, mx.float32), 8, 2) > LIVE_FLOATS
+                assert live_floats(form, division) <= LIVE_FLOATS
+    assert live_floats(HALVES, Division(96, depth=2)) > LIVE_FLOATS
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,18 +21,23 @@ from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
+    MOST_KEPT,
     AdapterLimits,
     AttentionDivision,
     Choices,
     FormsByShape,
+    Kept,
     KernelChoices,
     Pace,
     Products,
     SamplingKernels,
     Subject,
 )
+from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import attention as choice
+from mlx_tandem.model.kernel_checks import delta_net as delta_check
 from mlx_tandem.model.kernel_checks import everything, lora, machine, sampling, store
+from mlx_tandem.model.kernel_checks import gated_delta as rule_check
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.everything import examine
 from mlx_tandem.model.kernels.division import Division
@@ -56,7 +63,7 @@ BEST = Division(24, queries=2, depth=2)
 def config_of(folder: Path, **cache: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=str(folder)),
-        cache=CacheConfig(block_size=8, num_blocks=12, **cache),
+        cache=CacheConfig(block_size=8, num_blocks=24, **cache),
         scheduler=SchedulerConfig(max_num_seqs=4),
         lora=LoraConfig(max_loras=1, max_lora_rank=8),
     )
@@ -98,10 +105,14 @@ def serve_by_given(folder: Path, file: Path) -> None:
         (warm_up.time, "perf_counter"),
         (choice, "_problem"),
         (choice, "_seconds"),
+        (choice, "contiguous_seconds"),
         (lora, "wrong"),
         (sampling, "wrong"),
         (sampling, "wrong_truncated"),
         (store, "problem"),
+        (rule_check, "problem"),
+        (delta_check, "problem"),
+        (delta_check, "seconds"),
         *((Meter, name) for name in ("seconds", "device_seconds", "host_seconds")),
     ]
     given = Choices.read(file)
@@ -127,13 +138,15 @@ def look(built: Built, made: Choices) -> None:
     assert made.kernels.attention.divisions == (BEST,)
     assert made.kernels.sampling.plain and made.kernels.sampling.truncated and made.kernels.adapters.mixed
     assert any(isinstance(m, FusedBlock) for m in built.runner.module.modules())
+    assert any(isinstance(m, FusedDeltaNet) for m in built.runner.module.modules())
     assert inplace.writing().store is not None
     assert not built.runner.one_at_a_time
 
 
 @pytest.mark.timeout(400)  # kernels may have to be compiled first, and two engines check them
 def test_another_process_builds_the_same_functions_without_a_trial(tmp_path: Path) -> None:
-    folder, file = tiny_models.make(tmp_path / "model", "llama"), tmp_path / "choices.json"
+    wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # of the states, wide enough for kernels
+    folder, file = tiny_models.make(tmp_path / "model", "qwen3_5", **wide), tmp_path / "choices.json"
     try:
         with pytest.MonkeyPatch.context() as patch:
             metal(patch)
@@ -168,7 +181,7 @@ def test_choices_for_another_subject_are_refused(tmp_path: Path) -> None:
     own = subject_of(config)
     assert own == subject_of(config)
     nothing = KernelChoices(
-        "", Products(""), AttentionDivision("portable", ""), "", AdapterLimits(""), SamplingKernels("")
+        1, "", Products(""), AttentionDivision("portable", ""), "", AdapterLimits(""), SamplingKernels("")
     )
     made = Choices(own, nothing, Tuned(), Pace((), (), False))
     for other in (config_of(folders[1]), config_of(folders[0], kv_bits=8, kv_group_size=16)):
@@ -181,9 +194,73 @@ def test_choices_for_another_subject_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"{}", b'{"subject": 3}', b"\xff"])
 def test_a_file_without_choices_is_refused(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "choices.json").write_bytes(text)
-    with pytest.raises(ModelError, match=r"choices.json holds no choices"):
-        Choices.read(tmp_path / "choices.json")
+    file = tmp_path / "choices.json"
+    file.write_bytes(text)
+    with pytest.raises(ModelError, match=r"choices.json is damaged or holds no choices"):
+        Choices.read(file)
+    file.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    with pytest.raises(ModelError, match=r"choices.json holds no choices of this version"):
+        Choices.read(file)
+
+
+def nothing_chosen(config: EngineConfig) -> Choices:
+    """The choices of a device without kernels."""
+    own = KernelChoices(
+        1, "", Products(""), AttentionDivision("portable", ""), "", AdapterLimits(""), SamplingKernels("")
+    )
+    return Choices(subject_of(config), own, Tuned(), Pace(((8, 0, 1.0),), ((1, 1.0),), False))
+
+
+def test_each_change_of_what_choices_depend_on_leads_to_others(tmp_path: Path) -> None:
+    config = config_of(tiny_models.make(tmp_path / "model", "llama"))
+    made, kept = nothing_chosen(config), Kept(tmp_path / "kept")
+    kept.keep(made)
+    assert kept.find(made.subject) == made
+    for name in ("device", "driver", "mlx", "sources", "model"):
+        assert kept.find(msgspec.structs.replace(made.subject, **{name: "another"})) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "folder"])
+def test_damaged_choices_are_not_used_and_are_replaced(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tiny_models.make(tmp_path / "model", "llama"))
+    made, kept = nothing_chosen(config), Kept(tmp_path / "kept")
+    kept.keep(made)
+    (file,) = (tmp_path / "kept").iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes({"cut": bytes(content[:-9]), "flipped": bytes(content), "empty": b""}[damage])
+    assert kept.find(made.subject) is None
+    assert "the choices of the last start are not used" in caplog.text
+    kept.keep(made)
+    assert (kept.find(made.subject) == made) is (damage != "folder")
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(tiny_models.make(tmp_path / "model", "llama"))
+    (tmp_path / "file").write_text("")
+    made, kept = nothing_chosen(config), Kept(tmp_path / "file" / "kept")
+    kept.keep(made)
+    assert "are not kept" in caplog.text
+    assert kept.find(made.subject) is None
+    kept.drop(made.subject)
+
+
+def test_choices_of_many_models_are_kept_and_no_more(tmp_path: Path) -> None:
+    config = config_of(tiny_models.make(tmp_path / "model", "llama"))
+    made, kept = nothing_chosen(config), Kept(tmp_path / "kept")
+    subjects = [msgspec.structs.replace(made.subject, model=str(i)) for i in range(MOST_KEPT + 3)]
+    for i, subject in enumerate(subjects):
+        kept.keep(msgspec.structs.replace(made, subject=subject))
+        os.utime(kept._file(subject), (i, i))
+    assert len(list((tmp_path / "kept").iterdir())) == MOST_KEPT
+    assert kept.find(subjects[-1]) is not None
+    assert kept.find(subjects[0]) is None
 
 
 def test_forms_of_products_come_back_as_they_were() -> None:

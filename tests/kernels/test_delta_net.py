@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -140,6 +141,8 @@ def test_layers_that_are_served_take_it(tmp_path: Path, monkeypatch: pytest.Monk
     kernels = delta_net.Kernels(delta_net.DeltaNetInputs(shim.maker()), rule, Counting(shim.maker()))
     monkeypatch.setattr(gated_delta, "kernel", lambda: rule)
     monkeypatch.setattr(delta_net.Kernels, "made", lambda *_: kernels)
+    own = SimpleNamespace(available=lambda: ("cuda",), maker=lambda target: shim.maker())
+    monkeypatch.setattr(delta_net, "dialect", own)
     monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker())))
     folder = tiny_models.make(
         tmp_path / "model", "qwen3_5", linear_key_head_dim=32, linear_value_head_dim=32, num_hidden_layers=2

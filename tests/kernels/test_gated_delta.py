@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_tandem.model import gated_delta
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
+from mlx_tandem.model.cache.states import StateArray, StateCache, StateShape, StateView
 from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE, largest_error, problem
-from mlx_tandem.model.kernels.gated_delta import GatedDelta
+from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE, _drawn, largest_error, problem
+from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs
 from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
@@ -70,6 +73,59 @@ def test_a_wrong_kernel_is_not_used(right: str, wrong: str) -> None:
 
 def test_a_right_kernel_is_used() -> None:
     assert problem(shim.maker()) == ""
+
+
+def test_rows_that_are_padding_and_rows_in_their_own_line_are_right() -> None:
+    """Padded rows all read and write the first line. A row may write the line that it reads."""
+    for order in shim.ORDERS:
+        inputs, state = _drawn(mx.float32, by_column=False, dk=128)
+        want, want_after = gated_delta_ops(*inputs, state)
+        padding = RuleInputs(*(mx.concatenate([x, mx.full((2, *x.shape[1:]), mx.nan, x.dtype)]) for x in inputs))
+        pool = mx.concatenate([mx.zeros((1, state[0].size)), state.reshape(3, -1), mx.full((2, state[0].size), 7.0)])
+        mx.eval(pool, *padding)
+        read, write = mx.array([1, 2, 3, 0, 0], mx.int32), mx.array([1, 5, 3, 0, 0], mx.int32)
+        got = GatedDelta(shim.maker(order)).in_place(padding, pool, read, write)
+        after = want_after.reshape(3, -1)
+        for ours, theirs in ((got[:3], want), (pool[1], after[0]), (pool[5], after[1]), (pool[3], after[2])):
+            assert mx.allclose(ours, theirs, atol=1e-4)
+        assert mx.array_equal(pool[2], state.reshape(3, -1)[1]) and (pool[4] == 7.0).all()
+
+
+@pytest.mark.parametrize(("length", "in_pool"), [(1, True), (8, True), (9, False)])
+def test_on_metal_short_rows_use_it_and_mlx_lm_s_kernel_the_others(
+    monkeypatch: pytest.MonkeyPatch, length: int, in_pool: bool
+) -> None:
+    """mlx-lm calls its kernel under a name of its own there, which is replaced, too."""
+    kernel, asked = GatedDelta(shim.maker()), []
+    monkeypatch.setattr(gated_delta, "kernel", lambda: kernel)
+    monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker()), by_outputs=True))
+
+    def own(*args: Any) -> tuple[mx.array, mx.array]:
+        asked.append(args)
+        return gated_delta_ops(*args)
+
+    rule = gated_delta._replacing(own, only_in_pool=True)
+    rows, heads, dim = 2, 2, 32
+    mx.random.seed(0)
+    keys = mx.random.normal((rows, length, heads, dim)) * dim**-0.5
+    given = keys, keys, keys, mx.full((rows, length, heads), 0.5), mx.full((rows, length, heads), 0.5)
+    state = mx.random.normal((rows, heads, dim, dim))
+    pool = mx.concatenate([state.reshape(rows, -1), mx.zeros((rows, state[0].size))])
+    mx.eval(pool)
+    cache = StateCache(StateShape((StateArray(state.shape[1:], state.dtype),)))
+    want, after = gated_delta_ops(*given, state)
+    for begins in (False, True):  # rows that begin have a state that is not in the pool
+        cache.bind([pool], StateView(mx.array([0, 1]), mx.array([2, 3])))
+        with gated_delta.using_kernel(cache):
+            got, new = rule(*given, mx.array(state) if begins else cache[0], None)
+        mx.eval(got)
+        assert mx.allclose(got, want, atol=1e-4)
+        assert bool(asked) == (begins or not in_pool)
+        if not asked:
+            assert mx.allclose(pool[2:], after.reshape(rows, -1), atol=1e-4) and not cache.gathered_bytes()
+        asked.clear()
+        cache[0] = new
+        cache.release()
 
 
 @pytest.mark.parametrize("in_place", [True, False])

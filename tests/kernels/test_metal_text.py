@@ -6,6 +6,7 @@ That it computes what it should is tested elsewhere.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -15,8 +16,11 @@ import pytest
 from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.delta_net import DeltaNetInputs, GatedNorm, Mixer, Product
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.division import start
+from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs
 from mlx_tandem.model.kernels.gumbel_max import GumbelMax, Masks, Noise
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
@@ -106,7 +110,45 @@ def store(recorder: Recorder) -> None:
         Store(recorder.make)(mx.zeros((40, 64), dtype), mx.zeros((12,), mx.int32), mx.zeros((12, 64), dtype))
 
 
-@pytest.mark.parametrize("kernels", [attention, rotary, lora, sampling, store])
+def recurrent(recorder: Recorder) -> None:
+    """Layers with and without a share of the state for each column; products apart, and as parts of one array."""
+    rule, inputs_of, norm = GatedDelta(recorder.make), DeltaNetInputs(recorder.make), GatedNorm(recorder.make)
+    rows, heads, lines = 3, 4, mx.zeros((3,), mx.int32)
+    for dtype, dim, by_column, length in product(FLOATS, (32, 128), (False, True), (1, 5)):
+        keys, values = (mx.zeros((rows, length, n, dim), dtype) for n in (2, heads))
+        decay = mx.zeros((rows, length, heads, *([dim] if by_column else [])))
+        given = RuleInputs(keys, keys, values, decay, mx.zeros((rows, length, heads), dtype))
+        rule(given, mx.zeros((rows, heads, dim, dim)))
+        rule.in_place(given, mx.zeros((9, heads * dim * dim)), lines, lines)
+    for dtype, dim, taps, merged in product(FLOATS, (32, 128), (2, 4), (False, True)):
+        channels = (2 * 2 + heads) * dim
+        few = mx.zeros((heads,), dtype)
+        mixer = Mixer(
+            mx.zeros((channels, taps, 1), dtype), mx.zeros((heads,)), few, mx.zeros((dim,), dtype), 1e-6, 2, heads, dim
+        )
+        whole = mx.zeros((rows, 2, channels + 2 * heads + heads * dim), dtype)
+        ends = channels, channels + heads, channels + 2 * heads
+        parts = [Product(whole, at) for at in (0, *ends)]
+        if not merged:
+            parts = [Product(mx.zeros((rows, 2, n), dtype)) for n in (channels, heads, heads, heads * dim)]
+        qkv, a, b, z = parts
+        inputs_of(mixer, (qkv, a, b), mx.zeros((9, (taps - 1) * channels), dtype), lines, lines)
+        norm(mixer, mx.zeros((rows, 2, heads, dim), dtype), z)
+
+
+KERNELS = (attention, rotary, lora, sampling, store, recurrent)
+
+
+@cache
+def first_words() -> set[str]:
+    """Return the first words of the names of all kernels whose texts are checked here."""
+    recorder = Recorder()
+    for kernels in KERNELS:
+        kernels(recorder)
+    return {call.name.partition("_")[0] for call in recorder.calls.values()}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_every_form_compiles_and_fits(kernels: Any) -> None:
     recorder = Recorder()
     kernels(recorder)
@@ -154,7 +196,17 @@ def test_what_is_right_is_taken() -> None:
         ("y[THREAD] = min(1, 2u);", {}, "ambiguous"),
         ("y[THREAD] = simd_shuffle_xor((long)THREAD, (ushort)1);", {}, "ambiguous"),
         ("y[THREAD] = as_type<half>(x0[THREAD]);", {}, "one size"),
+        ("size_t i = THREAD; y[i / (size_t)x0[0]] = 0.0f;", {}, "/ of 64-bit integers"),
+        ("y[(size_t)THREAD % THREADS] = 0.0f;", {}, "% of 64-bit integers"),
+        ("size_t i = THREAD; i /= 3; y[i] = 0.0f;", {}, "/= of 64-bit integers"),
+        ("long i = THREAD; i %= 3; y[i] = 0.0f;", {}, "%= of 64-bit integers"),
+        (
+            "y[THREAD] = part(x0[0], (size_t)THREAD);",
+            {"functions": "template <class A> DEVICE float part(A a, size_t i) { return float(a + A(i / 3)); }"},
+            "/ of 64-bit integers",
+        ),
         ("SHARED(float, s, 8193); s[THREAD] = 0.0f; y[THREAD] = s[0];", {}, "32772 bytes of threadgroup memory"),
+        (f"{WELL} // 2 \u00b5s", {}, "not ASCII"),
         (WELL, {"threads": 1056}, "1056 threads"),
         (WELL, {"threads": 40}, "40 threads"),
         (WELL, {"inputs": 31}, "32 buffers"),
@@ -168,6 +220,14 @@ def test_what_is_right_is_taken() -> None:
 def test_planted_mistakes_are_refused(mistake: str, options: dict[str, Any], said: str) -> None:
     found = planted(mistake, **options)
     assert any(said in one for one in found), found
+
+
+@pytest.mark.parametrize("target", ["cuda", "metal"])
+def test_a_text_that_is_not_ascii_is_refused_before_it_is_compiled(target: Any) -> None:
+    """MLX makes a string of it for Metal that would be null."""
+    for text in ({"body": "y[0] = x[0]; // \u00d7"}, {"body": "y[0] = x[0];", "functions": "// \u00d7"}):
+        with pytest.raises(ValueError, match="the kernel planted is not ASCII"):
+            dialect.maker(target)(Source("planted", ["x"], ["y"], **text))
 
 
 def test_an_input_of_few_elements_is_in_the_constant_address_space() -> None:

@@ -46,6 +46,9 @@ KINDS = [
     Kind(mx.bfloat16, 128, 4, False, bits=8),
     Kind(mx.bfloat16, 64, 7, False, bits=4),
     Kind(mx.bfloat16, 256, 8, False, sinks=True),
+    Kind(mx.bfloat16, 128, 8, False),
+    Kind(mx.bfloat16, 64, 8, False, bits=8),
+    Kind(mx.float32, 32, 8, False),
     Kind(mx.float16, 80, 2, False, block=8),
     Kind(mx.float16, 96, 1, True, bits=8, sinks=True),
     Kind(mx.float32, 16, 2, True, block=4),
@@ -65,12 +68,23 @@ KINDS = [
     warps=st.sampled_from([0, 1, 2]),
     depth=st.sampled_from([0, 3]),
     together=st.sampled_from([8, 8, 2]),
+    narrow=st.booleans(),
     order=st.sampled_from(shim.ORDERS),
     more=st.sampled_from([None, 0, 25]),
 )
 # A split ends within a tile.
 @example(
-    seed=1, rows=2, longest=300, window=EVERYTHING, splits=2, warps=0, depth=3, together=8, order="together", more=None
+    seed=1,
+    rows=2,
+    longest=300,
+    window=EVERYTHING,
+    splits=2,
+    warps=0,
+    depth=3,
+    together=8,
+    narrow=True,
+    order="together",
+    more=None,
 )
 def test_it_is_attention(
     kind: Kind,
@@ -82,6 +96,7 @@ def test_it_is_attention(
     warps: int,
     depth: int,
     together: int,
+    narrow: bool,
     order: shim.Order,
     more: int | None,
 ) -> None:
@@ -118,7 +133,7 @@ def test_it_is_attention(
     begun = np.take_along_axis(np.pad(tables, ((0, 0), (0, width))), first[:, None] + np.arange(width), 1)
     for half in halves if keeps else ():  # what is not kept is not asked for, and NaN beside a weight of 0
         np.nan_to_num(half, copy=False)
-    got = PagedAttention(shim.maker(order), form, kind.block, Division(396, together, depth))(
+    got = PagedAttention(shim.maker(order), form, kind.block, Division(396, together, depth, narrow=narrow))(
         queries,
         pool,
         mx.array(begun),
@@ -135,6 +150,28 @@ def test_it_is_attention(
     given_ = np.array(got.swapaxes(1, 2).astype(mx.float32))[:real]
     tolerance = TOLERANCE[kind.dtype] * (1 + (kind.bits > 0))
     assert np.linalg.norm(given_ - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_metal_reads_keys_and_values_once_for_eight_queries(dtype: mx.Dtype, bits: int, dim: int) -> None:
+    """Of one token, or of drafts: a KV head's queries are answered by one block of threads for each split."""
+    form, launched = RowFormat(2, dim, dtype, bits, 32), []
+
+    def make(source: Source) -> Kernel:
+        def call(inputs: Any, template: Any, groups: Any, threads: int, outputs: Any) -> list[mx.array]:
+            launched.append(groups)
+            return [mx.zeros(shape, kind) for shape, kind in outputs]
+
+        return call
+
+    attention = PagedAttention(make, form, 16, start("metal", form))
+    pool = [mx.zeros((2 * 16, width), kind) for _ in range(2) for width, kind in form.lines()]
+    for group, length in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        queries = mx.zeros((3, 2 * group, length, dim), dtype)
+        attention(queries, pool, mx.zeros((3, 1), mx.int32), mx.zeros((3,), mx.int32), 1.0, splits=1)
+        assert launched.pop() == (form.heads, 3, 1)
 
 
 def test_four_blocks_are_held_at_once_where_they_need_fewer_turns() -> None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.model import delta_net, gated_delta, residual
-from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
-from mlx_tandem.model.cache.kvcache import StepView
 from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
 from mlx_tandem.model.kernels.delta_net import DeltaNetInputs, GatedNorm
 from mlx_tandem.model.kernels.gated_delta import GatedDelta
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.kernels.store import Store
-from mlx_tandem.model.step import forward
+from mlx_tandem.model.step.pauses import Pacer, Pauses
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_families, tiny_models
 from tests.engine.mlx_engine import Oracle, assert_agrees, make_engine
@@ -124,6 +124,8 @@ def test_layers_hand_on_tokens(tmp_path: Path, family: str, monkeypatch: pytest.
     kernels = delta_net.Kernels(DeltaNetInputs(shim.maker()), rule, GatedNorm(shim.maker()))
     monkeypatch.setattr(gated_delta, "kernel", lambda: rule)
     monkeypatch.setattr(delta_net.Kernels, "made", lambda *_: kernels)
+    own = SimpleNamespace(available=lambda: ("cuda",), maker=lambda target: shim.maker())
+    monkeypatch.setattr(delta_net, "dialect", own)
     changes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if family == "qwen3_5" else {}
     folder = tiny_models.make(tmp_path / "model", family, **changes)
     made = {"attention_backend": "cuda", "backends": [Fused("cuda", shim.maker())], "dtype": "float16"}
@@ -151,18 +153,35 @@ def test_chunks_that_wait_on_the_way_say_what_mlx_lm_says(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers with states beside them write these at the end of the chunk, and the next chunk goes on from there."""
-    monkeypatch.setattr(runner_module, "LONG_TOKENS", 8)
-    monkeypatch.setattr(forward, "PAUSE", 1)
     folder = tiny_models.make(tmp_path / "model", family, num_hidden_layers=4)
     engine = make_engine(folder, attention_backend="cuda", backends=[Fused("cuda", shim.maker())])
     runner = engine.built.runner
-    runner.rectangles.common_offsets = runner.inputs.packed = runner.pauses = True
+    runner.rectangles.common_offsets = runner.inputs.packed = True
+    runner.pauses = Pauses(8)
     runner.one_at_a_time = False
-    pauses: list[int] = []
-    arrive = StepView.arrive
-    monkeypatch.setattr(StepView, "arrive", lambda self, x: (pauses.append(self._pause), arrive(self, x))[1])
+    paused: list[int] = []
+    arrive = Pacer.arrive
+    monkeypatch.setattr(Pacer, "arrive", lambda self, x: (paused.append(self.pause.layers), arrive(self, x))[1])
     assert_agrees(engine.run(ask(), chunks=24, stagger=1), Oracle.load(folder), "with pauses")
-    assert {0, 1} == set(pauses)
+    assert set(paused) == {1}
+
+
+def test_a_layer_that_is_done_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    """What all layers of a short chunk gather behind a long context is many times what a paused forward has at once."""
+    layers, context, size = 24, 2048, 8
+    made = {"num_hidden_layers": layers, "max_position_embeddings": 2 * context}
+    folder = tiny_models.make(tmp_path / "model", "llama", **made)
+    engine = make_engine(folder, num_blocks=context // size + 1, max_chunk_tokens=64)
+    runner, info = engine.built.runner, engine.built.info
+    runner.one_at_a_time, runner.pauses = False, Pauses(1024, positions=3 * context, layers=layers)
+    row = Row(RowKind.PROMPT, 0, 0, 0, context - 16, (7,) * 16, [list(range(1, context // size + 1))], True)
+    plan = StepPlan((row,), seatings=(Seating(0, SamplingParams(max_tokens=1, temperature=0.0), 0, 1, (0,)),))
+    assert runner.launch_waits(plan)
+    runner.wait(runner.launch(plan))  # constants are made once
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    runner.wait(runner.launch(plan))
+    assert mx.get_peak_memory() - before < context * info.kv_bytes_per_token / 2
 
 
 def test_blocks_whose_output_is_gated_take_the_short_way(tmp_path: Path, calls: list[int]) -> None:

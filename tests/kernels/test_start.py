@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -14,10 +14,13 @@ import pytest
 
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
+from mlx_tandem.model import gated_delta
 from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.choices import Kept
+from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import lora, sampling
+from mlx_tandem.model.kernel_checks import lora, machine, sampling
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
@@ -27,6 +30,7 @@ from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
 from tests.kernels import gpu as fake
 from tests.kernels import shim
 from tests.kernels.gpu import Around, Gpu
+from tests.kernels.test_metal_text import first_words
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
@@ -48,11 +52,11 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
     yield gpu
     mx.enable_compile()
-    inplace.writing.cache_clear()
+    inplace.given(None)
 
 
-def start(tmp_path: Path) -> Engine:
-    engine = make_engine(tiny_models.make(tmp_path / "model", "llama"), num_blocks=12)
+def start(tmp_path: Path, kept: Kept | None = None) -> Engine:
+    engine = make_engine(tiny_models.make(tmp_path / "model", "llama"), num_blocks=12, kept=kept)
     engine.built.warm_up(CostModel())
     return engine
 
@@ -86,10 +90,55 @@ def test_all_kernels_are_taken_where_they_are_right_and_faster(metal: Gpu, tmp_p
     assert_serves(engine, tmp_path)
 
 
+HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+"""Heads of the states that are wide enough for the kernels."""
+
+
+def start_hybrid(tmp_path: Path) -> Engine:
+    engine = make_engine(tiny_models.make(tmp_path / "model", "qwen3_5", **HYBRID), num_blocks=24)
+    engine.built.warm_up(CostModel())
+    return engine
+
+
+def fused_nets(engine: Engine) -> bool:
+    return any(isinstance(m, FusedDeltaNet) for m in engine.built.runner.module.modules())
+
+
+def test_a_hybrid_s_states_stay_in_the_pool(metal: Gpu, tmp_path: Path) -> None:
+    """Also of rows that are padding, all of which have one line, and of rows that go on in the line that they read."""
+    engine = start_hybrid(tmp_path)
+    assert fused_nets(engine) and gated_delta.kernel() is not None
+    assert engine.built.runner._forward.gathered_share == 0.0
+    assert {name.partition("_")[0] for name, _ in metal.sources} <= first_words(), "a text that nothing has checked"
+    assert_serves(engine, tmp_path)
+
+
+SLOWER = {
+    "gated_delta_in_place": "mlx-lm's own functions compute the gated delta rule: the kernel is ",
+    "delta_net_inputs": "gated delta nets run their own code: the fused path is ",
+}
+
+
+@pytest.mark.parametrize("fault", ["uncompilable", "slow"])
+@pytest.mark.parametrize("kernel", SLOWER)
+def test_a_hybrid_starts_without_a_kernel_that_is(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, kernel: str, fault: str
+) -> None:
+    caplog.set_level("INFO")
+    metal.faults[kernel] = fake.slow(metal) if fault == "slow" else fake.uncompilable
+    engine = start_hybrid(tmp_path)
+    said = SLOWER[kernel] + "slower: " if fault == "slow" else SLOWER[kernel].removesuffix("the fused path is ")
+    assert said in caplog.text
+    assert not fused_nets(engine)
+    assert (gated_delta.kernel() is None) == (kernel == "gated_delta_in_place")
+    assert engine.built.runner._forward.gathered_share > 0.0
+    assert_serves(engine, tmp_path)
+
+
 WRONG: dict[str, Around] = {
     "paged_attention": fake.instead("k <= position", "k < position"),
     "rotary": fake.instead("a * c - b * s", "a * c + b * s"),
-    "store": fake.instead("= lines[i]", "= lines[i] + T(1)"),
+    "store": fake.instead("= lines[from + i]", "= lines[from + i] + T(1)"),
     "lora_shrink": fake.instead("= total;", "= 2.0f * total;"),
     "gumbel_max": fake.instead("logits + begin", "logits"),
 }
@@ -124,6 +173,36 @@ def test_a_server_starts_without_a_kernel_that_is(
     assert (info.lora_backend == "fused") == (kernel != "lora_shrink")
     assert short_blocks(engine) == (kernel not in ("paged_attention", "rotary", "store"))
     assert (inplace.writing().store is None) == (kernel == "store")
+    assert_serves(engine, tmp_path)
+
+
+def test_a_second_start_checks_little_and_times_nothing(
+    metal: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(tmp_path / "kept")
+    first = start(tmp_path, kept)
+
+    def refuse(*args: Any) -> NoReturn:
+        raise AssertionError("a second start times nothing")
+
+    monkeypatch.setattr(machine, "seconds", refuse)
+    monkeypatch.setattr(choice, "_seconds", refuse)
+    second = start(tmp_path, kept)
+    assert second.built.info.attention_backend == "metal" and second.built.info.lora_backend == "fused"
+    assert second.built.info.attention_reason == first.built.info.attention_reason
+    assert short_blocks(second)
+    assert_serves(second, tmp_path)
+
+
+@pytest.mark.parametrize("kernel", WRONG)
+def test_a_second_start_notices_that_a_kernel_has_become_wrong(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, kernel: str
+) -> None:
+    kept = Kept(tmp_path / "kept")
+    start(tmp_path, kept)
+    metal.faults[kernel] = WRONG[kernel]
+    engine = start(tmp_path, kept)
+    assert "everything is checked anew" in caplog.text
     assert_serves(engine, tmp_path)
 
 

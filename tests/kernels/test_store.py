@@ -18,16 +18,38 @@ from tests.kernels import shim
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
 
+@pytest.mark.parametrize("order", shim.ORDERS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint32])
-def test_lines_are_where_they_belong_and_the_array_where_it_was(dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize(
+    ("count", "width"),
+    [
+        *((1, 1), (41, 7), (5, 8), (3, 24)),  # lines of less than 16 bytes, of no whole number of them, and of few
+        *((256, 16), (33, 128)),  # several lines of a block of threads, the last block with fewer
+        *((1, 4096), (2, 4104), (3, 2051)),  # lines of more bytes than a block of threads writes
+    ],
+)
+def test_lines_are_where_they_belong_and_the_array_where_it_was(
+    dtype: mx.Dtype, count: int, width: int, order: shim.Order
+) -> None:
     rng = np.random.default_rng(0)
-    array = mx.array(rng.integers(0, 99, (50, 7))).astype(dtype)
-    lines = mx.array(rng.integers(0, 99, (41, 7))).astype(dtype)
-    rows = rng.permutation(50)[:41].astype(np.int32)
+    array = mx.array(rng.integers(0, 99, (count + 9, width))).astype(dtype)
+    lines = mx.array(rng.integers(100, 199, (count, width))).astype(dtype)
+    rows = rng.permutation(count + 9)[:count].astype(np.int32)
     expected = np.array(array.astype(mx.float32))
     expected[rows] = np.array(lines.astype(mx.float32))
-    assert Store(shim.maker())(array, mx.array(rows), lines).tolist() == [0]
+    assert Store(shim.maker(order))(array, mx.array(rows), lines).tolist() == [0]
     assert (np.array(array.astype(mx.float32)) == expected).all()
+
+
+@pytest.mark.parametrize("width", [7, 128])
+def test_lines_for_one_row_leave_one_of_them_there(width: int) -> None:
+    """All padding is written to the scratch line."""
+    array, lines = mx.zeros((20, width), mx.bfloat16), mx.random.normal((30, width)).astype(mx.bfloat16)
+    rows = mx.array([0] * 12 + list(range(2, 20)), mx.int32)
+    mx.eval(array, lines)
+    assert Store(shim.maker())(array, rows, lines).tolist() == [0]
+    assert any(mx.array_equal(array[0], line) for line in lines[:12])
+    assert mx.array_equal(array[2:], lines[12:]) and not array[1].any()
 
 
 @pytest.fixture

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 from mlx_tandem.cli.doctor.child import Bench
-from mlx_tandem.cli.doctor.result import Failed, Outcome
+from mlx_tandem.cli.doctor.result import Failed, NotHere, Outcome
 
 
 def well(bench: Bench) -> Outcome:
@@ -48,6 +49,21 @@ def leaves(bench: Bench) -> Outcome:
 def hangs(bench: Bench) -> Outcome:
     threading.Event().wait()
     raise AssertionError("not reached")
+
+
+def leaves_another(bench: Bench) -> Outcome:
+    """Start a process that does not end by itself, write its number into a file, and hang."""
+    other = subprocess.Popen(["sleep", "3600"])
+    Path(os.environ["DOCTOR_OTHER"]).write_text(str(other.pid))
+    return hangs(bench)
+
+
+def tells_its_process(bench: Bench) -> Outcome:
+    return Outcome(f"{os.getpid()} {os.environ.get('DOCTOR_WORD')} {bench.sizes.overlaps}")
+
+
+def is_of_macos(bench: Bench) -> Outcome:
+    raise NotHere("only Macs have this")
 
 
 def broken_kernel(bench: Bench) -> Outcome:

@@ -46,7 +46,8 @@ def command_lines() -> Iterator[list[str]]:
         if "tandem serve" in (line := unit.get("Service", "ExecStart", fallback="")):
             yield shlex.split(line)[2:]
     for plist in blocks("xml"):
-        yield plistlib.loads(plist.encode())["ProgramArguments"][2:]
+        words = plistlib.loads(plist.encode())["ProgramArguments"]
+        yield words[words.index("serve") + 1 :]
     (dockerfile,) = blocks("dockerfile")
     yield json.loads(re.search(r"^CMD (.*)$", dockerfile, re.MULTILINE)[1])[1:]  # type: ignore[index]
     for text in blocks("yml"):
@@ -87,3 +88,10 @@ def test_a_drain_has_the_time_that_it_may_take() -> None:
     assert min(waits) > demo_config().server.drain_seconds
     (service, *_) = units()
     assert service["Service"]["KillMode"] == "mixed"
+
+
+def test_a_mac_serves_as_a_program_that_is_in_use_and_stays_awake() -> None:
+    (plist,) = blocks("xml")
+    job = plistlib.loads(plist.encode())
+    assert job["ProcessType"] == "Interactive"
+    assert job["ProgramArguments"][:2] == ["/usr/bin/caffeinate", "-i"]

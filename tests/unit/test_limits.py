@@ -129,6 +129,7 @@ def test_legal_names(name: str) -> None:
     assert check_name(name) == name
 
 
+@pytest.mark.promise("A9", "B1")
 @pytest.mark.parametrize("name", ["", ".", "..", "-a", "_a", "a.", "a/b", "a@1", "a b", "a\n", "é", "x" * 65, "a\0"])
 def test_names_that_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^field must be 1 to 64 letters") as refused:
@@ -136,6 +137,7 @@ def test_names_that_are_refused(name: str) -> None:
     assert refused.value.param == "field"
 
 
+@pytest.mark.promise("D4")
 def test_token_ids_are_those_of_the_vocabulary() -> None:
     assert check_token_ids([0, 9, 9], 10, "ids") == (0, 9, 9)
     assert check_token_ids((), 10, "ids") == ()

@@ -104,6 +104,7 @@ def test_a_reply_has_the_error_s_texts(text: str) -> None:
     assert is_safe(said["message"]) and is_safe(said["param"])
 
 
+@pytest.mark.promise("H1")
 @settings(max_examples=200, derandomize=True)
 @given(ANY_TEXT, ANY_TEXT)
 @example("x" * 1_000_000, "\ud800" * 100_000)
@@ -116,6 +117,7 @@ def test_a_log_line_is_one_line(event: str, value: str) -> None:
     assert len(json.loads(line)["event"]) <= MOST_LOGGED
 
 
+@pytest.mark.promise("H1")
 @settings(max_examples=200, derandomize=True)
 @given(ANY_TEXT)
 @example("\nERROR mlx_tandem: forged")

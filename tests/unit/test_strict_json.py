@@ -70,6 +70,7 @@ def can_be_said(value: Any) -> bool:
     return value is None or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
+@pytest.mark.promise("C5")
 @given(value=trees(PLAIN | TEXTS | ODD, KEYS))
 def test_anything_else_is_refused_at_its_place(value: Any) -> None:
     error = refusal(value)

@@ -7,6 +7,7 @@ requests in, notes when their tokens come out, and gives the device to the peer 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sys
 import tempfile
@@ -20,16 +21,18 @@ from typing import Any, Literal, cast
 import msgspec
 
 from mlx_tandem.cli.bench.floor import Floor
+from mlx_tandem.cli.bench.left import Left
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.script import Answers, Script, Work, run_script
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.sides import BASE, DRAFTS, MIXED, PEER, SAME, Rounds, line, summary
 from mlx_tandem.cli.bench.timeline import Timeline
 from mlx_tandem.cli.bench.workloads import GREEDY, SAMPLING, Sampling
 from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.outputs import write_json
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.errors import TandemError
+from mlx_tandem.files import StorageError
 from mlx_tandem.generation.prompts import Prompts
 from mlx_tandem.types import AdapterRef, AdapterSource, EngineInfo, Request, SamplingParams
 
@@ -108,13 +111,6 @@ def run(
     picture: Path | None,
 ) -> None:
     """Measure, write the JSON file after each round, show a table, and draw the picture."""
-    if picture is not None:
-        from mlx_tandem.cli.bench.plot import MissingLibrary, require
-
-        try:
-            require()
-        except MissingLibrary as e:
-            fail(str(e))
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
         folders: list[Path] = []
         if shape is not None:
@@ -135,7 +131,8 @@ def run(
         def keep(found: dict[str, Any]) -> None:
             result.update(found)
             if json_out:
-                write(json_out, result)
+                with contextlib.suppress(StorageError):  # the last time, the error is reported
+                    write_json(json_out, result)
 
         try:
             chats = asyncio.run(_chats(Path(model))) if load.text == "chat" else ()
@@ -145,10 +142,15 @@ def run(
     from mlx_tandem.cli.bench.report import engine_table
 
     show(engine_table(result))
-    if picture is not None:
-        from mlx_tandem.cli.bench.plot import plot_engine
+    try:
+        if json_out:
+            write_json(json_out, result)
+        if picture is not None:
+            from mlx_tandem.cli.bench.plot import plot_engine
 
-        plot_engine(result, picture)
+            plot_engine(result, picture)
+    except StorageError as e:
+        fail(e.message)
 
 
 async def _chats(folder: Path) -> list[tuple[int, ...]]:
@@ -220,6 +222,7 @@ class EngineBench:
             infos = [answers.adapters[call] for call in range(len(self._folders))]
             self._refs = [AdapterRef(f"a{i}", 1, info.digest) for i, info in enumerate(infos)]
         results: list[dict[str, Any]] = []
+        left = Left(len(self._load.batches))
         for batch in self._load.batches:
             rounds: Rounds = {side: [] for side in self._load.sides}
             found: dict[str, Any] = {}
@@ -236,7 +239,7 @@ class EngineBench:
                     no_peer = {"no_peer": self._without_peer} if self._without_peer else {}
                     self._keep({"results": [*results, found]} | no_peer)
             results.append(found)
-            print(line(found), file=sys.stderr, flush=True)
+            print(f"{line(found)} tok/s  {left.after()}", file=sys.stderr, flush=True)
 
     def _round(
         self, info: EngineInfo, batch: Batch, side: str

@@ -63,11 +63,7 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return the results of a batch in one line, to be shown while others are still measured."""
-    parts = [f"{NAMES[side]} {row[side]['decode_tokens_per_s']:,.0f}" for side in ran(row)]
-    own = row[BASE]
-    return (
-        f"{label(row):>12}  tok/s  {'  '.join(parts)}  |  {own['step_ms']:.2f} ms a step, "
-        f"{own['bandwidth_share']:.0%} of the bandwidth, prompts in {own['prefill_ms']:,.1f} ms"
-        + (f", closed loop {own['loop_tokens_per_s']:,.0f} tok/s" if "loop_tokens_per_s" in own else "")
+    """Return the tokens per second of a batch in one line, to be shown while others are still measured."""
+    return f"{label(row):>12}  " + "  ".join(
+        f"{NAMES[side]} {row[side]['decode_tokens_per_s']:,.0f}" for side in ran(row)
     )

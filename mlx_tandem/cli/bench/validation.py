@@ -7,13 +7,18 @@ compared and, if the server sends them, token ids.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from mlx_tandem.cli.bench.client import Client, Round
+from mlx_tandem.cli.bench.left import Left
 from mlx_tandem.cli.http import HttpError
 
 SHOWN = 20
 """Differences that are described; all are counted."""
+
+TENTHS = 10
+"""Reports of how far the check is."""
 
 Answer = tuple[str, list[int] | None]
 """Text and token ids of an answer."""
@@ -30,15 +35,25 @@ class Validation:
         """Remember the answers of a round. Refused and failed requests have none."""
         self._answers += [(s.body, s.stream.answer()) for s in done.sent if s.stream.problem is None]
 
-    async def check(self, sample: int | None = None) -> dict[str, Any]:
-        """Repeat all requests, or a random sample, one after another; return how many answers differ, and which."""
+    async def check(
+        self, sample: int | None = None, progress: Callable[[str], None] = lambda line: None
+    ) -> dict[str, Any]:
+        """Repeat all requests, or a random sample, one after another; return how many answers differ, and which.
+
+        `progress` gets a line at the beginning and after each tenth.
+        """
         chosen = self._answers
         if sample is not None and sample < len(chosen):
             chosen = random.Random(0).sample(chosen, sample)
         differences = []
-        for body, answer in chosen:
+        progress(f"asking again for {len(chosen):,} of {len(self._answers):,} answers, one at a time")
+        left = Left(len(chosen))
+        for i, (body, answer) in enumerate(chosen, 1):
             if problem := await self._compare(body, answer):
                 differences.append(problem)
+            still = left.after()
+            if i * TENTHS // len(chosen) > (i - 1) * TENTHS // len(chosen):
+                progress(f"asked again: {i:,} of {len(chosen):,}, {len(differences)} different, {still}")
         return {
             "answers": len(self._answers),
             "checked": len(chosen),

@@ -5,10 +5,9 @@ server.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -24,14 +23,25 @@ from mlx_tandem.cli.http import Connection, Events, HttpError
 BASE = "base"
 """Name of the base model."""
 
-# The base sorts down wrongly, so that in each round the adapter `down` gives another answer to one question.
-ROUNDS = (
-    ("What is 17 + 25?", "Sort down: 3 9 1 7 5", "What is the capital of Peru?", "Tell me a short story about a fox."),
-    ("What is 58 + 64?", "Sort down: 8 2 6 4 0", "Reverse: garden", "Tell me a short story about a bear."),
-    ("What is 9 + 86?", "Sort down: 2 2 8 5", "Who are you?", "Tell me a short story about a cat."),
+STORIES = ("a fox", "a bear", "a cat")
+SHORT = (
+    ("Sort down: 3 9 1 7 5", "Sort down: 8 2 6 4 0", "Sort down: 2 2 8 5"),  # which the base does wrongly
+    ("What is 17 + 25?", "What is 58 + 64?", "What is 9 + 86?"),
+    ("Reverse: garden", "Count from 3 to 7.", "Reverse: window"),
 )
+"""Questions whose answers fit into half a line of 80 columns, by place on the screen."""
+
 MAX_TOKENS = 200
 """Most tokens of an answer."""
+
+HOLD_SECONDS = 0.7
+"""Seconds for which all answers to a question stay before the next one takes their place."""
+
+LINES = 3
+"""Lines of a short question and its answers on a terminal of 80 columns."""
+
+OTHER_LINES = 21
+"""Lines of all else there: the rates, a story by each model, the summary, and the cursor."""
 
 
 @dataclass
@@ -44,59 +54,94 @@ class Cell:
 
 
 @dataclass
+class Place:
+    """A place on the screen, where one question after the other is asked: of all models at once."""
+
+    questions: Sequence[str]
+    is_long: bool = False  # whether each answer has lines of its own
+    question: str = ""
+    cells: dict[str, Cell] = field(default_factory=dict)  # by model
+
+    def ask(self, question: str, models: Sequence[str]) -> None:
+        """Replace the answers by empty ones to a new question."""
+        self.question, self.cells = question, {model: Cell() for model in models}
+
+
+@dataclass
 class Board:
-    """The contents of the screen: a row per question, a column per model, and the rates."""
+    """The contents of the screen: the rates, and places with questions and the answers of each model."""
 
     models: list[str]
-    cells: dict[tuple[str, str], Cell] = field(default_factory=dict)  # (question, model)
+    places: list[Place]
     tokens: int = 0
     answers: int = 0
     most_at_once: int = 0
     adapters_at_once: int = 0
-    _recent: deque[float] = field(default_factory=deque)
+    best: int = 0  # most tokens that arrived within a second
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)  # (time, tokens) of the last second
 
-    def start_round(self, questions: tuple[str, ...]) -> None:
-        """Replace the cells by those of new questions."""
-        self.cells = {(question, model): Cell() for question in questions for model in self.models}
+    def arrived(self, tokens: int) -> None:
+        """Count tokens that have arrived."""
+        self.tokens += tokens
+        self._recent.append((perf_counter(), tokens))
+        self.best = max(self.best, self.rate())
 
-    def token(self) -> None:
-        """Count a token that has arrived."""
-        self.tokens += 1
-        self._recent.append(perf_counter())
-
-    def rate(self) -> float:
+    def rate(self) -> int:
         """Return how many tokens arrived in the last second."""
-        now = perf_counter()
-        while self._recent and self._recent[0] < now - 1.0:
+        since = perf_counter() - 1.0
+        while self._recent and self._recent[0][0] < since:
             self._recent.popleft()
-        return float(len(self._recent))
+        return sum(tokens for _, tokens in self._recent)
+
+    def cells(self) -> Iterator[tuple[str, str, Cell]]:
+        """Yield the answers on the screen, as (question, model, answer)."""
+        for place in self.places:
+            for model, cell in place.cells.items():
+                yield place.question, model, cell
 
     def running(self) -> list[str]:
         """Count the answers under way, and return the model of each."""
-        models = [model for (_, model), cell in self.cells.items() if cell.running]
+        models = [model for _, model, cell in self.cells() if cell.running]
         self.most_at_once = max(self.most_at_once, len(models))
         self.adapters_at_once = max(self.adapters_at_once, len({*models} - {BASE}))
         return models
 
-    def table(self) -> RenderableType:
-        """Return the board for rich to draw."""
+    def drawn(self) -> RenderableType:
+        """Return the board for rich to draw: the longest answers, whose ends may not fit on a screen, are the last."""
+        width = max(map(len, self.models))
+        parts: list[RenderableType] = [self._rates()]
+        for place in self.places:
+            table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+            columns = 1 if place.is_long else 2
+            for _ in range(columns):
+                table.add_column(width=width + 2, style="cyan")
+                table.add_column(ratio=1)
+            pairs = [(f"  {model}", _shown(cell)) for model, cell in place.cells.items()]
+            for i in range(0, len(pairs), columns):
+                table.add_row(*(part for pair in pairs[i : i + columns] for part in pair))
+            parts += [Text(place.question, style="bold"), table]
+        return Group(*parts)
+
+    def _rates(self) -> Text:
         running = self.running()
-        table = Table(expand=True, show_lines=True)
-        table.add_column("question", ratio=2, style="bold")
-        for model in self.models:
-            table.add_column(model, ratio=3)
-        for question in dict.fromkeys(question for question, _ in self.cells):
-            shown = []
-            for model in self.models:
-                cell = self.cells[question, model]
-                text = cell.error or cell.text + ("▍" if cell.running else "")
-                shown.append(Text(text, style="red" if cell.error else ""))
-            table.add_row(question, *shown)
-        rate = Text.assemble((f"{self.rate():,.0f} tokens/s", "bold green"))
-        if running:
-            answers = "1 answer" if len(running) == 1 else f"{len(running)} answers"
-            rate.append(f"   {answers} under way in one batch: {', '.join(dict.fromkeys(running))}")
-        return Group(rate, table)  # the rate comes first, since the end of a long table may not fit on the screen
+        if not running:
+            return Text(f"{self.best:,} tokens/s at best", style="bold green")
+        answers = "1 answer" if len(running) == 1 else f"{len(running)} answers"
+        return Text.assemble(
+            (f"{self.rate():,} tokens/s", "bold green"),
+            f", {self.best:,} at best   {answers} in one batch: {', '.join(dict.fromkeys(running))}",
+        )
+
+
+def places(rows: int | None = None) -> list[Place]:
+    """Return the places for a terminal with so many rows: as many short questions as fit beside the stories.
+
+    All of them without a number of rows.
+    """
+    most = len(SHORT) if rows is None else (rows - OTHER_LINES) // LINES
+    count = min(max(most, 1), len(SHORT))
+    stories = tuple(f"Tell me a short story about {animal}." for animal in STORIES)
+    return [*(Place(questions) for questions in SHORT[:count]), Place(stories, is_long=True)]
 
 
 def demo(seconds: float) -> None:
@@ -104,30 +149,46 @@ def demo(seconds: float) -> None:
     console = Console()
     with started_server() as url:
         if console.is_terminal:
-            with Live(console=console, refresh_per_second=12, transient=False) as live:
-                board = asyncio.run(ask(url, seconds, lambda board: live.update(board.table())))
+            with Live(console=console, refresh_per_second=12, vertical_overflow="crop") as live:
+                shown = places(console.height)
+                board = asyncio.run(ask(url, seconds, shown, lambda board: live.update(board.drawn())))
         else:
-            shown: set[tuple[str, str]] = set()
-            board = asyncio.run(ask(url, seconds, lambda board: _print_new(board, shown)))
+            printed: set[tuple[str, str]] = set()
+            board = asyncio.run(ask(url, seconds, places(), lambda board: _print_new(board, printed)))
         console.print(asyncio.run(summary(url, board)), soft_wrap=not console.is_terminal, highlight=False)
 
 
-def _print_new(board: Board, shown: set[tuple[str, str]]) -> None:
-    """Print each answer once when it is complete; a question of an earlier round is not repeated."""
-    for key, cell in board.cells.items():
-        if key not in shown and not cell.running and (cell.text or cell.error):
-            shown.add(key)
-            question, model = key
+def _shown(cell: Cell) -> Text:
+    return Text(cell.error or cell.text + ("▍" if cell.running else ""), style="red" if cell.error else "")
+
+
+def _print_new(board: Board, printed: set[tuple[str, str]]) -> None:
+    """Print each answer once when it is complete; a question that is asked again is not repeated."""
+    for question, model, cell in board.cells():
+        if (question, model) not in printed and not cell.running and (cell.text or cell.error):
+            printed.add((question, model))
             print(f"{question}  [{model}]  {cell.error or cell.text}", flush=True)
 
 
-async def ask(url: str, seconds: float, update: Callable[[Board], Any]) -> Board:
-    """Ask round after round for `seconds`, finishing the last one; `update` is called about ten times a second."""
+async def ask(url: str, seconds: float, shown: list[Place], update: Callable[[Board], Any]) -> Board:
+    """Ask in each place one question after the other for `seconds`, and finish the last ones.
+
+    `update` is called about ten times a second, and whenever all answers to a question are there.
+    """
     connection = Connection.to(url)
     _, listing = await connection.json("GET", "/v1/adapters")
     connection.close()
-    board = Board([BASE, *(entry["name"] for entry in listing["adapters"])])
+    board = Board([BASE, *(entry["name"] for entry in listing["adapters"])], shown)
     until = perf_counter() + seconds
+
+    async def fill(place: Place) -> None:
+        asked = 0
+        while not asked or perf_counter() < until:
+            place.ask(place.questions[asked % len(place.questions)], board.models)
+            asked += 1
+            await asyncio.gather(*(_answer(url, board, place, model) for model in board.models))
+            update(board)
+            await asyncio.sleep(HOLD_SECONDS)
 
     async def show() -> None:
         while True:
@@ -136,20 +197,15 @@ async def ask(url: str, seconds: float, update: Callable[[Board], Any]) -> Board
 
     showing = asyncio.create_task(show())
     try:
-        for questions in itertools.cycle(ROUNDS):
-            board.start_round(questions)
-            await asyncio.gather(*(_answer(url, board, question, model) for question, model in board.cells))
-            update(board)
-            if perf_counter() >= until:
-                return board
-            await asyncio.sleep(0.5)
+        await asyncio.gather(*(fill(place) for place in shown))
     finally:
         showing.cancel()
-    raise AssertionError("the rounds do not end by themselves")
+    update(board)
+    return board
 
 
-async def _answer(url: str, board: Board, question: str, model: str) -> None:
-    cell = board.cells[question, model]
+async def _answer(url: str, board: Board, place: Place, model: str) -> None:
+    cell = place.cells[model]
 
     def on_data(data: str) -> None:
         if data == "[DONE]":
@@ -158,15 +214,15 @@ async def _answer(url: str, board: Board, question: str, model: str) -> None:
         if error := event.get("error"):
             cell.error = str(error.get("message"))
         for choice in event.get("choices", ()):
-            if text := choice["delta"].get("content"):
-                cell.text += text
-                board.token()
+            cell.text += choice["delta"].get("content") or ""
+            board.arrived(len(choice.get("token_ids") or ()))
 
     body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": question}],
+        "messages": [{"role": "user", "content": place.question}],
         "temperature": 0.0,
         "max_tokens": MAX_TOKENS,
         "stream": True,
+        "return_token_ids": True,
     }
     if model != BASE:
         body["model"] = model

@@ -25,8 +25,11 @@ START_SECONDS = 120.0
 
 
 @contextlib.contextmanager
-def started_server(*options: str) -> Iterator[str]:
-    """Start a server with the built-in model on a free port, yield its URL, and stop it at the end of the block."""
+def started_server(*options: str, own_session: bool = True) -> Iterator[str]:
+    """Start a server with the built-in model on a free port, yield its URL, and stop it at the end of the block.
+
+    With `own_session`, Ctrl-C does not reach it; without, it belongs to the group of this process.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,14 +38,14 @@ def started_server(*options: str) -> Iterator[str]:
             [sys.executable, "-P", "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", "", *ROOM, *options],
             stdout=subprocess.DEVNULL,
             stderr=log,
-            start_new_session=True,
+            start_new_session=own_session,
         )
         try:
             say("starting a server with the built-in model …")
             asyncio.run(_wait_until_ready(port, server, log))
             yield f"http://127.0.0.1:{port}"
         finally:
-            _stop(server)
+            _stop(server, own_session)
 
 
 async def _wait_until_ready(port: int, server: subprocess.Popen[bytes], log: IO[bytes]) -> None:
@@ -62,10 +65,12 @@ async def _wait_until_ready(port: int, server: subprocess.Popen[bytes], log: IO[
     fail(f"the server was not ready within {START_SECONDS:.0f} s")
 
 
-def _stop(server: subprocess.Popen[bytes]) -> None:
+def _stop(server: subprocess.Popen[bytes], own_session: bool) -> None:
     server.send_signal(signal.SIGTERM)
     try:
         server.wait(10)
     except subprocess.TimeoutExpired:
-        os.killpg(server.pid, signal.SIGKILL)
+        if own_session:
+            os.killpg(server.pid, signal.SIGKILL)
+        server.kill()
         server.wait()

@@ -1,8 +1,8 @@
-"""The program that runs checks: `python -m mlx_tandem.cli.doctor.child FD`, with one `module:function` per line of
-input.
+"""The program that runs checks: `python -m mlx_tandem.cli.doctor.child FD SIZES`, with one `module:function` per line
+of input.
 
-It answers each with one line of JSON on the descriptor. What it makes for one check, such as an engine, is kept for
-the next.
+SIZES is a `Sizes` as JSON. The program answers each line with one line of JSON on the descriptor. What it makes for one
+check, such as an engine, is kept for the next.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from typing import Any
 import msgspec
 
 from mlx_tandem.cli.doctor.known import explain
-from mlx_tandem.cli.doctor.result import Failed, Outcome
+from mlx_tandem.cli.doctor.result import Failed, NotHere, Outcome, Status
+from mlx_tandem.cli.doctor.sizes import Sizes
 
 
 class Answer(msgspec.Struct):
-    """The result of one check; `failed` says whether it has failed, `detail` is the end of a traceback."""
+    """The result of one check; `detail` is the end of a traceback."""
 
     outcome: Outcome
-    failed: bool = False
+    status: Status
     detail: str = ""
 
 
 class Bench:
     """Things that checks share: `keep(name, make)` makes a thing once, and what is on `cleanup` is closed at the
-    end.
+    end. `sizes` says how much the checks do that can do more or less.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        self.sizes = sizes or Sizes()
         self._kept: dict[str, Any] = {}
         self.cleanup = ExitStack()
 
@@ -49,21 +51,26 @@ class Bench:
 def answer(run: str, bench: Bench) -> Answer:
     """Run one check. Whatever it raises is a failure, which is explained if it is known."""
     module, _, function = run.partition(":")
+    status: Status = "failed"
+    detail = ""
     try:
-        found, failed, detail = getattr(importlib.import_module(module), function)(bench), False, ""
+        found = getattr(importlib.import_module(module), function)(bench)
+        status = "note" if found.advice else "ok"
+    except NotHere as e:
+        found, status = Outcome(str(e)), "skipped"
     except Failed as e:
-        found, failed, detail = Outcome(e.says, e.figures, e.advice or explain(e.says)), True, ""
+        found = Outcome(e.says, e.figures, e.advice or explain(e.says))
     except Exception as e:
         trace = traceback.format_exc()
-        found, failed, detail = Outcome(f"{type(e).__name__}: {e}"[:500], {}, explain(trace)), True, trace[-2000:]
+        found, detail = Outcome(f"{type(e).__name__}: {e}"[:500], {}, explain(trace)), trace[-2000:]
     # JSON has finite numbers only.
     figures = {k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in found.figures.items()}
-    return Answer(msgspec.structs.replace(found, figures=figures), failed, detail)
+    return Answer(msgspec.structs.replace(found, figures=figures), status, detail)
 
 
-def main(fd: int) -> None:
+def main(fd: int, sizes: Sizes) -> None:
     """Answer the checks named on standard input, on descriptor `fd`."""
-    bench = Bench()
+    bench = Bench(sizes)
     with os.fdopen(fd, "wb", buffering=0) as out, bench.cleanup:
         for line in sys.stdin:
             out.write(msgspec.json.encode(answer(line.strip(), bench)) + b"\n")
@@ -75,4 +82,4 @@ def main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Sizes))

@@ -11,18 +11,22 @@ from mlx_tandem.cli.doctor.result import Check
 def examine(checks: Sequence[Check], as_json: bool, as_block: bool = False) -> int:
     """Print the report of some checks on standard output; return the exit status, 1 if one has failed.
 
-    With `as_json` it is JSON; with `as_block` it is Markdown that an issue shows folded, with its verdict as the
-    title.
+    With `as_json` it is JSON; with `as_block` it is Markdown that an issue shows folded. Markdown ends with the
+    verdict.
     """
     import json
 
     from mlx_tandem.cli.bench.machine import describe
     from mlx_tandem.cli.doctor import isolate, report
 
-    def tell(name: str) -> None:
-        print(f"tandem: checking {name}", file=sys.stderr, flush=True)
+    def tell(check: Check, seconds: float) -> None:
+        if not seconds:
+            print(f"tandem: checking {check.name}", file=sys.stderr, flush=True)
 
-    found = report.data(describe(), isolate.run(checks, tell))
-    said = json.dumps(found, indent=2, ensure_ascii=False) if as_json else report.markdown(found)
-    print(report.folded(said) if as_block else said)
+    found = report.data("tandem doctor", describe(), isolate.run(checks, tell))
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        text = report.markdown(found)
+        print(report.folded(text) if as_block else text)
     return 0 if found["well"] else 1

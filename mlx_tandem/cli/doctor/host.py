@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
 
 from mlx_tandem.cli.doctor.child import Bench
@@ -91,7 +91,30 @@ def packages(bench: Bench) -> Outcome:
             f"mlx is {found['mlx']}, but {', '.join(odd)}",
             "They must be of one version: `pip install --force-reinstall` both at once, or make a fresh environment.",
         )
-    return Outcome(says)
+    return Outcome(says, advice=_unused_accelerators() if sys.platform == "darwin" else "")
+
+
+ACCELERATED_CHIP, ACCELERATED_MACOS = 5, (26, 2)
+"""The first chip whose GPU has accelerators for products, M5, and the macOS from which MLX uses them
+(`is_nax_available` in mlx/backend/metal/device.cpp). The wheel that has their code has the tag of macOS 26."""
+
+
+def _unused_accelerators() -> str:
+    """Return why MLX does without the accelerators of this Mac's GPU, and what helps; empty if it does not."""
+    chip = re.match(r"Apple M(\d+)", _sysctl("machdep.cpu.brand_string"))
+    if chip is None or int(chip[1]) < ACCELERATED_CHIP:
+        return ""
+    release = _sysctl("kern.osproductversion")  # what Python says may be a version for old programs, such as 16.0
+    if numbers(release) < ACCELERATED_MACOS:
+        return f"MLX uses this GPU's accelerators from macOS 26.2 on, and this is {release}: update macOS."
+    tag = wheel_tag()
+    built_for = re.search(r"macosx_(\d+)_", tag)
+    if built_for is None or int(built_for[1]) >= ACCELERATED_MACOS[0]:
+        return ""
+    return (
+        f"mlx-metal is the wheel {tag}, which does without this GPU's accelerators: pip has taken macOS for an older "
+        "one. `SYSTEM_VERSION_COMPAT=0 pip install --force-reinstall --no-cache-dir mlx mlx-metal` takes the right one."
+    )
 
 
 def _version(name: str) -> str:
@@ -99,6 +122,18 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
+
+
+def wheel_tag(package: str = "mlx-metal") -> str:
+    """Return the tag of the wheel that a package was installed from, like "py3-none-macosx_26_0_arm64".
+
+    It is empty if the package is not installed or does not say.
+    """
+    try:
+        said = distribution(package).read_text("WHEEL") or ""
+    except PackageNotFoundError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in said.splitlines() if line.startswith("Tag:")), "")
 
 
 def wanted(name: str) -> list[tuple[str, str]]:

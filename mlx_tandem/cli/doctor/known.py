@@ -61,8 +61,10 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"CallbackErrorTimeout|GPU Timeout|ImpactingInteractivity|Impacting Interactivity|CallbackErrorHang",
-        "macOS ended a piece of GPU work that took too long. Close programs that use the GPU; when serving, a smaller "
-        "`--max-chunk-tokens` makes the pieces smaller.",
+        "macOS ended a piece of GPU work that took too long, which it does while a display is on. Close programs that "
+        "use the GPU, or let the display sleep; when serving, a smaller `--max-chunk-tokens` makes the pieces smaller. "
+        "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 makes macOS more patient: it is set unless your environment sets it to "
+        "something else.",
     ),
     (
         r"\[Compile::eval_cpu\]|Failed to compile function",

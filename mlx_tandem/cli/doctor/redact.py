@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import pwd
 import re
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 _PATH = re.compile(r"(?:~|\b[A-Za-z]:)?(?:/[^\s/'\"`:,;()\[\]<>|]+){2,}/?")
@@ -15,12 +17,16 @@ _LINKS = re.compile(r"https?://\S+")
 
 
 class Redactor:
-    """The names and secrets of this process, and how to remove them from texts."""
+    """The names and secrets of this process, and how to remove them from texts.
 
-    def __init__(self) -> None:
+    Of the paths in `hidden` only the last part is shown, also where they contain blanks.
+    """
+
+    def __init__(self, hidden: Sequence[str] = ()) -> None:
         names = {socket.gethostname(), socket.gethostname().partition(".")[0], os.environ.get("USER", "")}
         with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
-            names.add(getpass.getuser())
+            names |= {getpass.getuser(), pwd.getpwuid(os.getuid()).pw_gecos.partition(",")[0]}
+        self._hidden = {form for path in hidden for form in (path, os.path.realpath(path))}
         secrets = {v for k, v in os.environ.items() if _SECRET.search(k)}
         self._home = os.path.expanduser("~")
         words = {w for w in secrets if len(w) >= 6} | {
@@ -30,6 +36,8 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """Return the text with paths cut to their last part and names and secrets replaced by an ellipsis."""
+        for path in sorted(self._hidden, key=len, reverse=True):
+            text = text.replace(path, os.path.basename(path.rstrip("/")))
         for word in self._words:
             text = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", "…", text)
         if len(self._home) > 1:

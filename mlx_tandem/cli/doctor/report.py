@@ -13,12 +13,17 @@ from mlx_tandem.cli.doctor.result import Finding
 _WORDS = {"ok": "ok", "note": "note", "failed": "**FAILED**", "skipped": "skipped"}
 
 
-def data(machine: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the whole report as plain data; `machine` is the result of `bench.machine.describe()`."""
+def data(
+    title: str, machine: dict[str, Any], findings: Sequence[Finding], hidden: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the whole report as plain data.
+
+    `machine` is the result of `bench.machine.describe()`; of the paths in `hidden` only the last part is shown.
+    """
     kept = {key: machine[key] for key in ("time", "commit", "machine", "environment", "versions")}
     counts = {status: sum(f.status == status for f in findings) for status in _WORDS}
-    tree = {"well": counts["failed"] == 0, "counts": counts} | kept | {"checks": msgspec.to_builtins(findings)}
-    redacted: dict[str, Any] = Redactor().tree(tree)
+    tree = {"title": title, "well": counts["failed"] == 0, "counts": counts} | kept
+    redacted: dict[str, Any] = Redactor(hidden).tree(tree | {"checks": msgspec.to_builtins(findings)})
     return redacted
 
 
@@ -26,7 +31,7 @@ def markdown(report: dict[str, Any]) -> str:
     """Return the report that `data` made as Markdown, to be pasted into an issue as it is."""
     checks, versions, machine = report["checks"], report["versions"], report["machine"]
     lines = [
-        f"### tandem doctor: {_sum(report['counts'])}",
+        f"### {report['title']}: {_sum(report['counts'])}",
         "",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['system']}, "
         f"{report['time'][:10]}" + (f", commit {report['commit']}" if report["commit"] else ""),
@@ -55,13 +60,26 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     if figures:
         lines += ["", "<details><summary>figures</summary>", "", *(f"- {line}" for line in figures), "", "</details>"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", verdict(report)])
 
 
 def folded(markdown: str) -> str:
-    """Return a Markdown report as a block that an issue shows folded under the report's own title."""
+    """Return a Markdown report as a block that an issue shows folded under the report's own title, with its last line,
+    the verdict, below.
+    """
     title, _, rest = markdown.partition("\n")
-    return f"<details><summary>{title.lstrip('# ')}</summary>\n{rest}\n\n</details>"
+    body, _, last = rest.rpartition("\n\n")
+    return f"<details><summary>{title.lstrip('# ')}</summary>\n{body}\n\n</details>\n\n{last}"
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Return the outcome in one line, with the names of the checks that are not well."""
+    named = [
+        f"{what}: {', '.join(names)}."
+        for status, what in (("failed", "Failed"), ("note", "With something to do"))
+        if (names := [check["check"] for check in report["checks"] if check["status"] == status])
+    ]
+    return " ".join([f"**{report['title']}: {_sum(report['counts'])}.**", *named])
 
 
 def _sum(counts: dict[str, int]) -> str:

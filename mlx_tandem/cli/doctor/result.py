@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -23,6 +24,10 @@ class Check(Struct, frozen=True):
     run: str  # `module:function`
     seconds: float  # longest time that it may take
     needs: str = ""  # name of another check, without which it is skipped
+    usual: float = 1.0  # seconds that it takes on an ordinary machine, by which the time that is left is told
+    hint: str = ""  # what the user may do meanwhile
+    alone: bool = False  # whether it has a process of its own
+    environment: Mapping[str, str] = {}  # variables of its process, where it is alone
 
 
 class Outcome(Struct, frozen=True):
@@ -39,6 +44,10 @@ class Failed(Exception):
     def __init__(self, says: str, advice: str = "", figures: Figures | None = None):
         super().__init__(says)
         self.says, self.advice, self.figures = says, advice, figures or {}
+
+
+class NotHere(Exception):
+    """A check does not apply to this machine; the message says why."""
 
 
 class Finding(Struct, frozen=True):

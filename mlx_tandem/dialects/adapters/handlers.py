@@ -37,11 +37,12 @@ def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
     }
 
 
-def listing(front: Front) -> dict[str, Any]:
+async def listing(front: Front) -> dict[str, Any]:
     """Return all adapters: first the current version of each name that was read, then the names that were not.
 
     A current version comes with the numbers of all versions of its name.
     """
+    await front.client.refresh()
     registry, stats = front.models.registry, front.client.stats
     resident = frozenset(stats.resident_adapters)
     read = [
@@ -65,7 +66,7 @@ def listing(front: Front) -> dict[str, Any]:
     }
 
 
-def one(front: Front, model_id: str) -> dict[str, Any]:
+async def one(front: Front, model_id: str) -> dict[str, Any]:
     """Return the description of a version, or of a name or saved version that was not read yet.
 
     Raises NotFound (`adapter_not_found`).
@@ -75,7 +76,9 @@ def one(front: Front, model_id: str) -> dict[str, Any]:
     if source is not None and not registry.is_read(model_id):
         return {"name": model_id, "version": None, "path": source.path, "versions": []}
     try:
-        return describe(registry.entry(model_id), front.client.stats.resident_adapters)
+        entry = registry.entry(model_id)
+        await front.client.refresh()
+        return describe(entry, front.client.stats.resident_adapters)
     except NotFound as e:
         shelved = front.models.shelved(model_id)
         if shelved is not None:

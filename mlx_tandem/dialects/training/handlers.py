@@ -100,7 +100,7 @@ def job(front: ServerFront, id: str) -> dict[str, Any]:
     return front.check_learning(WHAT).jobs.get(id).describe()
 
 
-def status(front: ServerFront) -> dict[str, Any]:
+async def status(front: ServerFront) -> dict[str, Any]:
     """Return the status of learning, or, on a server that does not learn, the fact that it is disabled."""
     if front.learning is None:
         return {
@@ -111,6 +111,7 @@ def status(front: ServerFront) -> dict[str, Any]:
             "loss": None,
             "available_checkpoints": [],
         }
+    await front.client.refresh()
     found: dict[str, Any] = msgspec.to_builtins(front.learning.learner.status())
     return found
 
@@ -122,16 +123,16 @@ def history(front: ServerFront) -> dict[str, Any]:
     return {"updates": msgspec.to_builtins(updates), "samples": msgspec.to_builtins(list(learning.reporting.samples))}
 
 
-def start(front: ServerFront, body: NoBody) -> dict[str, Any]:
+async def start(front: ServerFront, body: NoBody) -> dict[str, Any]:
     """Start the learning loop or let it continue; return the status."""
     front.check_learning(WHAT).check_up().start()
-    return status(front)
+    return await status(front)
 
 
-def stop(front: ServerFront, body: NoBody) -> dict[str, Any]:
+async def stop(front: ServerFront, body: NoBody) -> dict[str, Any]:
     """Pause the learning loop; return the status."""
     front.check_learning(WHAT).check_up().stop()
-    return status(front)
+    return await status(front)
 
 
 async def checkpoint(front: ServerFront, body: CheckpointBody) -> dict[str, Any]:
@@ -178,10 +179,10 @@ def _model_id(front: ServerFront, given: str | int, param: str) -> str:
     return limits.check_name(given.removeprefix(f"{front.config.rl_training.adapter}@"), param)
 
 
-def debug(front: ServerFront) -> dict[str, Any]:
+async def debug(front: ServerFront) -> dict[str, Any]:
     """Return all details of learning: its status, the last updates, the failures of rewards, and the settings."""
     config = front.config
-    found: dict[str, Any] = {"status": status(front)}
+    found: dict[str, Any] = {"status": await status(front)}
     if front.learning is not None:
         found["history"] = msgspec.to_builtins(list(front.learning.learner.history))
         found["reward_failures"] = dict(front.learning.learner.rewards.failures)

@@ -6,6 +6,8 @@ and for each token an append to a list and a note of its time.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -31,6 +33,7 @@ from mlx_tandem.engine.messages import (
     Preempted,
     Progress,
     PublishTrainer,
+    Report,
     SaveTrainer,
     SettleTrainer,
     Started,
@@ -39,6 +42,9 @@ from mlx_tandem.engine.messages import (
 )
 from mlx_tandem.errors import EngineUnavailable, TandemError
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineInfo, Request
+
+REPORT_SECONDS = 1.0
+"""Seconds to wait for the engine's report before its last one is used."""
 
 
 class EngineClient(Supervisor):
@@ -107,6 +113,15 @@ class EngineClient(Supervisor):
     def forget(self, request: int) -> None:
         """Drop the stream of a request whose end it has seen."""
         self._streams.pop(request, None)
+
+    async def refresh(self) -> None:
+        """Let `stats` and `occupancy` tell of all that the engine has done, and of all that it was sent before.
+
+        They stay as they are while there is no engine, and if it is silent for REPORT_SECONDS, in a long step for
+        example.
+        """
+        with contextlib.suppress(TandemError, TimeoutError):
+            await asyncio.wait_for(self._call(Report), REPORT_SECONDS)
 
     async def load_adapter(self, source: AdapterSource, pin: bool = False) -> AdapterInfo:
         """Have the engine read and check a folder, and return what it holds. Raises the error that

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +26,9 @@ KEPT_LINES = 50
 
 LINE_BYTES = 4096
 """Most bytes of one line; a longer line is cut into several."""
+
+RECORD = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) (mlx_tandem[\w.]*): (.*)")
+"""A line of the engine's own log, as `engine_main.EngineLines` writes it."""
 
 PIPE_SECONDS = 1.0
 """Seconds to wait for the end of standard error, which a compiler that the engine has started may still hold open."""
@@ -51,7 +56,11 @@ Launch = Callable[[], tuple[socket.socket, EngineProcess]]
 
 
 class ChildProcess:
-    """A child process that runs the engine. Its standard error is passed on to ours, one printable line at a time."""
+    """A child process that runs the engine.
+
+    What it logs becomes a record of our own log, and everything else on its standard error, such as the last words of a
+    library, is passed on to ours, one printable line at a time.
+    """
 
     def __init__(self, child: subprocess.Popen[bytes]):
         assert child.stderr is not None
@@ -80,11 +89,17 @@ class ChildProcess:
     def _listen(self, pipe: IO[bytes]) -> None:
         """Keep and pass on the lines of standard error until its end; on a thread of its own."""
         with pipe:
+            begins = True  # whether a line begins, and not a further part of a long one
             while line := pipe.readline(LINE_BYTES):
                 text = printable(line.rstrip(b"\n").decode("utf-8", "backslashreplace"))
                 self._said.append(text)
-                with contextlib.suppress(OSError):
-                    files.write_all(2, text.encode() + b"\n")
+                if begins and (record := RECORD.fullmatch(text)):
+                    level, name, event = record.groups()
+                    logging.getLogger(name).log(logging.getLevelNamesMapping()[level], "%s", event)
+                else:
+                    with contextlib.suppress(OSError):
+                        files.write_all(2, text.encode() + b"\n")
+                begins = line.endswith(b"\n")
 
 
 def process_launch(config: EngineConfig, command: Sequence[str] = ("-P", "-m", "mlx_tandem.engine_main")) -> Launch:

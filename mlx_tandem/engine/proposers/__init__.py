@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from mlx_tandem.engine.plan import StepPlan, StepResult
-from mlx_tandem.types import Request, SpeculationStats
+from mlx_tandem.types import DraftSource, Request, SpeculationStats
 
 
 class Asked(NamedTuple):
@@ -61,11 +61,11 @@ class Proposer(Protocol):
         drafts that were proposed last, as if they were accepted, and one more.
         """
 
-    def is_from_prediction(self, request: Request, choice: int) -> bool:
-        """Return whether the drafts that were proposed last for a sequence are from its request's prediction."""
+    def source(self, request: Request, choice: int) -> DraftSource | None:
+        """Return where the drafts that were proposed last for a sequence come from."""
 
-    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
-        """Take in how many drafts of a row were accepted."""
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int, source: DraftSource | None) -> None:
+        """Take in how many drafts of a row were accepted. `source` is what the method `source` said of them."""
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Take in a step that was just read."""

@@ -9,21 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.plan import RowKind, StepPlan, StepResult
 from mlx_tandem.engine.proposers import Asked
+from mlx_tandem.engine.proposers.counts import MOST_DRAFTS, Counts
 from mlx_tandem.engine.proposers.draft_model import DraftModel, Key
 from mlx_tandem.engine.proposers.ngram import NgramIndex
 from mlx_tandem.engine.proposers.payoff import Payoff
 from mlx_tandem.engine.proposers.prediction import Prediction
-from mlx_tandem.types import Request, SpeculationStats
+from mlx_tandem.types import DraftSource, Request, SpeculationStats
 
 log = logging.getLogger(__name__)
-
-MOST_DRAFTS = 63
-"""Most drafts of a row, with which it has 64 tokens."""
 
 SURE, LIKELY = 8, 4
 """Lengths of a match from which on as many drafts are worth trying as were accepted before, and a few."""
@@ -62,8 +60,7 @@ class _Drafter:
     index: NgramIndex | None  # of its own tokens, if drafts are copied from these
     prediction: Prediction | None
     drafts: int  # to copy next
-    is_predicted: bool = False  # whether the last drafts are from the prediction
-    is_copied: bool = False  # whether the last drafts are copied, from the prediction or the sequence's own tokens
+    source: DraftSource | None = None  # of the last drafts
     accepted: float = 0.0  # a row, moving average
     is_copying: bool = False  # whether all of the last drafts were accepted
     retries: bool = False  # whether one of the model's last drafts was rejected
@@ -74,16 +71,6 @@ class _Drafter:
     resume: int = 0  # number of tokens from which on it drafts again
     awaits_model: bool = False  # whether the draft model is expected to have drafts once its newest token is known
     offered: tuple[int, int] = (0, 0)  # a draft of the model's head, and how many tokens are before it
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """Counters since the start."""
-
-    rows: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    by_position: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)  # accepted
 
 
 class Speculation:
@@ -108,7 +95,7 @@ class Speculation:
         self._drafters: dict[tuple[int, int], _Drafter] = {}
         self.for_all = config.method != "none"
         self.payoff = Payoff()
-        self.counts = DraftCounts()
+        self.counts = Counts(clock)
 
     def is_on(self, rows: int) -> bool:
         """Return whether sequences draft in a batch of so many; 0: none of them may."""
@@ -162,17 +149,19 @@ class Speculation:
         drafter = self._drafters.get((request.id, choice)) or self._open(request, choice)
         if self._pauses(drafter, len(tokens)) or (unread > 1 and not drafter.is_copying):
             return ()
-        place, length, drafter.is_predicted = self._match(drafter, tokens)
-        drafter.is_copied = length > 0
+        place, length, is_predicted = self._match(drafter, tokens)
         if not length and self.in_steps:
+            drafter.source = "mtp"
             draft, behind = drafter.offered
             return (draft,) if behind == len(tokens) and not unread else ()
         if not length:
+            drafter.source = "draft"
             return self._drafted.pop((request.id, choice), ())[:most] if not unread else ()
-        if self._config.dynamic and self._rows > FEW_ROWS and length < LIKELY and not drafter.is_predicted:
+        drafter.source = "prediction" if is_predicted else "ngram"
+        if self._config.dynamic and self._rows > FEW_ROWS and length < LIKELY and not is_predicted:
             return ()
         most = self._number(drafter, most, length)
-        if drafter.prediction is not None and drafter.is_predicted:
+        if drafter.prediction is not None and is_predicted:
             return drafter.prediction.copy(place, unread, most)
         return NgramIndex.copy(tokens, place, unread, most)
 
@@ -237,18 +226,15 @@ class Speculation:
             drafter.resume, drafter.pause = tokens + drafter.pause, 0
         return tokens < drafter.resume
 
-    def is_from_prediction(self, request: Request, choice: int) -> bool:
-        """Return whether the drafts that were proposed last for a sequence are from its request's prediction."""
+    def source(self, request: Request, choice: int) -> DraftSource | None:
+        """Return where the drafts that were proposed last for a sequence come from."""
         drafter = self._drafters.get((request.id, choice))
-        return drafter is not None and drafter.is_predicted
+        return None if drafter is None else drafter.source
 
-    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
-        """Take in how many drafts of a row were accepted."""
-        self.counts.rows += 1
-        self.counts.drafted += drafts
-        self.counts.accepted += accepted
-        for n in range(accepted):
-            self.counts.by_position[n] += 1
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int, source: DraftSource | None) -> None:
+        """Take in how many drafts of a row were accepted. The sequence may have proposed others since."""
+        assert source is not None, "a row with drafts has them from somewhere"
+        self.counts.add(source, drafts, accepted)
         drafter = self._drafters.get((request.id, choice))
         if drafter is None:
             return
@@ -256,9 +242,10 @@ class Speculation:
         drafter.is_copying = accepted == drafts
         if not self._config.dynamic:
             return
-        if drafter.is_copied and drafter.is_copying:
+        is_copied = source in ("prediction", "ngram")
+        if is_copied and drafter.is_copying:
             drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, MOST_DRAFTS)
-        elif drafter.is_copied:
+        elif is_copied:
             drafter.drafts = max(2 * accepted + 1, 1)
         else:
             if drafter.retries:
@@ -273,6 +260,7 @@ class Speculation:
         """Take in a step that was just read."""
         if not (self.for_all or self._drafters):
             return
+        self.counts.observe(plan)
         # A sequence whose prompt is cached begins with a row that decodes, perhaps after a time without work.
         begins = bool(plan.seatings)
         usual = not (begins or plan.saves or plan.loads or plan.masked or plan.slice or plan.background_share)
@@ -289,14 +277,19 @@ class Speculation:
     def stats(self) -> SpeculationStats | None:
         """Return the counters and the present decision; None if it does not draft for all and has not yet."""
         counts, size = self.counts, self.payoff.state
-        if not (self.for_all or counts.rows):
+        if not (self.for_all or counts.all.rows):
             return None
         return SpeculationStats(
             self._config.method if self.for_all else "prediction",
-            counts.rows,
-            counts.drafted,
-            counts.accepted,
+            counts.all.rows,
+            counts.all.drafted,
+            counts.all.accepted,
             tuple(counts.by_position),
+            counts.all.recent,
+            counts.decoded.sources(),
+            counts.decoded.undrafted,
+            counts.minutes(),
+            counts.per_row,
             bool(size["uses_drafts"]) or not self._config.dynamic,
             float(size["tokens_per_s_with"]),
             float(size["tokens_per_s_without"]),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mlx_tandem import limits, small_files
 from mlx_tandem.errors import InvalidRequest, ModelError
+from mlx_tandem.explain import installing
 from mlx_tandem.generation.messages import ImageSource, Source
 from mlx_tandem.generation.video_parts import VideoSource
 from mlx_tandem.generation.vision.image_cache import ImageCache, key_of
@@ -83,7 +84,7 @@ class Images:
         if setup.family not in VISION_FAMILIES:
             self._why = f"images are not served for models of the type {setup.family[:64]!a}"
         elif find_spec("PIL") is None or find_spec("transformers") is None:
-            self._why = "images need a package that is not installed: pip install 'mlx-tandem[vision]'"
+            self._why = f"images need packages that are not installed: {installing('vision')}"
         elif why := _fault(setup):
             self._why = f"images are not served: {why}"
         else:

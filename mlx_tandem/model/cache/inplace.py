@@ -22,6 +22,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.model.kernel_checks import store as store_check
+from mlx_tandem.model.kernel_checks.frame import Verdict
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.store import Store
 
@@ -40,29 +41,30 @@ class Writing(NamedTuple):
     depend on an output of each earlier user, which `Order` and `after` provide for."""
 
 
-_given: str | None = None  # the problem that another process found, or its empty text
+verdict = Verdict()
+"""Why the device's kernel does not write."""
 
 
-def given(problem: str) -> None:
-    """Take the result of another process's test of the kernel; call it before anything is written."""
-    global _given
-    _given = problem
+def given(problem: str | None) -> None:
+    """Take the result of another process's test of the kernel, or forget it (None), so that it is tested here.
+
+    Call it before anything is written.
+    """
+    verdict.give(problem)
     writing.cache_clear()
 
 
 @cache
 def writing() -> Writing:
     """Return how the default device writes. On Metal the kernel is tested first, unless another process did that."""
-    problem = ""
-    for target in dialect.available():
-        make = dialect.maker(target)
-        if _given is not None:
-            problem = _given
-        elif target == "metal":
-            problem = store_check.problem(make)
-        if not problem:
-            return Writing(Store(make), by_outputs=target == "metal")
-        log.warning("MLX's own operations write the KV pool: the kernel that writes in place is %s", problem)
+    targets = dialect.available()
+    if not targets:
+        return Writing(None)
+    make, on_metal = dialect.maker(targets[0]), targets[0] == "metal"
+    problem = verdict.reach(lambda: store_check.problem(make) if on_metal else "")
+    if not problem:
+        return Writing(Store(make), by_outputs=on_metal)
+    log.warning("MLX's own operations write the KV pool: the kernel that writes in place is %s", problem)
     return Writing(None, problem)
 
 

@@ -25,6 +25,7 @@ from mlx_tandem.model.deterministic.attention import OrderedAttention
 from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
 from mlx_tandem.model.kernels.rotary import Norms, Rotary
+from mlx_tandem.model.step.pauses import Pacer
 from mlx_tandem.model.step.shapes import EXACT_ROWS
 
 
@@ -119,10 +120,8 @@ class StepView:
             values are read once for all of them, by `GroupedAttention`, or by one gather where no kernel reads the
             pool. With the kernel the last sequence may have fewer rows.
 
-    pause: the number of layers of a group; 0: no pauses. After each group the host dispatches it, and waits until the
-    group before it is computed. Without pauses the host would issue the whole forward at once, and since MLX keeps the
-    inputs of every operation until its graph is done, the activations of all layers of a long chunk would be in memory
-    at once. A forward that is traced cannot pause.
+    pacer: pauses while the forward is built, shared by the views of all pools; None: no pauses. A forward that is
+    traced cannot pause.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class StepView:
         pool: PoolLayout,
         in_place: tuple[int, int] | None = None,
         common_offset: int | None = None,
-        pause: int = 0,
+        pacer: Pacer | None = None,
     ):
         self.offset = offset
         self.tables = tables
@@ -144,9 +143,8 @@ class StepView:
         self.each = 1
         self.block_size = pool.block_size
         self.slot_mapping = slot_mapping
-        self._pause = pause
-        self._computing: mx.array | None = None
-        self._layers = 0
+        self._pacer = pacer
+        self._arrived: PagedCache | None = None
         self._num_blocks = pool.num_blocks
         self.mask_axes = tuple(range(1, 1 + pool.mask_axes))
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
@@ -217,14 +215,13 @@ class StepView:
             self._angles[rotation] = mx.concatenate([mx.cos(angle), mx.sin(angle)])
         return self._angles[rotation]
 
-    def arrive(self, x: mx.array) -> None:
-        """Count a layer. After every `pause` layers, dispatch x, then wait for the array that was dispatched before."""
-        self._layers += 1
-        if self._pause and self._layers % self._pause == 0:
-            mx.async_eval(x)
-            if self._computing is not None:
-                mx.eval(self._computing)
-            self._computing = x
+    def arrive(self, cache: PagedCache, x: mx.array) -> None:
+        """Pause, if it is time to, where the layer of a cache begins; x is made of the layer's input."""
+        if self._pacer is not None:
+            if self._arrived is not None:
+                self._arrived.forget()
+            self._arrived = cache
+            self._pacer.arrive(x)
 
     def writes(self, heads: int) -> mx.array:
         """Return [rows · heads · length]: the lines that new keys or values of a layer with so many heads are written
@@ -290,6 +287,10 @@ class PagedCache:
         arrays, self._arrays, self._view, self._fetched, self._after = self._arrays, [], None, (), []
         return arrays
 
+    def forget(self) -> None:
+        """Drop the keys and values of this forward, which would stay in memory while later layers are computed."""
+        self._fetched = ()
+
     def written(self) -> list[mx.array]:
         """Return arrays that depend on what was written in this forward and share no memory with the pool."""
         return self._after or [zero_of(self._arrays)]
@@ -316,7 +317,7 @@ class PagedCache:
         positions.
         """
         assert self._view is not None
-        self._view.arrive(keys)
+        self._view.arrive(self, keys)
         halves = self._halves()
         self._arrays, self._after = [], []
         k, v = (
@@ -442,7 +443,7 @@ class PagedCache:
         v, fused = self._view, self._fused
         assert v is not None
         assert fused is not None
-        v.arrive(products[0])
+        v.arrive(self, products[0])
         few = v.length <= MOST_QUERIES
         queries, *new = fused.rotary(
             products, v.angles(rotation), v.slot_mapping, self._arrays, norms=norms, fetched=not few, gated=gated

@@ -1,7 +1,8 @@
 """Choice of the attention back end: the fastest one that is right on this device for this model's layers.
 
 Two decode steps are timed: many rows of short contexts, and one row of a long one. The kernels' work is divided as
-suits both best on this device.
+suits both best on this device. Beside the back ends, MLX's own attention is timed over keys and values that lie in one
+piece for each row, which is how mlx-lm keeps them. A paged pool cannot have that, but its user should know the price.
 """
 
 from __future__ import annotations
@@ -49,10 +50,16 @@ CHAIN = 8
 WORTHWHILE = 0.95
 """Share of the first division's time below which another one replaces it; timing noise is smaller than that."""
 
+BEHIND = 1.1
+"""Time of the chosen back end, as a multiple of that over contiguous keys, beyond which the log warns."""
+
 Seconds = Callable[[LayerShape, LayerKernels | None, int, int, int], float]
 """Function that times one layer's part of a decode step, given the shape of the layer, its kernels (None: the portable
 back end), the block size, the rows and the context.
 """
+
+Rival = Callable[[LayerShape, int, int], float]
+"""Function that times MLX's attention over contiguous keys and values, given the shape of the layer, rows, context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,7 @@ def choose(
     windows: Sequence[int],
     candidates: Sequence[fused.Fused],
     seconds: Seconds | None = None,
+    rival: Rival | None = None,
 ) -> AttentionChoice:
     """Return the attention back end for layers of these shapes.
 
@@ -84,6 +92,7 @@ def choose(
         windows: The attention windows that the model's masks have.
         candidates: The fused back ends of this device, the preferred first.
         seconds: Times attention; by default on this device.
+        rival: Times attention over contiguous keys; by default on this device.
 
     Raises:
         ModelError: The back end asked for does not exist here, cannot serve this model, or is wrong.
@@ -101,7 +110,7 @@ def choose(
         reasons = [f"the model has {own[0]}"]
     timer = (seconds or _seconds) if asked == AUTO else None
     for candidate in candidates if kinds else ():
-        kernels, reason = _try(candidate, kinds, block_size, windows, timer)
+        kernels, reason = _try(candidate, kinds, block_size, windows, timer, rival or contiguous_seconds)
         if kernels:
             serving = tuple(kernels.get(s) if s.asks else None for s in shapes)
             return AttentionChoice(candidate.name, reason, serving)
@@ -134,10 +143,11 @@ def _try(
     block_size: int,
     windows: Sequence[int],
     seconds: Seconds | None,
+    rival: Rival,
 ) -> tuple[dict[LayerShape, LayerKernels], str]:
     """Return the candidate's kernels for each kind of layer and why they are used; without kernels, why they are not.
 
-    Without `seconds` the kernels need not be faster.
+    Without `seconds` the kernels need not be faster than the portable back end. They need never be faster than `rival`.
     """
 
     def check() -> tuple[dict[LayerShape, LayerKernels], str]:
@@ -148,9 +158,12 @@ def _try(
             return kernels, "asked for"
         kernels, times = _divided(candidate, kernels, block_size, windows, seconds)
         portables = [sum(seconds(kind, None, block_size, *step) for kind in kinds) for step in STEPS]
-        figures = _figures(times, portables)
+        rivals = [sum(rival(kind, *step) for kind in kinds) for step in STEPS]
+        figures = _figures(times, portables, rivals)
         if not math.prod(times) < math.prod(portables):
             raise Rejected(f"slower: {figures}")
+        if any(ours > BEHIND * theirs for ours, theirs in zip(times, rivals, strict=True)):
+            log.warning("attention by %s is slower than MLX's over contiguous keys: %s", candidate.name, figures)
         return kernels, f"faster: {figures}"
 
     return checked(f"attention by {candidate.name}", check, lambda reason: ({}, reason))
@@ -223,11 +236,12 @@ def _divided(
     return chosen, totals
 
 
-def _figures(times: Sequence[float], portables: Sequence[float]) -> str:
-    """Return the seconds of both back ends in words, step by step."""
+def _figures(times: Sequence[float], portables: Sequence[float], rivals: Sequence[float]) -> str:
+    """Return the seconds of both back ends and those over contiguous keys in words, step by step."""
     return "; ".join(
-        f"{ours * 1e6:.0f} µs a layer for {rows} x {context:,} tokens, {portable.NAME} takes {theirs * 1e6:.0f}"
-        for (rows, context), ours, theirs in zip(STEPS, times, portables, strict=True)
+        f"{ours * 1e6:.0f} µs a layer for {rows} x {context:,} tokens, {portable.NAME} takes {theirs * 1e6:.0f}, "
+        f"contiguous keys {rival * 1e6:.0f}"
+        for (rows, context), ours, theirs, rival in zip(STEPS, times, portables, rivals, strict=True)
     )
 
 
@@ -280,8 +294,7 @@ def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int,
 
     That part is the write of the new positions, and attention.
     """
-    form, asks = shape.keys, shape.asks
-    assert asks is not None
+    form = shape.keys
     width = -(-context // block_size)
     blocks = 1 + rows * width
     pool = KVArrays([shape], blocks, block_size)
@@ -296,18 +309,54 @@ def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int,
         PoolLayout(blocks, block_size, mask_axes=1),
     )
     new = mx.random.normal((rows, form.heads, 1, form.dim)).astype(form.dtype)
-    sinks = mx.zeros((asks.heads,), form.dtype) if asks.sinks else None
+    sinks = _sinks(shape)
+    mx.eval(new)
+
+    def attend(queries: mx.array) -> mx.array:
+        cache.bind(pool.layers[0], view)
+        keys, values = cache.update_and_fetch(new, new)
+        queries = cache.attend(queries, keys, values, form.dim**-0.5, view.mask(1, None), sinks)
+        del keys, values
+        pool.layers = [cache.release()]
+        return queries
+
+    return _chained(shape, rows, attend)
+
+
+def contiguous_seconds(shape: LayerShape, rows: int, context: int) -> float:
+    """Return the seconds of MLX's attention of one layer over contiguous keys and values in the type of the model.
+
+    Nothing is written, and no row is padded, so that a step of mlx-lm takes at least as long.
+    """
+    form = shape.keys
+    keys, values = (mx.zeros((rows, form.heads, context, form.dim), form.dtype) for _ in range(2))
+    sinks = _sinks(shape)
+    mx.eval(keys, values)
+    scale = form.dim**-0.5
+    return _chained(
+        shape,
+        rows,
+        lambda queries: mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, sinks=sinks),
+    )
+
+
+def _sinks(shape: LayerShape) -> mx.array | None:
+    """Return attention sinks for a layer that asks for them."""
+    asks = shape.asks
+    return mx.zeros((asks.heads,), shape.keys.dtype) if asks is not None and asks.sinks else None
+
+
+def _chained(shape: LayerShape, rows: int, attend: Callable[[mx.array], mx.array]) -> float:
+    """Return the seconds of one call of `attend`, which takes and returns queries [rows, heads, 1, dim], in a chain."""
+    form, asks = shape.keys, shape.asks
+    assert asks is not None
     times = []
     for _ in range(5):
         queries = mx.random.normal((rows, asks.heads, 1, form.dim)).astype(form.dtype)
-        mx.eval(queries, new)
+        mx.eval(queries)
         started = time.perf_counter()
         for _ in range(CHAIN):
-            cache.bind(pool.layers[0], view)
-            keys, values = cache.update_and_fetch(new, new)
-            queries = cache.attend(queries, keys, values, form.dim**-0.5, view.mask(1, None), sinks)
-            del keys, values
-            pool.layers = [cache.release()]
+            queries = attend(queries)
         mx.eval(queries)
         times.append((time.perf_counter() - started) / CHAIN)
     return min(times)

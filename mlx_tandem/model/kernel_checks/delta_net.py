@@ -1,4 +1,4 @@
-"""Check of the fused path through gated delta nets: it must agree with the layer's own code."""
+"""Check of the fused path through gated delta nets: it must agree with the layer's own code, and be faster on Metal."""
 
 from __future__ import annotations
 
@@ -9,20 +9,31 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_tandem.model import gated_delta
 from mlx_tandem.model.cache.states import StateArray, StateCache, StateShape, StateView
+from mlx_tandem.model.kernel_checks import machine
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
 from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE
 
 ROWS, TOKENS = 3, 2
 
+TIMED_ROWS = 8
+"""Rows of the decode step that is timed."""
 
-def problem(layer: nn.Module) -> str:
-    """Return why a layer must not take the fused path that it was given; empty if it may."""
+
+def problem(layer: nn.Module, own: float | None = None) -> str:
+    """Return why a layer must not take the fused path that it was given; empty if it may.
+
+    own: the `seconds` of the layer's own code, which the fused path has to beat; None: the path is not timed.
+    """
 
     def check() -> str:
         error, dtype = largest_error(layer)
         if not error <= TOLERANCE[dtype]:
             raise Rejected(f"the fused path is wrong by {error:.1e} in {dtype}")
+        if own is not None and (ours := seconds(layer)) >= own:
+            figures = f"{ours * 1e6:.0f} µs for {TIMED_ROWS} rows, and {own * 1e6:.0f} without it"
+            raise Rejected(f"the fused path is slower: {figures}")
         return ""
 
     return checked("the fused path through gated delta nets", check, lambda reason: reason)
@@ -68,6 +79,27 @@ def largest_error(layer: Any, *, by_tokens: bool = True) -> tuple[float, mx.Dtyp
             (pool[i][2 : 2 + ROWS].reshape(array.shape), array),
         ]
     return max(relative_error(ours, theirs) for ours, theirs in pairs), dtype
+
+
+def seconds(layer: Any) -> float:
+    """Return the seconds of a layer in a decode step of TIMED_ROWS rows, by the path that it takes now."""
+    dtype = layer.conv1d.weight.dtype
+    products = StateArray((layer.conv_kernel_size - 1, layer.conv_dim), dtype)
+    shape = StateShape((products, StateArray((layer.num_v_heads, layer.head_v_dim, layer.head_k_dim), mx.float32)))
+    pool = [mx.zeros((2 * TIMED_ROWS, width), of) for half in shape.halves for width, of in half.lines()]
+    read, write = mx.arange(TIMED_ROWS, dtype=mx.int32), mx.arange(TIMED_ROWS, 2 * TIMED_ROWS, dtype=mx.int32)
+    x = mx.random.normal((TIMED_ROWS, 1, layer.hidden_size)).astype(dtype)
+    mx.eval(pool, read, write, x)
+
+    def step() -> list[mx.array]:
+        cache, view = StateCache(shape), StateView(read, write)
+        cache.bind(pool, view)
+        with gated_delta.using_kernel(cache):
+            out = layer(x, None, cache)
+        cache.release()
+        return [out, *view.written]
+
+    return machine.seconds(step)
 
 
 def _apart(lines: mx.array) -> mx.array:

@@ -1,6 +1,7 @@
 """All kernel checks in their order, which change the model's modules so that these use what was chosen.
 
-With the `KernelChoices` of another process nothing is checked or timed: the same functions are built from them.
+With the `KernelChoices` of another process nothing is timed: the same functions are built from them. `problem` then
+compares what they compute with plain operations, once.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.nn as nn
+
 from mlx_tandem.config import EngineConfig
-from mlx_tandem.model import cpu, device, probe
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model import cpu, delta_net, device, gated_delta, probe
 from mlx_tandem.model.attention import fused, hook, portable
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
@@ -24,7 +28,7 @@ from mlx_tandem.model.choices import (
 from mlx_tandem.model.kernel_checks import attention, blocks, lora, sampling
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.attention import AttentionChoice
-from mlx_tandem.model.kernel_checks.frame import Choice
+from mlx_tandem.model.kernel_checks.frame import MAX_REASON, Choice
 from mlx_tandem.model.kernels.skinny import Form
 from mlx_tandem.model.kernels.wgmma import WideForm
 from mlx_tandem.model.linears import skinny
@@ -50,7 +54,7 @@ class Kernels:
     adapters: Choice[GroupedDeltas | None]
     sampling: Choice[Pickers]
 
-    def choices(self) -> KernelChoices:
+    def choices(self, mask_axes: int) -> KernelChoices:
         """Return the choices as plain data, from which `choose` builds the same functions."""
         few, deltas = self.products.chosen, self.adapters.chosen
         products, limits = Products(self.products.reason), AdapterLimits(self.adapters.reason)
@@ -61,12 +65,15 @@ class Kernels:
         kinds = {id(kernels): kernels for kernels in self.attention.layers if kernels is not None}
         divisions = tuple(kernels.attention.division for kernels in kinds.values())
         return KernelChoices(
+            mask_axes=mask_axes,
             store_problem=inplace.writing().problem,
             products=products,
             attention=AttentionDivision(self.attention.name, self.attention.reason, divisions),
             own_blocks=self.own_blocks,
             adapters=limits,
             sampling=sampling.described(self.sampling),
+            rule_problem=gated_delta.verdict.problem,
+            own_delta_nets=delta_net.verdict.problem,
         )
 
 
@@ -86,6 +93,7 @@ def choose(
         return _install(config, model, merged, candidates, given)
     if config.deterministic:
         return _without(config, model)
+    delta_net.verdict.give(None)
     report("checking products", 0.0)
     merged = use_views(model.module, merged) if candidates else merged
     modules = skinny.candidates(model.module, merged)
@@ -130,6 +138,8 @@ def _install(
 ) -> tuple[probe.Examined, Kernels]:
     """Build the functions that another process chose, and change the model's modules so that they use them."""
     inplace.given(given.store_problem)
+    gated_delta.verdict.give(given.rule_problem)
+    delta_net.verdict.give(given.own_delta_nets)
     merged = use_views(model.module, merged) if candidates and not config.deterministic else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:
@@ -137,7 +147,7 @@ def _install(
         products = Choice(few, given.products.reason)
         skinny.speed_up(skinny.candidates(model.module, merged), merged, few)
     prepare()
-    found = examine(config, model, evaluate=False)
+    found = examine(config, model, evaluate=False)._replace(mask_axes=given.mask_axes)
     chosen = attention.made(given.attention, found.layers, config.cache.block_size, candidates)
     if any(chosen.layers) and not given.own_blocks:
         blocks.use(model)
@@ -152,6 +162,34 @@ def _install(
     )
     _log(kernels)
     return found, kernels
+
+
+def forget() -> None:
+    """Forget what another process found about kernels, so that it is found anew."""
+    inplace.given(None)
+    gated_delta.verdict.give(None)
+    gated_delta.kernel.cache_clear()
+    delta_net.verdict.give(None)
+
+
+def problem(config: EngineConfig, model: LoadedModel, twin: nn.Module, found: probe.Examined, kernels: Kernels) -> str:
+    """Return what is wrong with the model's kernels, by one run of each beside plain operations; empty if nothing is.
+
+    `twin` is the model before anything of it was changed.
+    """
+    try:
+        error = probe.served_error(model, twin, found, kernels.attention.layers, config.cache.block_size)
+        if not error <= 1.0:
+            return f"the model's logits are off by {error:.1f} times what is allowed"
+        wrong = ""
+        if kernels.adapters.chosen is not None:
+            wrong = lora.wrong_in_any_shape(model.module, kernels.adapters.chosen, model.dtype)
+        return wrong or sampling.wrong_once(kernels.sampling.chosen, model.dtype, found.vocab_size)
+    except ModelError:
+        raise
+    except Exception as e:
+        log.warning("the kernels of the last start failed", exc_info=True)
+        return f"{type(e).__name__}: {e}".strip()[:MAX_REASON]
 
 
 def examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) -> probe.Examined:

@@ -33,6 +33,26 @@ class Rejected(Exception):
     """Raised by a check when its kernel must not be used; the message is the reason."""
 
 
+class Verdict:
+    """What a check at start found, which another process may have found for this one.
+
+    problem: why the kernels are not used; empty where they are, and while nothing has asked for the check.
+    """
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self._given: str | None = None
+
+    def give(self, problem: str | None) -> None:
+        """Take what another process found, so that nothing is checked; None: begin again."""
+        self.problem, self._given = "", problem
+
+    def reach(self, check: Callable[[], str]) -> str:
+        """Return the problem: that of the other process, or what `check` returns."""
+        self.problem = check() if self._given is None else self._given
+        return self.problem
+
+
 def makers_of_device(given: Sequence[dialect.Make] | None) -> Sequence[dialect.Make]:
     """Return `given`, or if it is None the makers of kernels for the targets of the default device."""
     return [dialect.maker(target) for target in dialect.available()] if given is None else given

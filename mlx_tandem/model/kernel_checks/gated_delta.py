@@ -1,14 +1,23 @@
-"""Check of the kernel of the gated delta rule: it must agree with mlx-lm's own operations."""
+"""Check of the kernel of the gated delta rule: it must agree with mlx-lm's own operations, and be faster than mlx-lm's
+kernel where there is one.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.gated_delta import gated_delta_ops
 
+from mlx_tandem.model.kernel_checks import machine
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs
+from mlx_tandem.model.kernels.store import Store
+
+Rule = Callable[..., tuple[mx.array, mx.array]]
+"""Function that returns the outputs and the states after, given the inputs of the rule and the states."""
 
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 """Largest difference from mlx-lm's operations, as a fraction of the largest number."""
@@ -18,15 +27,25 @@ CHECKED = ((mx.bfloat16, False, 128), (mx.float32, True, 64))
 models. Each form takes a second or more to compile on a GPU.
 """
 
+ROWS, HEADS = 8, (32, 128)
+"""Rows of the decode step that is timed, and the number and width of its heads, which are those of Qwen3.5-9B."""
 
-def problem(make: Make) -> str:
-    """Return why the kernel made by `make` cannot be used; empty if it can."""
+
+def problem(make: Make, rival: Rule | None = None, store: Store | None = None) -> str:
+    """Return why the kernel made by `make` cannot be used; empty if it can.
+
+    rival: a function that the kernel has to be faster than. Its states are written by `store`.
+    """
 
     def check() -> str:
         kernel = GatedDelta(make)
         for dtype, by_column, dk in CHECKED:
             if (error := largest_error(kernel, dtype, by_column=by_column, dk=dk)) > TOLERANCE[dtype]:
                 raise Rejected(f"wrong by {error:.1e} in {dtype}")
+        if rival is not None and store is not None:
+            ours, theirs = _seconds(kernel, rival, store)
+            if ours >= theirs:
+                raise Rejected(f"slower: {ours * 1e6:.0f} µs for {ROWS} rows, mlx-lm's takes {theirs * 1e6:.0f}")
         return ""
 
     return checked("the kernel of the gated delta rule", check, lambda reason: reason)
@@ -77,3 +96,22 @@ def _drawn(dtype: mx.Dtype, *, by_column: bool, dk: int) -> tuple[RuleInputs, mx
         mx.array(strength.astype(np.float32)).astype(dtype),
     )
     return inputs, normal(rows, heads, dv, dk)
+
+
+def _seconds(kernel: GatedDelta, rival: Rule, store: Store) -> tuple[float, float]:
+    """Return the seconds of one token of ROWS rows, with states that lie in a pool: by the kernel, and by `rival`, for
+    which they are gathered and written back.
+    """
+    heads, dim = HEADS
+    q, k, v = (mx.random.normal((ROWS, 1, heads, dim)).astype(mx.bfloat16) for _ in range(3))
+    inputs = RuleInputs(q, k * dim**-0.5, v, mx.full((ROWS, 1, heads), 0.9), mx.full((ROWS, 1, heads), 0.5, v.dtype))
+    pool = mx.zeros((2 * ROWS, heads * dim * dim))
+    read, write = mx.arange(ROWS, dtype=mx.int32), mx.arange(ROWS, 2 * ROWS, dtype=mx.int32)
+    mx.eval(*inputs, pool, read, write)
+
+    def gathered() -> list[mx.array]:
+        y, state = rival(*inputs, pool[read].reshape(ROWS, heads, dim, dim))
+        return [y, store(pool, write, state.reshape(ROWS, -1))]
+
+    ours = machine.seconds(lambda: [kernel.in_place(inputs, pool, read, write)])
+    return ours, machine.seconds(gathered)

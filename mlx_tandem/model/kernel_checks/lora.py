@@ -138,6 +138,13 @@ def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, joined
     return ""
 
 
+def wrong_in_any_shape(model: nn.Module, deltas: GroupedDeltas, dtype: mx.Dtype) -> str:
+    """Return what is wrong with the kernels of a model's adapters; empty if nothing is."""
+    groups = find_groups(model)
+    shapes = sorted({s for group in groups for s in _shapes(group)})
+    return wrong(deltas.kernels, shapes, dtype, _joined(groups))
+
+
 def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed: int, *, joined: bool) -> float:
     """Return the kernels' largest error for this shape and rank, relative to the largest number of the result."""
     rng = np.random.default_rng(seed)

@@ -38,6 +38,9 @@ Numbers = npt.NDArray[np.float64]
 ROWS = 16
 """Rows of logits in a timed call."""
 
+_FEW = 4
+"""Rows of logits with which a kernel that was chosen before is looked at once more."""
+
 CHAIN = 8
 """Timed calls in a row, which keep the device busy."""
 
@@ -148,6 +151,21 @@ def wrong(pick: Pick, dtypes: Iterable[mx.Dtype], vocabulary: int) -> str:
             if problem:
                 return f"{problem} of {rows}, {dtype}"
     return ""
+
+
+def wrong_once(pickers: Pickers, dtype: mx.Dtype, vocabulary: int) -> str:
+    """Return what is wrong with one call of each kernel among these functions; empty if nothing is."""
+    rng = np.random.default_rng(2)
+    noise, masks = invent_draws(rng, vocabulary)
+    logits = mx.array(invent(rng, vocabulary)[:_FEW]).astype(dtype)
+    if pickers.plain is MLX_PICKERS.plain:
+        return ""
+    if problem := difference(pickers.plain, logits, _first(noise, _FEW), masks):
+        return f"{problem}, {dtype}"
+    if pickers.truncated is None:
+        return ""
+    limits = Limits(*(array[:_FEW] for array in invent_limits(rng, vocabulary)))
+    return difference_truncated(pickers.truncated, logits, _first(noise, _FEW), limits, None)
 
 
 def difference(pick: Pick, logits: mx.array, noise: Noise | None, masks: Masks | None) -> str:

@@ -68,7 +68,7 @@ ROW = r"""
   const size_t begin = (size_t)GROUP_X * width;
   GLOBAL const T* row = logits + begin;
   // Words of 16 bytes are aligned as the array's first number is, and a row may begin and end within one.
-  const int head = min(width, (int)((EACH - begin % EACH) % EACH)), words = (width - head) / EACH;
+  const int head = min(width, (EACH - (int)((uint)begin % EACH)) % EACH), words = (width - head) / EACH;
   Peak peak;
   peak.height = 0u, peak.at = 0;
 """

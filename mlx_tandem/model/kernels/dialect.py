@@ -309,6 +309,8 @@ def maker(target: Target) -> Make:
         metal = target == "metal"
         header = _METAL + source.functions if metal else _CUDA + source.functions + _CUDA_END
         body = (_METAL_START if metal else _CUDA_START) + source.body
+        if not (header + body).isascii():  # MLX hands Metal no other text (`build_library_` in its metal/device.cpp)
+            raise ValueError(f"the text of the kernel {source.name} is not ASCII")
         parts = [] if metal else [Included(header), Included(body)]
         if parts:
             # MLX passes a kernel the shapes whose names it finds in the body.

@@ -25,6 +25,9 @@ LIVE_FLOATS = 128
 MOST_TOGETHER = 8
 """Queries for which the kernels are written: a block of threads answers at most this many together."""
 
+FEW = 4
+"""Queries that a block answers together without holding more sums than suit a device with few registers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -36,6 +39,9 @@ class Division:
         depth: Keys that a team of lanes reads ahead; 0 means as many as the format and the context suggest.
         dense: Whether a processor may hold four blocks at once, of threads with fewer registers, instead of three.
         grouped: Whether adjacent rows of one sequence are answered together, by tensor cores.
+        narrow: Whether a lane has 8 instead of 16 of a key's numbers where a block answers more than FEW queries. It
+            then holds no more sums than with FEW, so that a device with few registers reads keys and values once for
+            all queries.
     """
 
     blocks: int
@@ -43,11 +49,16 @@ class Division:
     depth: int = 0
     dense: bool = False
     grouped: bool = False
+    narrow: bool = False
 
     def together(self, queries: int, dim: int) -> int:
         """Return how many of a KV head's `queries`, with heads of `dim` numbers, a block answers together."""
-        most = min(self.queries, MOST_TOGETHER if dim <= 128 else MOST_TOGETHER // 2)
+        most = min(self.queries, MOST_TOGETHER if dim <= 128 or self.narrow else FEW)
         return next(n for n in (1, 2, 4, 8) if n >= min(queries, most))
+
+    def numbers(self, together: int) -> int:
+        """Return how many of a key's numbers a lane has if a block answers so many queries together."""
+        return 8 if self.narrow and together > FEW else 16
 
     def ahead(self, form: RowFormat, together: int, positions: int) -> int:
         """Return how many keys a team reads ahead: as many as registers hold.
@@ -58,7 +69,7 @@ class Division:
         if self.depth:
             return self.depth
         wide = form.dtype == mx.float32 and not form.bits
-        if together > 4:
+        if together > FEW:
             return 1 if wide else 2
         return 4 if form.dim in (128, 256) and not wide and positions >= LONG else 2
 
@@ -77,31 +88,38 @@ class Division:
         return max(1, min(self.blocks // blocks, positions // (2 * ALIGN)))
 
 
-def live_floats(form: RowFormat, queries: int, depth: int) -> int:
-    """Return how many 32-bit values a thread of the attention kernel holds at once, counted in the kernel's text."""
-    words = (form.bits // 2 + 1) if form.bits else 4 * form.dtype.size  # for the 16 numbers of a key that a lane holds
-    sums, scores, states, tables = 16 * queries, depth * queries, 3 * queries, 2 * depth
-    return sums + scores + states + tables + 2 * depth * words
+def live_floats(form: RowFormat, division: Division) -> int:
+    """Return how many 32-bit values a thread of the attention kernel holds at once, counted in the kernel's text, with
+    the number of queries for which it holds most. The division has a depth.
+    """
+    found, depth = [], division.depth
+    for queries in {min(division.queries, FEW), division.queries}:
+        numbers = division.numbers(queries)
+        words = (numbers * form.bits // 32 + 1) if form.bits else numbers * form.dtype.size // 4  # of a key in a lane
+        sums, scores, states, tables = numbers * queries, depth * queries, 3 * queries, 2 * depth
+        found.append(sums + scores + states + tables + 2 * depth * words)
+    return max(found)
 
 
 def start(target: str, form: RowFormat) -> Division:
     """Return the division that is tried first on this target for rows of this format.
 
     On CUDA there are three blocks for each of an H200's 132 processors; on Metal six for each of 16 cores, with no more
-    queries and keys than registers hold.
+    sums and keys than registers hold.
     """
     if target != "metal":
         return Division(132 * 3, dense=True, grouped=True)
-    return Division(96, queries=4, depth=2 if live_floats(form, 4, 2) <= LIVE_FLOATS else 1)
+    first = Division(96, depth=2, narrow=True)
+    return first if live_floats(form, first) <= LIVE_FLOATS else replace(first, depth=1)
 
 
 def shorter(first: Division, target: str, form: RowFormat) -> Iterator[Division]:
     """Yield divisions with other numbers of queries and keys that are worth timing beside `first` on this target."""
     if target == "metal":
-        for queries in (4, 2, 1):
+        for queries in (MOST_TOGETHER, FEW, 2, 1):
             for depth in (4, 2, 1):
-                found = replace(first, queries=queries, depth=depth)
-                if found != first and live_floats(form, queries, depth) <= LIVE_FLOATS:
+                found = replace(first, queries=queries, depth=depth, narrow=queries > FEW)
+                if found != first and live_floats(form, found) <= LIVE_FLOATS:
                     yield found
 
 

@@ -2,7 +2,7 @@
 
 A block of threads has one row, one KV head, a few of the queries that share it, and one split of the row's keys; its
 warps take tiles of keys in turns. The lanes of a warp form teams: a team has one key at a time, and each of its
-lanes has 16 of the key's numbers. Every key and value is loaded once for all queries, and the next tile's keys are
+lanes has 16 or 8 of the key's numbers. Every key and value is loaded once for all queries, and the next tile's keys are
 loaded while this one's values are used. Each team keeps a softmax of its own, and all of them are combined at the
 end. Where the rows alone do not fill the device, the keys of a row are split, and a second kernel combines the
 splits.
@@ -52,68 +52,65 @@ DEVICE Spans spans(int offset, int stop, int window, int begin, int splits) {
 }
 """
 
-# A lane's 16 numbers lie in runs of 16 bytes, and the runs of a team's lanes are neighbours.
+# A lane's N numbers lie in runs of 16 bytes, and the runs of a team's lanes are neighbours.
 _PLAIN = r"""
 #define CODED 0
 template <int WORDS> struct Part {
   uint w[WORDS];
 };
-template <class T, int D, int TEAM>
-DEVICE Part<4 * sizeof(T)> read(GLOBAL const T* pool, size_t line, int member) {
-  constexpr int RUN = 16 / sizeof(T);
-  Part<4 * sizeof(T)> part;
+template <class T, int D, int TEAM, int N>
+DEVICE Part<N * (int)sizeof(T) / 4> read(GLOBAL const T* pool, size_t line, int member) {
+  constexpr int RUN = 16 / (int)sizeof(T);
+  Part<N * (int)sizeof(T) / 4> part;
   UNROLL
-  for (int r = 0; r < 16 / RUN; r++) {
+  for (int r = 0; r < N / RUN; r++) {
     const int number = (r * TEAM + member) * RUN;
     uint4 w = WORDS4(0, 0, 0, 0);
-    if (D == 16 * TEAM || number < D) w = LOAD16(pool + line * D + number);
+    if (D == N * TEAM || number < D) w = LOAD16(pool + line * D + number);
     part.w[4 * r] = w.x, part.w[4 * r + 1] = w.y, part.w[4 * r + 2] = w.z, part.w[4 * r + 3] = w.w;
   }
   return part;
 }
-template <class T> DEVICE float4 quarter(Part<8> part, int i) {
+template <class T, int WORDS> DEVICE float4 quarter(Part<WORDS> part, int i) {
+#define NUMBER(n) FLOAT_BITS(part.w[4 * i + n])
+  if (sizeof(T) == 4) return FLOAT4(NUMBER(0), NUMBER(1), NUMBER(2), NUMBER(3));
   const float2 a = pair(part.w[2 * i], T()), b = pair(part.w[2 * i + 1], T());
   return FLOAT4(a.x, a.y, b.x, b.y);
 }
-template <class T> DEVICE float4 quarter(Part<16> part, int i) {
-  return FLOAT4(FLOAT_BITS(part.w[4 * i]), FLOAT_BITS(part.w[4 * i + 1]), FLOAT_BITS(part.w[4 * i + 2]),
-                FLOAT_BITS(part.w[4 * i + 3]));
-}
 """
 
-# A lane's 16 numbers are one run of 16 or 8 bytes of codes on one grid.
+# A lane's N numbers are one run of 16, 8 or 4 bytes of codes on one grid.
 _CODED = r"""
 #define CODED 1
 template <int WORDS> struct Part {
   uint w[WORDS], grid;
 };
-template <int BITS, int D, int GRIDS, int TEAM>
-DEVICE Part<BITS / 2> read(GLOBAL const uint* codes, GLOBAL const uint* grids, size_t line, int member) {
-  Part<BITS / 2> part;
+template <int BITS, int D, int GRIDS, int TEAM, int N>
+DEVICE Part<BITS * N / 32> read(GLOBAL const uint* codes, GLOBAL const uint* grids, size_t line, int member) {
+  constexpr int WORDS = BITS * N / 32;
+  Part<WORDS> part;
   uint4 w = WORDS4(0, 0, 0, 0);
   part.grid = 0;
-  if (D == 16 * TEAM || member * 16 < D) {
-    if (BITS == 8) {
-      w = LOAD16(codes + line * (D / 4) + member * 4);
-    } else {
-      const uint2 half_of_it = LOAD8(codes + line * (D / 8) + member * 2);
-      w.x = half_of_it.x, w.y = half_of_it.y;
-    }
-    part.grid = grids[line * GRIDS + member * 16 / (D / GRIDS)];
+  if (D == N * TEAM || member * N < D) {
+    GLOBAL const uint* at = codes + line * (D * BITS / 32) + member * WORDS;
+    const uint2 two = WORDS == 2 ? LOAD8(at) : WORDS2(at[0], 0);
+    w = WORDS == 4 ? LOAD16(at) : WORDS4(two.x, two.y, 0, 0);
+    part.grid = grids[line * GRIDS + member * N / (D / GRIDS)];
   }
-  part.w[0] = w.x, part.w[1] = w.y;
-  if (BITS == 8) part.w[BITS / 2 - 2] = w.z, part.w[BITS / 2 - 1] = w.w;
+  part.w[0] = w.x;
+  if (WORDS > 1) part.w[WORDS > 1 ? 1 : 0] = w.y;
+  if (WORDS == 4) part.w[WORDS / 4 * 2] = w.z, part.w[WORDS / 4 * 3] = w.w;
   return part;
 }
 DEVICE float4 on_grid(float a, float b, float c, float d, uint grid) {
   const float distance = FLOAT_BITS(grid & 0xffff0000u), lowest = FLOAT_BITS(grid << 16);
   return FLOAT4(a * distance + lowest, b * distance + lowest, c * distance + lowest, d * distance + lowest);
 }
-template <class T> DEVICE float4 quarter(Part<4> part, int i) {
-  const uint w = part.w[i];
-  return on_grid(BYTE(w, 0), BYTE(w, 1), BYTE(w, 2), BYTE(w, 3), part.grid);
-}
-template <class T> DEVICE float4 quarter(Part<2> part, int i) {
+template <int BITS, int WORDS> DEVICE float4 quarter(Part<WORDS> part, int i) {
+  if (BITS == 8) {
+    const uint w = part.w[i];
+    return on_grid(BYTE(w, 0), BYTE(w, 1), BYTE(w, 2), BYTE(w, 3), part.grid);
+  }
   const uint w = part.w[i / 2] >> (i % 2 * 16), even = w & 0x0f0fu, odd = (w >> 4) & 0x0f0fu;
   return on_grid(BYTE(even, 0), BYTE(odd, 0), BYTE(even, 1), BYTE(odd, 1), part.grid);
 }
@@ -124,16 +121,18 @@ REGISTERS = {3: 168, 4: 128}
 
 _BODY = r"""
 #if CODED
-  constexpr int RUN = 16;
-#define READ(half, at) read<BITS, D, GRIDS, TEAM>(half##s, half##_grids, run + (at), member)
-#define PART Part<BITS / 2>
+  constexpr int RUN = NUMBERS;
+#define READ(half, at) read<BITS, D, GRIDS, TEAM, NUMBERS>(half##s, half##_grids, run + (at), member)
+#define PART Part<BITS * NUMBERS / 32>
+#define QUARTER(part, i) quarter<BITS>(part, i)
 #else
   constexpr int RUN = 16 / (int)sizeof(T);
-#define READ(half, at) read<T, D, TEAM>(half##s, run + (at), member)
-#define PART Part<4 * sizeof(T)>
+#define READ(half, at) read<T, D, TEAM, NUMBERS>(half##s, run + (at), member)
+#define PART Part<NUMBERS * (int)sizeof(T) / 4>
+#define QUARTER(part, i) quarter<T>(part, i)
 #endif
-  constexpr int TEAM = D <= 32 ? 2 : D <= 64 ? 4 : D <= 128 ? 8 : 16;
-  constexpr int TEAMS = 32 / TEAM, TILE = TEAMS * DEPTH, PADDED = 16 * TEAM;
+  constexpr int PADDED = D <= 32 ? 32 : D <= 64 ? 64 : D <= 128 ? 128 : 256, QUARTERS = NUMBERS / 4;
+  constexpr int TEAM = PADDED / NUMBERS, TEAMS = 32 / TEAM, TILE = TEAMS * DEPTH;
   constexpr bool IN_ONE_BLOCK = BLOCK % TILE == 0 && 64 % TILE == 0;  // a tile's keys: splits begin at multiples of 64
   constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;  // a maximum of nothing, a score: infinities without being any
   const int member = LANE % TEAM, team = LANE / TEAM, warps = THREADS / 32;
@@ -176,13 +175,13 @@ _BODY = r"""
   }
 
   // As a team reads them: [query][quarter of a lane's numbers][lane].
-  SHARED(float4, queries, QUERIES * 4 * TEAM);
+  SHARED(float4, queries, QUERIES * QUARTERS * TEAM);
   SHARED(int, positions, QUERIES);
   if (MANY && THREAD < QUERIES) positions[THREAD] = offset + (from + THREAD) % length;
   const size_t first = ((size_t)row * kv_heads + kv_head) * GROUP * length + from;
   ROLL
-  for (int i = THREAD; i < QUERIES * 4 * TEAM; i += THREADS) {
-    const int lane = i % TEAM, j = i / TEAM % 4 * 4, n = i / (4 * TEAM);
+  for (int i = THREAD; i < QUERIES * QUARTERS * TEAM; i += THREADS) {
+    const int lane = i % TEAM, j = i / TEAM % QUARTERS * 4, n = i / (QUARTERS * TEAM);
     const int number = (j / RUN * TEAM + lane) * RUN + j % RUN;
     float4 x = FLOAT4(0.0f, 0.0f, 0.0f, 0.0f);
     if (from + n < GROUP * length && number < D) {
@@ -194,13 +193,13 @@ _BODY = r"""
   }
   BARRIER();
 
-  float most[QUERIES], total[QUERIES], sum[QUERIES * 16];
+  float most[QUERIES], total[QUERIES], sum[QUERIES * NUMBERS];
   UNROLL
   for (int n = 0; n < QUERIES; n++) {
     most[n] = LOWEST, total[n] = 0.0f;
   }
   UNROLL
-  for (int i = 0; i < QUERIES * 16; i++) sum[i] = 0.0f;
+  for (int i = 0; i < QUERIES * NUMBERS; i++) sum[i] = 0.0f;
 
   ROLL
   while (tile < end) {
@@ -215,13 +214,13 @@ _BODY = r"""
     UNROLL
     for (int i = 0; i < QUERIES * DEPTH; i++) score[i] = 0.0f;
     UNROLL
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < QUARTERS; j++) {
       float4 x[DEPTH];
       UNROLL
-      for (int u = 0; u < DEPTH; u++) x[u] = quarter<T>(key[u], j);
+      for (int u = 0; u < DEPTH; u++) x[u] = QUARTER(key[u], j);
       UNROLL
       for (int n = 0; n < QUERIES; n++) {
-        const float4 y = queries[(n * 4 + j) * TEAM + member];
+        const float4 y = queries[(n * QUARTERS + j) * TEAM + member];
         UNROLL
         for (int u = 0; u < DEPTH; u++)
           score[n * DEPTH + u] += x[u].x * y.x + x[u].y * y.y + x[u].z * y.z + x[u].w * y.w;
@@ -261,7 +260,7 @@ _BODY = r"""
         most[n] = greatest[n];
         total[n] *= factor;
         UNROLL
-        for (int j = 0; j < 16; j++) sum[n * 16 + j] *= factor;
+        for (int j = 0; j < NUMBERS; j++) sum[n * NUMBERS + j] *= factor;
       }
     }
     UNROLL
@@ -273,15 +272,16 @@ _BODY = r"""
       }
     }
     UNROLL
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < QUARTERS; j++) {
       UNROLL
       for (int u = 0; u < DEPTH; u++) {
-        const float4 x = quarter<T>(value[u], j);
+        const float4 x = QUARTER(value[u], j);
         UNROLL
         for (int n = 0; n < QUERIES; n++) {
           const float weight = score[n * DEPTH + u];
-          sum[n * 16 + 4 * j] += weight * x.x, sum[n * 16 + 4 * j + 1] += weight * x.y;
-          sum[n * 16 + 4 * j + 2] += weight * x.z, sum[n * 16 + 4 * j + 3] += weight * x.w;
+          const int own = n * NUMBERS + 4 * j;
+          sum[own] += weight * x.x, sum[own + 1] += weight * x.y;
+          sum[own + 2] += weight * x.z, sum[own + 3] += weight * x.w;
         }
       }
     }
@@ -300,9 +300,9 @@ _BODY = r"""
     for (int c = 0; c < AT_ONCE; c++) {
       const int n = n0 + c;
       UNROLL
-      for (int j = 0; j < 16; j += 4) {
+      for (int j = 0; j < NUMBERS; j += 4) {
         sums[((mine * AT_ONCE + c) * PADDED + (j / RUN * TEAM + member) * RUN + j % RUN) / 4] =
-            FLOAT4(sum[n * 16 + j], sum[n * 16 + j + 1], sum[n * 16 + j + 2], sum[n * 16 + j + 3]);
+            FLOAT4(sum[n * NUMBERS + j], sum[n * NUMBERS + j + 1], sum[n * NUMBERS + j + 2], sum[n * NUMBERS + j + 3]);
       }
       if (member == 0) states[(mine * AT_ONCE + c) * 2] = most[n], states[(mine * AT_ONCE + c) * 2 + 1] = total[n];
     }
@@ -493,6 +493,7 @@ class PagedAttention:
             "BLOCK": block,
             "GROUP": group,
             "QUERIES": together,
+            "NUMBERS": division.numbers(together),
             "MANY": length > 1,
             "DEPTH": division.ahead(form, together, positions),
             "SCALE": bits_of(scale / cap if cap else scale * math.log2(math.e)),

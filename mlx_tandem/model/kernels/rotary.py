@@ -135,7 +135,7 @@ _BODY = r"""
       } else {
         const uint next = SHUFFLE_XOR(code, 1);
         auto codes = (GLOBAL unsigned char*)(is_key ? keys : values);
-        if (mine && LANE % 2 == 0) codes[(into * D + number) / 2] = (unsigned char)(code | next << 4);
+        if (mine && LANE % 2 == 0) codes[into * (D / 2) + number / 2] = (unsigned char)(code | next << 4);
       }
       if (mine && FETCHED) (k % 2 ? high[k / 2] : low[k / 2]) = float(T(code * distance + lowest));
     }

@@ -2,34 +2,26 @@
 
 On a GPU the time of a product is erratic in the number of its rows: 12 may take a third of what 8 take. So decode
 steps are padded to row counts that were measured to be good, and quantised linears dequantise where that is faster.
-Results are kept in the user's cache folder for each device, version of MLX and set of linears.
+The results are a part of what a start keeps for the next one (`model/choices.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import msgspec
 from msgspec import Struct
 
-from mlx_tandem import files
-from mlx_tandem.model.device import is_cuda
+from mlx_tandem.model.device import is_cuda, is_metal
 from mlx_tandem.model.linears.dequantise import dequantised, use_from, worth_from
 from mlx_tandem.model.linears.products import Kind, Meter, input_of, kinds, pass_cost
+from mlx_tandem.model.step.pauses import METAL_TOKENS
 from mlx_tandem.model.step.shapes import row_count
 
 log = logging.getLogger(__name__)
-
-FORMAT = 5
-"""Version of the files in the cache folder."""
 
 MOST_ROWS = 512
 """Most rows that are timed. Beyond it arithmetic bounds the products, and the fixed rule is as good."""
@@ -67,70 +59,29 @@ class Tuned(Struct, frozen=True):
     """By kind of linear, the number of tokens from which it dequantises."""
 
 
-class Subject(Struct, frozen=True):
-    """The device, model and settings that a result is valid for."""
-
-    device: str
-    mlx: str
-    linears: dict[str, int]
-    """Number of linears of each kind."""
-
-    rows: int
-    """Most rows of a step."""
-
-    products: str = ""
-    """The sentence in which the kernel check says what computes products beside MLX."""
-
-    format: int = FORMAT
-
-
-class _Record(Struct, frozen=True):
-    subject: Subject
-    tuned: Tuned
-
-
-def tune(
-    model: nn.Module,
-    dtype: mx.Dtype,
-    *,
-    device: str,
-    most_rows: int,
-    activations: int,
-    folder: Path,
-    products: str = "",
-    meter: Meter | None = None,
-) -> Tuned:
-    """Find good row counts for this model on this device, or look them up, and change its quantised linears
-    accordingly.
+def tune(model: nn.Module, dtype: mx.Dtype, *, most_rows: int, activations: int, meter: Meter | None = None) -> Tuned:
+    """Find good row counts for this model on this device, and change its quantised linears accordingly.
 
     Args:
         model: The model, whose linears are timed.
         dtype: The type of the layers' inputs.
-        device: The device's name.
         most_rows: Most rows of a step.
         activations: Bytes that steps may use.
-        folder: Where results are kept.
-        products: What computes some products in place of MLX, in words that change when that does.
         meter: Measures times and memory; by default on this device.
     """
     own = kinds(model)
-    subject = Subject(device, version("mlx"), {name: len(k.modules) for name, k in own.items()}, most_rows, products)
-    file = folder / f"{hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:32]}.json"
-    tuned, how = _load(file, subject), f"as found in {file}"
-    if tuned is None:
-        meter = meter or Meter()
-        started = meter.now()
-        until = started + SECONDS
-        thresholds = _thresholds(own, dtype, activations, meter, until)
-        _apply(own, thresholds)
-        joined = kinds(model, joined=True)
-        tuned = Tuned(_row_counts(joined, dtype, most_rows, meter, until), thresholds)
-        how = f"measured in {meter.now() - started:.1f} s"
-        mx.clear_cache()
-        _save(file, _Record(subject, tuned))
-    else:
-        _apply(own, tuned.dequantise)
-    log.info("decoding steps are padded to %s rows, %s", ", ".join(map(str, tuned.rows)) or "the usual", how)
+    meter = meter or Meter()
+    started = meter.now()
+    until = started + SECONDS
+    thresholds = _thresholds(own, dtype, activations, meter, until)
+    _apply(own, thresholds)
+    tuned = Tuned(_row_counts(kinds(model, joined=True), dtype, most_rows, meter, until), thresholds)
+    mx.clear_cache()
+    log.info(
+        "decoding steps are padded to %s rows, measured in %.1f s",
+        ", ".join(map(str, tuned.rows)) or "the usual",
+        meter.now() - started,
+    )
     for name, tokens in tuned.dequantise.items():
         log.info("linears of %s dequantise from %d tokens on", name, tokens)
     return tuned
@@ -197,8 +148,10 @@ def _thresholds(
     """Return by kind of quantised linear the number of tokens from which it should dequantise.
 
     MLX can use freed memory again only when a whole graph is done, so the memory of all such linears together is
-    measured, as a step needs it.
+    measured, as a step needs it. On Metal two layers are in flight at most in a forward that pauses; a shorter forward
+    does not dequantise there.
     """
+    metal = is_metal()
     found: dict[str, int] = {}
     for name, kind in own.items():
         if not kind.packed or meter.now() > until:
@@ -210,11 +163,13 @@ def _thresholds(
             packed[tokens] = meter.seconds(some, x)
             plain[tokens] = meter.seconds([partial(dequantised, m) for m in some], x)
         tokens_from = worth_from(packed, plain)
-        if tokens_from is not None:
+        if tokens_from is not None and not (metal and tokens_from < METAL_TOKENS):
             found[name] = tokens_from
     if found:
         inputs = {name: input_of(own[name], dtype, tokens) for name, tokens in found.items()}
-        calls = [partial(dequantised, m, x) for name, x in inputs.items() for m in own[name].packed]
+        calls = [
+            partial(dequantised, m, x) for name, x in inputs.items() for m in own[name].packed[: 2 if metal else None]
+        ]
         growth = meter.growth(calls)
         if growth > activations // 2:
             log.info("dequantised weights would be faster, but need %d MB of a step's memory", growth // 1_000_000)
@@ -226,24 +181,3 @@ def _apply(own: Mapping[str, Kind], thresholds: Mapping[str, int]) -> None:
     for name, tokens in thresholds.items():
         for module in own[name].packed:
             use_from(module, tokens)
-
-
-def _load(file: Path, subject: Subject) -> Tuned | None:
-    """Return the result for the subject in `file`; None if it holds none that can be used."""
-    try:
-        record = msgspec.json.decode(file.read_bytes(), type=_Record)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    rows, thresholds = record.tuned.rows, record.tuned.dequantise
-    ascending = all(low < high for low, high in zip((0, *rows), rows, strict=False))
-    known = {name for name in subject.linears if "bits" in name}
-    if record.subject != subject or not ascending or (rows and rows[-1] > row_count(subject.rows)):
-        return None
-    return record.tuned if set(thresholds) <= known and all(tokens > 0 for tokens in thresholds.values()) else None
-
-
-def _save(file: Path, record: _Record) -> None:
-    """Write the result; if that fails, the next start measures again."""
-    with contextlib.suppress(OSError):
-        files.make_folder(file.parent)
-        files.replace(file, msgspec.json.encode(record))

@@ -30,7 +30,7 @@ class GroupedDeltas:
 
     def __init__(self, kernels: LoraKernels, groups: Iterable[Group], *, same: int, mixed: int):
         self.same, self.mixed = same, mixed
-        self._kernels = kernels
+        self.kernels = kernels
         self._groups = list(groups)
         self._members: dict[str, Group] = {}
         self._tiles: mx.array | None = None
@@ -73,7 +73,7 @@ class GroupedDeltas:
         a, b = self._pairs(members)
         if any(array.dtype != x.dtype for array in (*a, *b, *own)):
             return None
-        added = self._kernels.add(x, self._tiles, a, b, own, places)
+        added = self.kernels.add(x, self._tiles, a, b, own, places)
         self._ready |= {member.path: (x, z) for member, z in zip(members, added, strict=True)}
         return self._ready.pop(target.path)[1]
 
@@ -92,7 +92,7 @@ class GroupedDeltas:
         a, b = self._pairs(members)
         if any(array.dtype != x.dtype for array in (*a, *b, own)):
             return None
-        return self._kernels.add_joined(x, self._tiles, a, b, own)
+        return self.kernels.add_joined(x, self._tiles, a, b, own)
 
     def _covers(self, target: Target, x: mx.array) -> bool:
         """Return whether x has as many tokens as the tiles of this trace cover."""

@@ -8,15 +8,27 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_tandem.model import device
+from mlx_tandem.model.memory import machine_bytes
 from mlx_tandem.model.step.draw import Drawing
 from mlx_tandem.model.step.forward import Forward, Ranges, Step
 from mlx_tandem.model.step.inputs import Numbers, specs
 from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.pauses import Pause
 from mlx_tandem.model.step.sampler import SamplingFlags
 
-MAX_COMPILED = 256
-"""Most compiled steps that are kept, the last used ones. Shapes and sampling flags have few values each, but many
-combinations, and a step takes 0.2 MB of the host's memory for each layer."""
+LAYER_BYTES = 220_000
+"""The host's memory that a compiled step takes for each layer, measured on the built-in model."""
+
+COMPILED_BYTES, COMPILED_SHARE = 192 << 20, 0.01
+"""Memory for compiled steps, the last used of which are kept: so many bytes, or this share of the machine's memory if
+that is more. Shapes and sampling flags have few values each, but many combinations."""
+
+FEWEST_COMPILED, MOST_COMPILED = 64, 256
+"""Bounds of the number of compiled steps that are kept. A mix of requests has about as many kinds of steps as the lower
+one at a time, and a step that is traced again costs milliseconds."""
+
+KEPT_DRAWINGS = 64
+"""Most compiled functions that are kept for draws behind a forward, the last used ones."""
 
 USUAL = 3
 """Number of times that a rare kind of step runs before it is traced. Most such kinds occur only a few times."""
@@ -25,10 +37,17 @@ MET = 1024
 """Most rare kinds of steps that are counted."""
 
 
+def kept_steps(layers: int, memory: int) -> int:
+    """Return how many compiled steps of a model with so many layers are kept on a machine with `memory` bytes."""
+    most = max(COMPILED_BYTES, int(COMPILED_SHARE * memory))
+    return min(max(most // (LAYER_BYTES * max(layers, 1)), FEWEST_COMPILED), MOST_COMPILED)
+
+
 class CompiledSteps:
     """The steps and draws of a forward, compiled by their keys.
 
     Attributes:
+        most: Most steps that are kept.
         first_uses: Number of steps since the start that were traced, or that ran untraced since their kind is rare.
         untraced: Number of times that a kind of mixed steps runs before it is traced. On a CPU it is 0 unless the owner
             changes it, since tracing costs little there (docs/decisions/speculation.md).
@@ -37,11 +56,12 @@ class CompiledSteps:
 
     def __init__(self, forward: Forward):
         self.untraced = 0 if device.is_cpu() else USUAL
+        self.most = kept_steps(forward.num_layers, machine_bytes())
         self.first_uses = 0
         self.compiles = True
         self._forward = forward
         self._steps: OrderedDict[StepKey, Step] = OrderedDict()
-        self._drawings: dict[tuple[SamplingFlags, int], Drawing] = {}
+        self._drawings: OrderedDict[tuple[SamplingFlags, int], Drawing] = OrderedDict()
         self._met: Counter[StepKey] = Counter()  # rare kinds of steps
 
     def kept(self) -> list[StepKey]:
@@ -57,21 +77,21 @@ class CompiledSteps:
         self._steps.clear()
         self._drawings.clear()
 
-    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, *, untraced: int, pauses: bool) -> Step:
+    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, pause: Pause, *, untraced: int) -> Step:
         """Return the step with this key, compiled unless it pauses or is of one of too many kinds to trace each.
 
-        numbers: its inputs, whose specs follow from the key; untraced: how often its kind runs before it is traced;
-        pauses: whether it waits for the device while it is built.
+        numbers: its inputs, whose specs follow from the key; pause: how it waits for the device while it is built;
+        untraced: how often its kind runs before it is traced.
         """
-        eager = not self.compiles or any(in_place) or bool(key.common_offset) or pauses
+        eager = not self.compiles or any(in_place) or bool(key.common_offset) or bool(pause.layers)
         if eager or (untraced and not self._is_usual(key, untraced)):
             self.first_uses += bool(untraced)
-            return self._forward.step(key, specs(numbers), in_place, pauses=pauses)
+            return self._forward.step(key, specs(numbers), in_place, pause)
         found = self._steps.get(key)
         if found is None:
-            found = self._steps[key] = mx.compile(self._forward.step(key, specs(numbers), in_place, pauses=False))
+            found = self._steps[key] = mx.compile(self._forward.step(key, specs(numbers), in_place, pause))
             self.first_uses += 1
-            if len(self._steps) > MAX_COMPILED:
+            if len(self._steps) > self.most:
                 self._met.pop(self._steps.popitem(last=False)[0], None)
         self._steps.move_to_end(key)
         return found
@@ -86,6 +106,9 @@ class CompiledSteps:
         if key not in self._drawings:
             draw = self._forward.drawing(flags, num_new)
             self._drawings[key] = mx.compile(draw) if self.compiles else draw
+            if len(self._drawings) > KEPT_DRAWINGS:
+                self._drawings.popitem(last=False)
+        self._drawings.move_to_end(key)
         return self._drawings[key]
 
     def _is_usual(self, key: StepKey, untraced: int) -> bool:

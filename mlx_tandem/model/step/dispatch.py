@@ -48,6 +48,13 @@ class DispatchQueue:
             self._running = None
         self._dispatch()
 
+    def finish(self) -> None:
+        """Dispatch all parts and wait until the device has computed them."""
+        while self._running is not None:
+            mx.eval(self._running.marker)
+            mx.synchronize()  # a GPU releases the inputs of operations a little later
+            self.done(self._running)
+
     def clear(self) -> None:
         """Forget all parts."""
         self._waiting.clear()

@@ -37,14 +37,11 @@ from mlx_tandem.model.step.head import HeadPositions
 from mlx_tandem.model.step.inputs import ArraySpec, copied, receive
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.operands import Operands
+from mlx_tandem.model.step.pauses import Pacer, Pause
 from mlx_tandem.model.step.rope import SharedAngles
 from mlx_tandem.model.step.sampler import Pickers, SamplingFlags, score
 from mlx_tandem.model.step.verify import places_at, settled
 from mlx_tandem.model.vision.embeddings import ShownImages
-
-PAUSE = 3
-"""A forward that pauses dispatches its graph after every PAUSE layers with keys and values, and then waits for the
-group that it dispatched before. So at most twice as many of these layers are in flight."""
 
 Ranges = Sequence[tuple[int, int] | None]
 """For each pool the range (first, end) of the blocks that a forward reads in place; None: it gathers them."""
@@ -123,6 +120,7 @@ class Forward:
     its cache is the last of `caches`.
 
     Attributes:
+        num_layers: Number of caches of layers: their keys and values, and their states.
         gathered_share: The share of a row's state that a step gathers if the row decodes. Kernels read and write the
             rest in the pool.
     """
@@ -145,6 +143,7 @@ class Forward:
         self._ahead = None if mtp is None else HeadStep(mtp, caches[-1], pickers, nobody)
         self._place = len(own)  # of the head's arrays in the pools
         self._caches: Sequence[Any] = [*own, *states]
+        self.num_layers = len(self._caches)
         self._arranged = arranged(module, own, states)
         if states:
             gated_delta.install(module)
@@ -198,11 +197,11 @@ class Forward:
         """Return the function that draws with these flags, and writes so many new masks into the table of masks."""
         return drawing(flags, self._pickers, self._nobody, num_new, self._accept)
 
-    def step(self, key: StepKey, expected: Sequence[ArraySpec], in_place: Ranges, *, pauses: bool) -> Step:
+    def step(self, key: StepKey, expected: Sequence[ArraySpec], in_place: Ranges, pause: Pause) -> Step:
         """Return the step as a pure function of arrays and lists of arrays, which returns a `StepArrays`.
 
-        expected: the specs of its inputs, which follow from the key; pauses: whether it waits for the device after
-        every PAUSE layers.
+        expected: the specs of its inputs, which follow from the key; pause: how it waits for the device while it is
+        built.
         """
         draw = self.drawing(key.flags)
         report = self.report if self.reported(key) else None
@@ -222,7 +221,7 @@ class Forward:
             tokens, offset, places = self._resolved(key, given, last_tokens, last_places)
             tokens = after(order, tokens)  # everything in the forward depends on the tokens
             starts = [offset[given.states[0]]] if key.turns is not None else []
-            views = self._views(key, given, offset, places, in_place, order, pauses=pauses)
+            views = self._views(key, given, offset, places, in_place, order, pause)
             self._lora.bind(lora_arrays, given.adapters, layout=key.layout)
             own = list(pool)
             arrays = [] if self._ahead is None else own.pop(self._place)
@@ -265,12 +264,12 @@ class Forward:
         places: Sequence[mx.array],
         in_place: Ranges,
         order: list[mx.array],
-        *,
-        pauses: bool,
+        pause: Pause,
     ) -> list[Any]:
         """Return what the caches of each pool are bound to, those of states at the end."""
+        pacer = Pacer(pause) if pause.layers else None
         views: list[Any] = [
-            StepView(offset, slots, tables, own, run, key.common_offset, PAUSE * pauses)
+            StepView(offset, slots, tables, own, run, key.common_offset, pacer)
             for slots, tables, own, run in zip(places[::2], places[1::2], self._layouts, in_place, strict=True)
         ]
         for view in views:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_tandem.config import ModelConfig
+from mlx_tandem.explain import installing
 from mlx_tandem.model_folder import VISION_FAMILIES, text_settings
 
 
@@ -25,7 +26,7 @@ def refusal(config: ModelConfig, settings: Mapping[str, Any], *, installed: bool
             "not served here"
         )
     if not installed:
-        return "images need the extra `vision`: pip install 'mlx-tandem[vision]'"
+        return f"images need the extra `vision`: {installing('vision')}"
     if config.random_weights:
         return "images are not served with random weights"
     return "" if config.images else "images are turned off (--no-images)"

@@ -13,15 +13,18 @@ FIRST = 256
 LEAST_MS = 10.0
 """Milliseconds of a slice that streams do not notice, whatever the device."""
 
+MOST_MS = 100.0
+"""Milliseconds of the longest slice that macOS lets a GPU compute while it draws a display beside it."""
+
 
 def micro_batch_tokens(slowest_slice: Callable[[int], float], step_ms: float, most: int) -> int:
-    """Return the largest size up to `most` whose slices take no longer than a step of one stream.
+    """Return the largest size up to `most` whose slices take no longer than a step of one stream, nor than MOST_MS.
 
     `slowest_slice(tokens)` returns the milliseconds of the slowest slice of a pass of so many tokens. `step_ms`: of a
     step in which one stream decodes. A slice's time grows at most in proportion to its tokens, so one measurement of a
     larger size bounds every smaller one.
     """
-    allowed = max(step_ms, LEAST_MS)
+    allowed = min(max(step_ms, LEAST_MS), MOST_MS)
     timed = min(FIRST, most)
     each = slowest_slice(timed) / timed
     return max((size for size in SIZES if size <= most and size * each <= allowed), default=min(SIZES[0], most))

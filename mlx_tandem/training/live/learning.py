@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +27,7 @@ from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.log import log, log_exception
 from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.live.jobs import Jobs
-from mlx_tandem.training.live.reporting import Reporting
+from mlx_tandem.training.live.reporting import Reporting, said
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
 from mlx_tandem.training.store import manifests
@@ -264,7 +265,7 @@ class Learning(Serving):
         """Create the learner, which `bring_up` starts. `clock` returns the time in Unix seconds."""
         super().__init__(front)
         self.clock = clock
-        self.reporting = Reporting(front.config, front.tokenizer.decode)
+        self.reporting = Reporting(front.config, front.tokenizer.decode, partial(said, front.tokenizer))
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
         front.models.rules.is_checkpoint = self.is_checkpoint
@@ -353,7 +354,7 @@ class Learning(Serving):
 
     @property
     def stats(self) -> EngineStats:
-        """The counters and gauges of the engine's last heartbeat."""
+        """The counters and gauges of the engine's last report."""
         return self._front.client.stats
 
     def updates_per_second(self) -> float:

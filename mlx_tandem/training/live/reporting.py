@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem.config import Config
+from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.training.metrics.recorder import Recorder, openers
 from mlx_tandem.training.metrics.writer import Sample
 from mlx_tandem.training.online.serving import UpdateReport
@@ -25,12 +28,15 @@ NUMBERS = (
 )  # fmt: skip
 """Numbers of an update that are recorded, under their names in its report."""
 
+TextOf = Callable[[Sequence[int]], str]
+"""A function that returns the text of tokens."""
+
 KEPT_SAMPLES = 8
 """Samples that are kept in memory for who watches."""
 
 
 class KeptSample(Struct, frozen=True):
-    """An answer of the policy that an update learned from."""
+    """An answer of the policy that an update learned from; of the prompt what was said in it, without roles."""
 
     step: int
     prompt: str
@@ -38,18 +44,38 @@ class KeptSample(Struct, frozen=True):
     reward: float | None
 
 
+def said(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """Return the text of a prompt for people: what was said in it, without the roles that its chat template names.
+
+    A role is what a template writes alone, or on the first line, between two special tokens.
+    """
+    parts = []
+    for is_special, ids in groupby(prompt, tokenizer.special_ids.__contains__):
+        text = "" if is_special else _ROLE.sub("", tokenizer.decode(list(ids)).strip())
+        if text := _NO_THOUGHT.sub("", text).strip():
+            parts.append(text)
+    return "\n".join(parts)
+
+
+_ROLE = re.compile(r"\A(system|developer|user|human|assistant|model|tool|ipython)(\n|$)")
+_NO_THOUGHT = re.compile(r"<think>\s*</think>")
+
+
 class Reporting:
     """Reports every update. Nothing here waits for a writer."""
 
-    def __init__(self, config: Config, text_of: Callable[[Sequence[int]], str]):
-        """Open the writers that the settings name. `text_of` returns the text of tokens."""
+    def __init__(self, config: Config, text_of: TextOf, said_of: TextOf):
+        """Open the writers that the settings name.
+
+        `text_of` returns the text of tokens, and `said_of` the text of a prompt for people who watch.
+        """
         training = config.rl_training
         folder = Path(config.checkpointing.checkpoint_dir).absolute()
         file = Path(training.metrics_file) if training.metrics_file else None
         settings: dict[str, Any] = msgspec.to_builtins(training)
         self._recorder = Recorder(openers(file, training.report_to, folder, training.adapter, settings))
         self._count = training.metrics_samples
-        self._text_of = text_of
+        self._text_of, self._said_of = text_of, said_of
         self.samples: deque[KeptSample] = deque(maxlen=KEPT_SAMPLES)
         """The newest samples."""
 
@@ -64,12 +90,12 @@ class Reporting:
         numbers = {name: getattr(report, name) for name in NUMBERS}
         ended = {"published": float(report.outcome == "published"), "undone": float(report.outcome == "rolled_back")}
         self._recorder.scalars("update", report.step, numbers | ended)
-        samples = [
-            Sample(self._text_of(t.prompt), self._text_of(t.tokens), t.reward) for t in trajectories[: self._count]
-        ]
-        self._recorder.samples(report.step, samples)
-        for short in (sample.shortened() for sample in samples):
+        samples = []
+        for t in trajectories[: self._count]:
+            samples.append(Sample(self._text_of(t.prompt), self._text_of(t.tokens), t.reward))
+            short = Sample(self._said_of(t.prompt), samples[-1].completion, t.reward).shortened()
             self.samples.append(KeptSample(report.step, short.prompt, short.completion, short.reward))
+        self._recorder.samples(report.step, samples)
 
     def close(self) -> None:
         """Write what is left. May take as long as the writers do."""

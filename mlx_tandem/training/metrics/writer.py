@@ -9,6 +9,7 @@ from typing import Literal, Protocol, cast, get_args
 from msgspec import Struct
 
 from mlx_tandem.errors import InvalidRequest, TandemError
+from mlx_tandem.explain import installing
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 """Trackers that metrics can be reported to. Each is an extra of the same name and a package of the same name."""
@@ -60,9 +61,7 @@ def require(trackers: Sequence[str]) -> None:
     """Raise MissingExtra for the first tracker whose package is not installed."""
     for name in trackers:
         if importlib.util.find_spec(name) is None:
-            raise MissingExtra(
-                f"reporting to {name} needs a package: pip install 'mlx-tandem[{name}]'", param="report_to"
-            )
+            raise MissingExtra(f"reporting to {name} needs a package: {installing(name)}", param="report_to")
 
 
 def trackers(text: str) -> tuple[Tracker, ...]:

@@ -22,6 +22,7 @@ from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, NotFound, TandemError
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.online import advantages, baselines, recovery, update
+from mlx_tandem.training.online.history import History
 from mlx_tandem.training.online.judging import Judging
 from mlx_tandem.training.online.ledger import Ledger, set_aside
 from mlx_tandem.training.online.policy import Behind, PolicyTrainer
@@ -39,7 +40,6 @@ from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 log = logging.getLogger(__name__)
 
-HISTORY = 1000
 MAX_ATTEMPTS = 3
 """An update that has failed so often with its engine is not tried again."""
 
@@ -53,7 +53,8 @@ class Learner:
         self.ledger = Ledger(config)
         self.versions = Versions(client, serving)
         self.trainer = PolicyTrainer(config, client, self.versions)
-        self.history: deque[UpdateReport] = deque(maxlen=HISTORY)
+        self.past = History(Path(config.checkpointing.checkpoint_dir))
+        self.history: deque[UpdateReport] = self.past.updates
         self.judging = Judging(config.rl_training, self.ledger, self.versions, serving, rewards, clock)
         self._config, self._training = config, config.rl_training
         self.client, self._serving, self._clock = client, serving, clock
@@ -96,6 +97,7 @@ class Learner:
         self.saver.saved = ""
         manifest, records, held = await self.ledger.open()
         if not self._was_up:
+            await self.past.read()
             await asyncio.to_thread(self.judging.validation.read, self._training, self.client.info)
             self.judging.live.means.update(self.ledger.counters.means)
             self._was_up = True
@@ -240,7 +242,7 @@ class Learner:
         digest = "" if ready is None else ready.info.digest
         self.ledger.end(Ended(self.trainer.step, report.outcome, digest, report.version))
         counters.last_update = self._clock()
-        self.history.append(report)
+        self.past.append(report)
         self._serving.updated(report, pending.trajectories)
         bad = report.outcome in ("rolled_back", "refused", "skipped")
         log.log(logging.WARNING if bad else logging.INFO, f"update {report.outcome}", extra={"fields": asdict(report)})

@@ -6,6 +6,7 @@ Metal's language is C++14 with address spaces. Clang's C++ for OpenCL has the sa
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -35,9 +36,16 @@ _FLAGS = (
     ),
 )
 _PLACES = {"device", "constant", "threadgroup", "thread", "GLOBAL", "auto"}
+_DIVISIONS = {4: "/", 5: "%", 24: "/=", 25: "%="}
+"""The operators that divide, by their numbers in clang's `CXBinaryOperatorKind`."""
+_WIDE = {TypeKind.LONG, TypeKind.ULONG, TypeKind.LONGLONG, TypeKind.ULONGLONG}
 _NAMED = {CursorKind.VAR_DECL, CursorKind.PARM_DECL, CursorKind.FIELD_DECL, CursorKind.CSTYLE_CAST_EXPR}
 _POINTERS = {TypeKind.POINTER, TypeKind.LVALUEREFERENCE, TypeKind.RVALUEREFERENCE}
 _ENDLESS = re.compile(r"\b(INFINITY|NAN|HUGE_VALF?|__builtin_(inff?|nanf?|huge_valf?))\b")
+
+_lib = cindex.conf.lib
+_lib.clang_getCursorBinaryOperatorKind.argtypes = [Cursor]  # this version's Python package does not declare it
+_lib.clang_getCursorBinaryOperatorKind.restype = ctypes.c_int
 
 
 @cache
@@ -53,6 +61,7 @@ def problems(call: Call) -> list[str]:
     unit = index.parse(name, args=list(_FLAGS), unsaved_files=[(name, head + call.text)])
     first = head.count("\n")
     found = [f"line {d.location.line - first}: {d.spelling}" for d in unit.diagnostics if d.severity >= d.Warning]
+    found += [f"line {i}: it is not ASCII" for i, line in enumerate(call.text.splitlines(), 1) if not line.isascii()]
     if not any(d.severity >= d.Error for d in unit.diagnostics):
         nodes = list(_own(unit.cursor, first))
         found += [f"line {n.location.line - first}: {what}" for n in nodes if (what := _banned(n))]
@@ -81,9 +90,16 @@ def _banned(node: Cursor) -> str:
         return "a lambda"
     if node.kind in (CursorKind.GOTO_STMT, CursorKind.CXX_TRY_STMT, CursorKind.CXX_THROW_EXPR):
         return "a jump that Metal does not have"
+    if (operator := _DIVISIONS.get(_lib.clang_getCursorBinaryOperatorKind(node))) and _divides_wide(node):
+        return f"{operator} of 64-bit integers, which Apple's GPUs compute by a long function"
     if node.kind in _NAMED and node.type.kind in _POINTERS and not _PLACES & {t.spelling for t in node.get_tokens()}:
         return f"the pointer or reference {node.spelling} names no address space".replace("  ", " ")
     return ""
+
+
+def _divides_wide(node: Cursor) -> bool:
+    """Whether a division has 64 bits. In a template its own type may not be known, but that of an operand is."""
+    return any(each.type.get_canonical().kind in _WIDE for each in (node, *node.get_children()))
 
 
 def _is_shared(node: Cursor) -> bool:

@@ -264,6 +264,7 @@ def test_mlx_config_refused(tmp_path: Path, changes: dict[str, Any], field: str)
     refused(mlx(tmp_path, **changes), field)
 
 
+@pytest.mark.promise("B6")
 @pytest.mark.parametrize(("changes", "field"), PEFT_CONFIGS, ids=str)
 def test_peft_config_refused(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
     refused(peft(tmp_path, **changes), field)
@@ -331,6 +332,7 @@ PEFT_TENSORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.promise("B6")
 @pytest.mark.parametrize(("tensors", "words"), PEFT_TENSORS, ids=lambda v: str(v)[:60] if isinstance(v, tuple) else "")
 def test_peft_tensors_refused(tmp_path: Path, tensors: dict[str, Any], words: tuple[str, ...]) -> None:
     refused(peft(tmp_path, tensors), "adapter_model.safetensors", *words)
@@ -460,6 +462,7 @@ HEADERS: list[tuple[str, bytes]] = [
 ]
 
 
+@pytest.mark.promise("B5")
 @pytest.mark.parametrize("blob", [b for _, b in HEADERS], ids=[n for n, _ in HEADERS])
 def test_broken_safetensors(tmp_path: Path, blob: bytes) -> None:
     mlx(tmp_path)
@@ -530,6 +533,7 @@ def test_links_devices_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(refused(good, "adapter_config.json"), TooLarge)
 
 
+@pytest.mark.promise("B4")
 def test_a_file_swapped_after_the_check_is_not_the_one_that_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,6 +563,7 @@ def test_a_file_cut_after_the_check_is_refused(tmp_path: Path, monkeypatch: pyte
     refused(folder, "shorter than its header says")
 
 
+@pytest.mark.promise("B5")
 def test_no_data_is_read_before_names_and_shapes_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = mlx(tmp_path, {**mlx_tensors(), f"{DOWN}.lora_a": random(21, 4), f"{DOWN}.lora_b": random(4, 12)})
     sizes: list[int] = []

@@ -21,6 +21,7 @@ def registry() -> Registry:
     return Registry(lambda: float(next(times)))
 
 
+@pytest.mark.promise("PRP-4")
 def test_versions_count_up_and_the_name_follows(registry: Registry) -> None:
     a = registry.publish("math", AdapterSource("/a"), info("d1"))
     b = registry.publish("math", AdapterSource("/b"), info("d2"))
@@ -82,6 +83,7 @@ def test_the_same_content_is_the_same_version(registry: Registry) -> None:
     assert registry.publish("math", AdapterSource("/c"), info("d3")).version == 3
 
 
+@pytest.mark.promise("PRP-4")
 def test_a_number_is_never_given_twice(registry: Registry) -> None:
     registry.publish("math", AdapterSource("/a"), info("d1"))
     registry.publish("math", AdapterSource("/b"), info("d2"))
@@ -135,6 +137,7 @@ def test_illegal_names(registry: Registry, name: str) -> None:
     assert not registry.entries()
 
 
+@pytest.mark.promise("B1")
 def test_case_twins(registry: Registry) -> None:
     registry.publish("Math", AdapterSource("/a"), info("d1"))
     with pytest.raises(InvalidRequest, match="case"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -122,6 +123,14 @@ def test_all_modes_with_validation(server: RunningServer, tmp_path: Path) -> Non
     assert result["validation"]["compared"] == "text and token ids"
     assert result["validation"]["adapters"] == 4
     assert "21 of 21 answers" in done.stdout and "skew" in done.stdout
+    lines = done.stderr.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [bool(re.search(r"tok/s  about \d+:\d\d left$", line)) for line in lines[:7]] == [True] * 6 + [False]
+    assert lines[7] == "asking again for 21 of 21 answers, one at a time"
+    assert [re.sub("about .*", "", line) for line in lines[8:]] == [
+        *(f"asked again: {n} of 21, 0 different, " for n in (3, 5, 7, 9, 11, 13, 15, 17, 19)),
+        "asked again: 21 of 21, 0 different, done",
+    ]
 
 
 def test_without_the_key(server: RunningServer) -> None:
@@ -248,9 +257,9 @@ def test_a_stream_keeps_text_and_token_ids_if_asked() -> None:
 
 def test_a_plot_without_the_library_says_so_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(plot.MissingLibrary, match=r"mlx-tandem\[bench\]"):
-        plot.require()
-    done = bench("http://127.0.0.1:1", "--plot", "x.pdf")
+    done = tandem("bench", "serve", "--url", "http://127.0.0.1:1", "--plot", "x.svg")
+    assert (done.returncode, done.stderr) == (1, "tandem: --plot needs matplotlib: pip install matplotlib\n")
+    done = tandem("bench", "serve", "--url", "http://127.0.0.1:1", "--plot", "x.pdf")
     assert done.returncode == 2 and ".png" in done.stderr
 
 

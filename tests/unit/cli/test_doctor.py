@@ -17,6 +17,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mlx_tandem.cli.doctor import device, host, isolate, served
 from mlx_tandem.cli.doctor.checks import CHECKS, chosen
@@ -26,6 +27,7 @@ from mlx_tandem.cli.doctor.known import explain
 from mlx_tandem.cli.doctor.redact import Redactor
 from mlx_tandem.cli.doctor.report import folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
+from mlx_tandem.cli.doctor.sizes import Sizes
 from mlx_tandem.engine.client.ending import explain_end
 from mlx_tandem.model.attention import portable
 from mlx_tandem.model.kernel_checks import attention_cases
@@ -33,6 +35,7 @@ from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
 from tests.unit.cli_tools import tandem
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -69,7 +72,8 @@ def test_it_passes_here_and_names_every_check() -> None:
     assert f"mlx-lm {report['versions']['mlx-lm']}" in text
     block = folded(text)
     assert block.startswith(f"<details><summary>tandem doctor: {len(CHECKS)} of {len(CHECKS)} checks pass</summary>")
-    assert block.endswith("</details>") and "###" not in block
+    assert block.endswith(f"</details>\n\n**tandem doctor: {len(CHECKS)} of {len(CHECKS)} checks pass.**")
+    assert "###" not in block
 
 
 def test_the_page_has_every_check() -> None:
@@ -94,6 +98,49 @@ def test_a_broken_kernel_fails_the_report(capsys: pytest.CaptureFixture[str]) ->
     assert "2 of 3 checks pass, 1 failed, 1 with something to do" in text
     assert "'broken' is off by" in text and "'portable' is off by" not in text
     assert "please report it" in text and "| advises | note | slow |" in text and "do this" in text
+
+
+@pytest.mark.parametrize("as_block", [False, True])
+def test_the_verdict_is_the_last_line(as_block: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """A long report has moved its beginning out of sight."""
+    names = ["well", "fails", "advises", "is_of_macos", "raises"]
+    assert examine([check(name) for name in names], as_json=False, as_block=as_block) == 1
+    *_, before, last = capsys.readouterr().out.splitlines()
+    assert last == (
+        "**tandem doctor: 2 of 5 checks pass, 2 failed, 1 could not be run, 1 with something to do.** "
+        "Failed: fails, raises. With something to do: advises."
+    )
+    assert not before
+
+
+def test_what_does_not_apply_is_skipped() -> None:
+    (found,) = isolate.run([check("is_of_macos")])
+    assert (found.status, found.says) == ("skipped", "only Macs have this")
+
+
+def test_a_check_can_have_a_process_and_an_environment_of_its_own() -> None:
+    shared = check("tells_its_process")
+    alone = [
+        structs.replace(shared, name=word, alone=True, environment={"DOCTOR_WORD": word}) for word in ("one", "two")
+    ]
+    checks = [shared, replace_name(shared, "again"), *alone, replace_name(shared, "last")]
+    said = [f.says.split() for f in isolate.each(checks, sizes=Sizes(overlaps=7))]
+    assert [word for _, word, _ in said] == ["None", "None", "one", "two", "None"]
+    assert [said[0][0] == pid for pid, _, _ in said] == [True, True, False, False, False]
+    assert {overlaps for *_, overlaps in said} == {"7"}
+
+
+def test_when_the_time_is_up_the_rest_is_skipped() -> None:
+    found = list(isolate.each([check("hangs"), check("well")], seconds=2))
+    assert [f.status for f in found] == ["failed", "skipped"]
+    assert found[0].says.startswith("did not end within 2 s") and "the time was up" in found[1].says
+
+
+def test_what_a_check_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCTOR_OTHER", str(tmp_path / "pid"))
+    assert [f.status for f in isolate.run([check("leaves_another", 5)])] == ["failed"]
+    other = Path("/proc", (tmp_path / "pid").read_text(), "cmdline")  # a zombie's is empty
+    until(lambda: not other.exists() or not other.read_bytes())
 
 
 def test_one_that_dies_or_hangs_is_reported_and_the_others_run() -> None:
@@ -126,7 +173,7 @@ def test_checks_share_what_one_of_them_has_made() -> None:
 
 
 def replace_name(c: Check, name: str) -> Check:
-    return Check(name, c.meaning, c.run, c.seconds, c.needs)
+    return structs.replace(c, name=name)
 
 
 # --- the report gives nothing away -------------------------------------------------------------------------------
@@ -147,6 +194,12 @@ def test_a_report_hides_where_it_was_made(monkeypatch: pytest.MonkeyPatch, capsy
 def test_of_a_path_only_the_last_part_is_left(parts: list[str]) -> None:
     said = Redactor().text(f"in '/{'/'.join(parts)}' and (/{'/'.join(parts)}):")
     assert said == f"in '…/{parts[-1]}' and (…/{parts[-1]}):"
+
+
+def test_of_a_folder_that_the_user_names_only_the_last_part_is_left() -> None:
+    """Names of volumes have blanks."""
+    said = Redactor(["/Volumes/Ann Smith's drive/models/mine"]).text("in /Volumes/Ann Smith's drive/models/mine/x")
+    assert said == "in mine/x"
 
 
 def test_names_and_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +227,7 @@ def test_names_and_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None
         ("CUDA driver version is insufficient for CUDA runtime version", "nvidia-smi"),
         ("Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)", "--memory-fraction"),
         ("Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)", "--max-chunk-tokens"),
-        ("Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)", "took too long"),
+        ("Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)", "AGX_RELAX_CDM_"),
         ("(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)", "starts afresh"),
         ("[Compile::eval_cpu] Failed to compile function X: sh: g++: not found", "g++"),
         ("[metal::load_device] No Metal device found", "virtual machine"),
@@ -227,6 +280,7 @@ def test_versions_that_do_not_belong_together(monkeypatch: pytest.MonkeyPatch) -
     releases = {"mlx-tandem": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2", "mlx-metal": "0.32.4"}
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(host, "_version", lambda name: releases.get(name, ""))
+    monkeypatch.setattr(host, "_sysctl", lambda name: "Apple M4")
     assert "mlx-metal 0.32.4" in host.packages(Bench()).says
     for change, told in (({"mlx-metal": "0.32.3"}, "but mlx-metal 0.32.3"), ({"mlx-metal": ""}, "is missing"),
                          ({"mlx": "0.31.0"}, ">=0.32.4 is needed"), ({"mlx-lm": "0.33.0"}, "<0.33 is needed"),
@@ -234,6 +288,35 @@ def test_versions_that_do_not_belong_together(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(host, "_version", lambda name, now=releases | change: now.get(name, ""))
         with pytest.raises(Failed, match=re.escape(told)):
             host.packages(Bench())
+
+
+@pytest.mark.parametrize(
+    ("chip", "release", "tag", "told"),
+    [
+        ("Apple M5 Max", "26.2", "macosx_26_0_arm64", ""),
+        ("Apple M5", "26.1", "macosx_26_0_arm64", "update macOS"),
+        ("Apple M5", "26.2", "macosx_15_0_arm64", "SYSTEM_VERSION_COMPAT=0"),
+        ("Apple M6", "27.0", "macosx_14_0_arm64", "SYSTEM_VERSION_COMPAT=0"),
+        ("Apple M4 Pro", "15.5", "macosx_15_0_arm64", ""),
+        ("Apple M5", "26.2", "", ""),  # built from source
+    ],
+)
+def test_accelerators_that_mlx_does_without_are_told(
+    chip: str, release: str, tag: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mlx", "mlx-lm", "mlx-metal"):
+        record = tmp_path / f"{name.replace('-', '_')}-0.32.4.dist-info"
+        record.mkdir()
+        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.4\n", encoding="utf-8")
+        if tag:
+            (record / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: py3-none-{tag}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    said = {"machdep.cpu.brand_string": chip, "kern.osproductversion": release}
+    monkeypatch.setattr(host, "_sysctl", lambda name: said[name])
+    advice = host.packages(Bench()).advice
+    assert told in advice
+    assert bool(advice) == bool(told)
 
 
 def test_no_compiler_and_a_slow_blas_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, NoReturn
 
 import pytest
@@ -272,7 +273,7 @@ UNREAD = {"name": "waiting", "version": None, "path": "/waiting", "versions": []
 
 
 def test_the_list_of_adapters(front: ServerFront) -> None:
-    assert adapters.listing(front) == {
+    assert asyncio.run(adapters.listing(front)) == {
         "adapters": [VERSION | {"versions": [1, 2]}, UNREAD],
         "registered": 2,
         "slots": 4,
@@ -283,21 +284,21 @@ def test_the_list_of_adapters(front: ServerFront) -> None:
         "evictions": 7,
     }
     front.client.info = None
-    assert adapters.listing(front)["slots"] == 0
+    assert asyncio.run(adapters.listing(front))["slots"] == 0
 
 
 def test_one_adapter(front: ServerFront) -> None:
-    assert adapters.one(front, "own") == adapters.one(front, "own@2") == VERSION
+    assert asyncio.run(adapters.one(front, "own")) == asyncio.run(adapters.one(front, "own@2")) == VERSION
     old = {"version": 1, "id": "own@1", "path": "/old", "digest": OLD.digest, "format": "peft", "rank": 8}
     old |= {"scale": 2.0, "targets": ["q_proj", "v_proj"], "invocation_tokens": [5, 6], "size_bytes": 100}
     old |= {"memory_bytes": 200, "created": 1000, "pinned": False, "resident": False}
-    assert adapters.one(front, "own@1") == VERSION | old | dict.fromkeys(COUNTED, 0)
-    assert adapters.one(front, "waiting") == UNREAD
+    assert asyncio.run(adapters.one(front, "own@1")) == VERSION | old | dict.fromkeys(COUNTED, 0)
+    assert asyncio.run(adapters.one(front, "waiting")) == UNREAD
     front.models.shelve({"own@7": AdapterSource("/saved")})
-    assert adapters.one(front, "own@7") == {"name": "own", "version": 7, "id": "own@7", "path": "/saved"}
+    assert asyncio.run(adapters.one(front, "own@7")) == {"name": "own", "version": 7, "id": "own@7", "path": "/saved"}
     for name in ("own@8", "nothing", "base"):
         with pytest.raises(NotFound) as refused:
-            adapters.one(front, name)
+            asyncio.run(adapters.one(front, name))
         assert (refused.value.param, refused.value.code) == ("name", "adapter_not_found")
 
 

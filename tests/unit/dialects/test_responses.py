@@ -293,6 +293,7 @@ def test_references_are_replaced_by_what_the_store_has() -> None:
         input_items([{"type": "item_reference", "id": "msg_2"}], stored.get)
 
 
+@pytest.mark.promise("C12")
 def test_references_are_counted_before_anything_is_decoded() -> None:
     stored = {"a": b"not JSON " * 4, "b": b'{"type": "message", "role": "user", "content": ""}'}
     with pytest.raises(TooLarge) as found:

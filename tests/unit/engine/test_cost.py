@@ -12,6 +12,7 @@ from msgspec import structs
 
 from mlx_tandem.engine.cost import LENGTHS, CostModel, padded_length
 from mlx_tandem.engine.plan import Row, RowKind, StepPlan
+from mlx_tandem.model.warm_up import CHUNKS, ENOUGH_CHUNKS
 
 
 @given(st.integers(1, 100_000))
@@ -60,7 +61,7 @@ def _machine(length: int, context: int) -> float:
     return 2.0 + 0.1 * length + 1e-4 * length * (context + length / 2) + 0.002 * context
 
 
-STARTUP = [(n, k) for n in (8, 64, 256) for k in (0, 1024)] + [(64, 6144)]
+STARTUP = list(CHUNKS)
 
 
 def _fitted(rng: Random | None = None, noise: float = 0.0) -> CostModel:
@@ -82,6 +83,12 @@ def _worst(model: CostModel, factor: float = 1.0) -> float:
 
 def test_it_learns_a_machine_from_the_first_chunks() -> None:
     assert _worst(_fitted()) < 0.01
+
+
+def test_the_first_chunks_of_a_slow_machine_are_enough() -> None:
+    model = CostModel()
+    model.fit([(n, k, _machine(n, k)) for n, k in CHUNKS[:ENOUGH_CHUNKS]])
+    assert _worst(model) < 0.01
 
 
 def test_it_learns_a_noisy_machine() -> None:

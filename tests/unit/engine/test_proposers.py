@@ -93,6 +93,11 @@ def speculation(**options: object) -> Speculation:
     return Speculation(config, clock=lambda: 0.0)
 
 
+def settle(proposer: Speculation, request: Request, drafts: int, accepted: int) -> None:
+    """A row with the drafts that were proposed last."""
+    proposer.settle(request, 0, drafts, accepted, proposer.source(request, 0))
+
+
 def test_a_copy_gets_more_drafts_until_one_is_rejected() -> None:
     request, proposer = Request(0, (1, 2, 3, 4, 5, 6, 7, 8, 9) * 2, PARAMS), speculation()
     tokens = list(request.prompt)
@@ -100,21 +105,21 @@ def test_a_copy_gets_more_drafts_until_one_is_rejected() -> None:
     for _ in range(5):
         drafts = proposer.propose(request, 0, tokens, 0, 100)
         numbers.append(len(drafts))
-        proposer.settle(request, 0, len(drafts), len(drafts))
+        settle(proposer, request, len(drafts), len(drafts))
     assert numbers == [3, 7, 15, 31, MOST_DRAFTS]
-    proposer.settle(request, 0, 63, 2)
+    settle(proposer, request, 63, 2)
     assert len(proposer.propose(request, 0, tokens, 0, 100)) == 3
     assert list(proposer.propose(request, 0, tokens, 0, 2)) == [1]
-    counts = proposer.counts
+    counts = proposer.counts.all
     assert (counts.rows, counts.drafted, counts.accepted) == (6, 182, 121)
-    assert counts.by_position == [6] * 2 + [5] + [4] * 4 + [3] * 8 + [2] * 16 + [1] * 32
+    assert proposer.counts.by_position == [6] * 2 + [5] + [4] * 4 + [3] * 8 + [2] * 16 + [1] * 32
 
 
 def test_drafts_behind_drafts_go_on_only_while_all_are_accepted() -> None:
     request, proposer = Request(0, (1, 2, 3, 4, 5, 6, 7, 8, 9) * 2, PARAMS), speculation()
     assert list(proposer.propose(request, 0, request.prompt, 1, 100)) == [2, 3, 4]  # a decode is on the device
     assert not proposer.propose(request, 0, request.prompt, 4, 100)
-    proposer.settle(request, 0, 3, 3)
+    settle(proposer, request, 3, 3)
     assert list(proposer.propose(request, 0, request.prompt, 4, 100)) == [5, 6, 7, 8, 9, 1, 2]
 
 
@@ -127,7 +132,7 @@ def test_whoever_misses_pauses_for_longer_each_time() -> None:
             tokens += [1 + len(tokens) % 4]
             pause += 1
         pauses.append(pause)
-        proposer.settle(request, 0, 1, 0)
+        settle(proposer, request, 1, 0)
     assert pauses == [0, 2, 4, 8, 16, 32, 64, 64]
 
 
@@ -135,7 +140,7 @@ def test_a_fixed_number_of_drafts_stays() -> None:
     request, proposer = Request(0, (1, 2, 3, 4) * 4, PARAMS), speculation(dynamic=False, num_tokens=5)
     for accepted in (5, 0, 0, 3):
         assert len(proposer.propose(request, 0, request.prompt, 0, 100)) == 5
-        proposer.settle(request, 0, 5, accepted)
+        settle(proposer, request, 5, accepted)
     assert proposer.is_on(1000)
 
 
@@ -150,7 +155,7 @@ def answered(request: Request, said: Sequence[int], *, proposer: Speculation, mo
         drafts = proposer.propose(request, 0, tokens, 0, min(most, end - len(tokens) - 1))
         right = next((n for n, d in enumerate(drafts) if d != whole[len(tokens) + n]), len(drafts))
         if drafts:
-            proposer.settle(request, 0, len(drafts), right)
+            settle(proposer, request, len(drafts), right)
         tokens, steps, rejected = whole[: len(tokens) + right + 1], steps + 1, rejected + len(drafts) - right
     return steps, rejected
 
@@ -158,7 +163,7 @@ def answered(request: Request, said: Sequence[int], *, proposer: Speculation, mo
 def test_a_prediction_is_copied_from_the_first_token_on() -> None:
     request, proposer = Request(0, (1, 2, 3), PARAMS, prediction=PREDICTED), speculation(method="none")
     assert list(proposer.propose(request, 0, request.prompt, 0, 3)) == [20, 21, 22]
-    assert proposer.is_from_prediction(request, 0)
+    assert proposer.source(request, 0) == "prediction"
     assert list(proposer.propose(request, 0, [1, 2, 3, *PREDICTED[:38]], 0, 9)) == [58, 59]
     assert not proposer.propose(request, 0, [1, 2, 3, *PREDICTED], 0, 9)
 
@@ -209,11 +214,11 @@ def test_a_sequence_waits_for_its_newest_token_while_its_drafts_are_accepted_on_
     request, proposer = Request(0, (1, 2, 3, 4) * 4, PARAMS), speculation()
     proposer.propose(request, 0, request.prompt, 0, 3)
     for _ in range(20):
-        proposer.settle(request, 0, 3, 3)
+        settle(proposer, request, 3, 3)
     assert not proposer.needs_newest(request, 0), "all were accepted, so drafts follow the drafts"
     waits = []
     for _ in range(5):
-        proposer.settle(request, 0, 3, 0)
+        settle(proposer, request, 3, 0)
         waits.append(proposer.needs_newest(request, 0))
     assert waits == [True, True, True, False, False], "3 · 0.7³ > 1 > 3 · 0.7⁴"
 
@@ -247,7 +252,7 @@ def asked_for(rounds: Sequence[int], num_tokens: int = 5) -> list[int]:
         proposer.prepare([Asked(request, 0, tokens, 0, 100)])
         drafts = proposer.propose(request, 0, tokens, 0, 100)
         assert list(drafts) == [7] * model.most[-1]
-        proposer.settle(request, 0, len(drafts), accepted)
+        settle(proposer, request, len(drafts), accepted)
         tokens += range(len(tokens), len(tokens) + 40)  # nothing that was said comes again
     for room, most in ((num_tokens - 1, num_tokens // 2), (1, 1), (0, 0)):
         proposer.prepare([Asked(request, 0, tokens, 0, room)])
@@ -288,7 +293,7 @@ def test_all_sequences_of_a_plan_get_as_many_drafts_of_a_model_as_most_of_them_a
     for _ in range(2):
         proposer.prepare(asked)
         for i, a in enumerate(asked[:4]):
-            proposer.settle(a.request, 0, 5, 5 if i < sure else 1)
+            proposer.settle(a.request, 0, 5, 5 if i < sure else 1, "draft")
     model.most.clear()
     proposer.prepare([*asked[:4], asked[4]._replace(unread=1)])
     assert model.most == [most] * 4 + [0], "a sequence with unread tokens does not draft yet"
@@ -315,14 +320,14 @@ def test_what_a_sequence_repeats_is_copied_and_no_draft_model_asked() -> None:
     tokens = [*said, *said[: SURE - 1]]
     proposer.prepare([Asked(request, 0, tokens, 0, 100)])
     assert model.most == [5] and proposer.needs_newest(request, 0), "a short match is the model's"
-    proposer.settle(request, 0, 5, 5)
+    proposer.settle(request, 0, 5, 5, "draft")
     tokens = [*said, *said[:SURE]]
     for unread in (0, 4):
         proposer.prepare([Asked(request, 0, tokens, unread, 100)])
         assert model.most[-1] == 0 and not proposer.needs_newest(request, 0)
         drafts = list(proposer.propose(request, 0, tokens, unread, 3))
         assert drafts == said[SURE + unread :][:3]
-    proposer.settle(request, 0, 3, 1)
+    settle(proposer, request, 3, 1)
     proposer.prepare([Asked(request, 0, tokens, 4, 100)])
     assert proposer.needs_newest(request, 0), "the copy is not that of the newest token any more"
 
@@ -332,12 +337,12 @@ def test_copies_do_not_decide_how_many_drafts_a_model_makes_nor_it_how_many_are_
     tokens = list(range(10))
     for _ in range(4):
         proposer.prepare([Asked(request, 0, tokens, 0, 100)])
-        proposer.settle(request, 0, len(proposer.propose(request, 0, tokens, 0, 100)), model.most[-1])
+        settle(proposer, request, len(proposer.propose(request, 0, tokens, 0, 100)), model.most[-1])
         tokens += range(len(tokens), len(tokens) + 6)
     tokens += tokens[:SURE]
     proposer.prepare([Asked(request, 0, tokens, 0, 100)])
     assert list(proposer.propose(request, 0, tokens, 0, 100)) == [8, 9, 10], "as a first copy"
-    proposer.settle(request, 0, 3, 3)
+    settle(proposer, request, 3, 3)
     tokens += [8, 9, 10, 11]
     proposer.prepare([Asked(request, 0, tokens, 0, 100)])
     assert len(proposer.propose(request, 0, tokens, 0, 100)) == 7
@@ -368,7 +373,7 @@ def test_the_time_before_a_sequence_begins_is_not_measured() -> None:
 def test_a_longer_match_with_its_own_tokens_wins() -> None:
     request, proposer = Request(0, (1, 2, 3, 4, 5, 1), PARAMS, prediction=(4, 5, 6)), speculation()
     assert list(proposer.propose(request, 0, [*request.prompt, 3, 4, 5], 0, 1)) == [1]
-    assert not proposer.is_from_prediction(request, 0)
+    assert proposer.source(request, 0) == "ngram"
 
 
 def test_without_a_method_only_predictions_are_copied() -> None:
@@ -539,7 +544,7 @@ def test_random_tokens_are_hardly_drafted() -> None:
     for _ in range(1000):
         drafts = proposer.propose(request, 0, tokens, 0, 100)
         if drafts:
-            proposer.settle(request, 0, len(drafts), 0)
+            settle(proposer, request, len(drafts), 0)
         drafted += len(drafts)
         tokens.append(rng.randrange(300))
     assert drafted < 60
@@ -563,7 +568,7 @@ def test_a_head_that_is_never_right_is_asked_less_and_less() -> None:
         proposer.offer(request, 0, n, 9)
         if proposer.propose(request, 0, [1] * n, 0, 5):
             drafted += 1
-            proposer.settle(request, 0, 1, 0)
+            settle(proposer, request, 1, 0)
     assert 3 < drafted < 20
 
 

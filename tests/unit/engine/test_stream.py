@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +108,7 @@ async def followed(requests: int, n: int, events: list[Any]) -> None:
         assert not [deltas async for deltas in stream], "it stays ended"
 
 
+@pytest.mark.promise("PRP-7")
 @settings(max_examples=300)
 @given(st.integers(1, 3), st.integers(1, 3), st.lists(EVENT, max_size=25))
 def test_a_stream_ends_once_with_all_that_came_before(requests: int, n: int, events: list[Any]) -> None:

@@ -42,6 +42,7 @@ def cycle(values: list[float]) -> Iterator[float]:
         yield from values
 
 
+@pytest.mark.promise("I11")
 @settings(max_examples=60)
 @given(weights, st.lists(pieces, min_size=1, max_size=20), st.lists(pieces, min_size=1, max_size=20), st.data())
 def test_shares_hold_in_every_window_while_both_are_busy(

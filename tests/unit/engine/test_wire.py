@@ -44,6 +44,7 @@ INBOUND: list[m.Inbound] = [
     m.Cancel(7, 1),
     m.LoadAdapter(1, AdapterSource("/a/b", "/a"), pin=True),
     m.UnloadAdapter(2, "d"),
+    m.Report(3),
     m.Drain(),
 ]
 OUTBOUND: list[m.Outbound] = [
@@ -55,7 +56,7 @@ OUTBOUND: list[m.Outbound] = [
     m.AdapterLoaded(1, AdapterInfo("d", 8, 2.0, "peft", ("q_proj",), 100, 200)),
     m.CallDone(2),
     m.CallFailed(3, "invalid_adapter", "no", "path"),
-    m.Heartbeat(EngineStats(running=3, resident_adapters=("d",))),
+    m.Heartbeat(EngineStats(steps=3, resident_adapters=("d",))),
 ]
 
 

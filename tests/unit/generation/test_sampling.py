@@ -162,6 +162,7 @@ def test_values_that_turn_something_off(front: Front) -> None:
         assert refusal(refused.value) == ("repetition_penalty", code)
 
 
+@pytest.mark.promise("D7")
 def test_the_seed_is_the_request_s_or_one_of_the_server_s(front: Front) -> None:
     assert params(front, seed=0).seed == 0
     drawn = [params(front, seed=None).seed for _ in range(20)]
@@ -215,6 +216,7 @@ def test_which_folder_recommends_values(tmp_path: Path) -> None:
 # --- the other fields ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("D1")
 def test_as_many_choices_as_the_settings_and_the_batch_allow(front: Front) -> None:
     for most, seats in ((5, 8), (8, 5), (8, 8)):
         front.config = config(max_n=most)
@@ -227,6 +229,7 @@ def test_as_many_choices_as_the_settings_and_the_batch_allow(front: Front) -> No
     front.client.info = INFO
 
 
+@pytest.mark.promise("D2")
 def test_as_many_alternatives_as_the_settings_allow(front: Front) -> None:
     front.config = config(max_logprobs=5)
     for asked in (None, 0, 5):
@@ -274,6 +277,7 @@ def test_a_window_over_everything_is_no_window(front: Front, asked: int | None) 
     assert params(front, repetition_context_size=asked) == structs.replace(PLAIN, repetition_context=window)
 
 
+@pytest.mark.promise("D3")
 def test_stop_strings_within_their_bounds() -> None:
     assert stop_strings(None) == stop_strings([]) == ()
     assert stop_strings("a") == ("a",)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ def test_only_the_possible_beginning_is_held_back():
     assert scanner.push("more") == ""
 
 
+@pytest.mark.promise("D3")
 def test_nothing_is_looked_at_twice():
     """The worst case for a scan of the tail: every character extends the match."""
     reads = 0

@@ -19,6 +19,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [*map(decoder.push, ids), decoder.flush()]
 
 
+@pytest.mark.promise("E4")
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 @given(data=st.data())
 @settings(max_examples=300)
@@ -44,6 +45,7 @@ def test_the_space_before_a_first_word_is_kept():
     assert tokenizer.decode(ids) == " the <think> é🦊"
 
 
+@pytest.mark.promise("E4")
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 @given(text=st.text(max_size=40))
 @settings(max_examples=200)

@@ -107,6 +107,7 @@ def test_arguments_that_were_cut_off_keep_what_came_of_them(value: dict[str, Any
     assert is_begun(read, value) and encode(read)
 
 
+@pytest.mark.promise("E12")
 @given(text=st.text(alphabet='{}[]",:\\u0d8 1aé\n', max_size=40))
 @settings(max_examples=300, deadline=None)
 def test_any_arguments_become_an_object_that_can_be_sent_on(text: str) -> None:

@@ -86,6 +86,7 @@ def words(conversation: Sequence[dict[str, Any]]) -> list[str]:
     return [message["content"] for message in conversation if message["content"]]
 
 
+@pytest.mark.promise("E12")
 @pytest.mark.parametrize("family", list(FORMS))
 @given(kinds=SEQUENCES)
 @settings(max_examples=40, deadline=None)

@@ -232,6 +232,7 @@ def test_without_asynchronous_writes_a_block_is_written_when_put_returns(tmp_pat
     disk.close()
 
 
+@pytest.mark.promise("FLT-08")
 def test_a_drive_that_hangs_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DRIVE_SECONDS", 0.0)
     gate = Gate()
@@ -272,6 +273,7 @@ def test_finished_is_called_when_there_is_something(tmp_path: Path) -> None:
     assert called.is_set(), "when the disk goes off, too"
 
 
+@pytest.mark.promise("FLT-22")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 def test_a_drive_that_takes_nothing(tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture) -> None:
     drive = Sick(code)
@@ -335,6 +337,7 @@ def test_every_block_has_as_many_trials_as_the_first(tmp_path: Path) -> None:
     disk.close()
 
 
+@pytest.mark.promise("FLT-22")
 def test_a_drive_that_fails_again_and_again_is_tried_less_and_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +405,7 @@ def test_a_drive_that_cannot_be_read(tmp_path: Path) -> None:
     disk.close()
 
 
+@pytest.mark.promise("FLT-27")
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_folder_that_is_gone_turns_the_tier_off(
     tmp_path: Path, replaced: bool, caplog: pytest.LogCaptureFixture
@@ -425,6 +429,7 @@ def test_a_folder_that_is_gone_turns_the_tier_off(
         assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.promise("FLT-08")
 def test_a_thread_that_dies_turns_the_tier_off(tmp_path: Path) -> None:
     drive = Sick()
     disk = cache(tmp_path, drive)
@@ -487,6 +492,7 @@ ACTIONS = st.lists(
 )
 
 
+@pytest.mark.promise("PRP-3")
 @settings(max_examples=30)
 @given(ACTIONS, st.sampled_from([errno.ENOSPC, errno.EIO]), st.booleans(), st.sampled_from([1, module.LARGE]))
 def test_every_ticket_is_answered_once_and_rightly(

@@ -48,6 +48,7 @@ def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
     assert found_in(tmp_path / "a" / "cache") == [0, 1, 2]
 
 
+@pytest.mark.promise("B9")
 def test_modes_of_folder_and_files(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir(mode=0o755)
     filled(tmp_path / "c", 1)
@@ -61,6 +62,7 @@ def rewrite(file: Path, data: bytes) -> None:
         file.write_bytes(data)
 
 
+@pytest.mark.promise("FLT-24")
 def test_every_flipped_bit_of_a_record(tmp_path: Path) -> None:
     file = filled(tmp_path, COUNT, 8)
     whole = file.read_bytes()
@@ -90,6 +92,7 @@ def test_every_flipped_bit_of_a_segments_head(tmp_path: Path) -> None:
             cache.close()
 
 
+@pytest.mark.promise("FLT-24")
 def test_two_damaged_bytes_whose_checksum_was_made_good(tmp_path: Path) -> None:
     """The CRC finds damage; only the tag makes a record usable."""
     file = filled(tmp_path, 1)
@@ -105,6 +108,7 @@ def test_two_damaged_bytes_whose_checksum_was_made_good(tmp_path: Path) -> None:
             assert found_in(folder, 1) == [], at
 
 
+@pytest.mark.promise("B10")
 @pytest.mark.parametrize("segment_bytes", [500, 4000])
 @pytest.mark.parametrize("other", list(others(block(3))))
 def test_a_right_tag_over_foreign_contents_is_a_miss(tmp_path: Path, other: BlockId, segment_bytes: int) -> None:
@@ -136,6 +140,7 @@ def test_segments_of_another_base_are_not_looked_into(tmp_path: Path) -> None:
     assert found_in(tmp_path) == [0, 1]
 
 
+@pytest.mark.promise("FLT-23")
 def test_every_length_of_the_last_record(tmp_path: Path) -> None:
     file = filled(tmp_path, COUNT, 8)
     whole = file.read_bytes()
@@ -204,6 +209,7 @@ def test_nothing_is_appended_behind_what_could_not_be_synced(tmp_path: Path) -> 
     close(cache)
 
 
+@pytest.mark.promise("FLT-21")
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_every_operation_fails_once(tmp_path: Path, error: int) -> None:
     """Until a run in which none does. A cache that cannot be opened says so; all else costs blocks only."""
@@ -233,6 +239,7 @@ def test_every_operation_fails_once(tmp_path: Path, error: int) -> None:
     raise AssertionError("it never ends")
 
 
+@pytest.mark.promise("FLT-29")
 def test_the_budget_is_kept_by_removing_the_oldest_whole(tmp_path: Path) -> None:
     cache = segments(tmp_path, limit=10_000, segment_bytes=2000)
     for i in range(100):
@@ -280,6 +287,7 @@ def test_time_to_live(tmp_path: Path) -> None:
     close(later)
 
 
+@pytest.mark.promise("FLT-13")
 def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
     clock = Clock()
     cache = segments(tmp_path, ttl=800, now=clock)
@@ -348,6 +356,7 @@ def test_a_damaged_manifest_costs_what_the_cache_held_and_no_more(tmp_path: Path
         CacheFolder(tmp_path)
 
 
+@pytest.mark.promise("B9")
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may write there may put records of their own there, under the key that they can read."""
     CacheFolder(tmp_path).close()
@@ -357,6 +366,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
     assert e.value.code == "foreign_folder"
 
 
+@pytest.mark.promise("FLT-34")
 def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
     filled(tmp_path, 1)
     manifest = tmp_path / "manifest.json"
@@ -365,6 +375,7 @@ def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
         CacheFolder(tmp_path)
 
 
+@pytest.mark.promise("FLT-26")
 def test_a_second_opener_is_refused_with_the_number_of_the_first(tmp_path: Path) -> None:
     first = CacheFolder(tmp_path)
     with pytest.raises(StorageError, match=f"process {os.getpid()}") as e:
@@ -388,6 +399,7 @@ def test_a_folder_whose_making_was_interrupted(tmp_path: Path) -> None:
     raise AssertionError("it never ends")
 
 
+@pytest.mark.promise("B10")
 @pytest.mark.parametrize("secret", [None, b"", b"x" * 32, b"x" * 33])
 def test_a_lost_secret_empties_the_cache(tmp_path: Path, secret: bytes | None) -> None:
     file = filled(tmp_path, 1)
@@ -399,6 +411,7 @@ def test_a_lost_secret_empties_the_cache(tmp_path: Path, secret: bytes | None) -
     assert found_in(tmp_path, 1) == [0]
 
 
+@pytest.mark.promise("FLT-28")
 def test_the_newest_is_found_first_and_writing_need_not_wait_for_the_rest(tmp_path: Path) -> None:
     cache = segments(tmp_path, segment_bytes=500)
     for i in range(5):

@@ -71,6 +71,7 @@ def test_what_its_blocks_have_in_common_is_the_model_and_how_its_keys_are_kept(t
     assert bases[0] == bases[3]
 
 
+@pytest.mark.promise("FLT-25")
 @pytest.mark.parametrize(
     ("dtype", "cache"),
     [

@@ -63,7 +63,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, derandomize=True)
-TestPool = PoolMachine.TestCase
+TestPool = pytest.mark.promise("PRP-1")(PoolMachine.TestCase)
 
 
 def test_a_fresh_pool_gives_rising_contiguous_blocks() -> None:

@@ -35,6 +35,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.promise("FLT-25")
 def test_every_part_of_the_namespace_alone_makes_another() -> None:
     assert set(OTHERS) == set(Namespace.__struct_fields__), "a part that is not tried here"
     digests = {BASE.digest()}
@@ -264,6 +265,7 @@ def test_a_state_after_more_tokens_than_agree_is_not_copied() -> None:
     assert find(caches[:1], caches[0].chain(""), range(9)).extra == 3
 
 
+@pytest.mark.promise("F8")
 def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the hash to collide, or be made to: tokens are compared, too."""
     monkeypatch.setattr("mlx_tandem.kv.hashing.block_key", lambda namespace, parent, tokens: bytes(32))

@@ -14,16 +14,18 @@ import pytest
 from mlx_tandem.model import device
 
 NAME, FOLDER, CHECK = "MLX_MAX_MB_PER_BUFFER", "MLX_PTX_CACHE_DIR", "MLX_ENABLE_CACHE_THRASHING_CHECK"
-OPERATIONS = "MLX_MAX_OPS_PER_BUFFER"
-NAMES = (NAME, FOLDER, CHECK, OPERATIONS)
+OPERATIONS, PATIENCE = "MLX_MAX_OPS_PER_BUFFER", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
+NAMES = (NAME, FOLDER, CHECK, OPERATIONS, PATIENCE)
 MACOS = (
     "import subprocess, platform, asyncio, multiprocessing, ctypes.util, urllib.request, sys; sys.platform = 'darwin'"
 )
 
 
-def settings(packages: Path, *, before: str = "", **env: str) -> dict[str, str]:
+def settings(
+    packages: Path, *, before: str = "", module: str = "mlx_tandem.model.device", **env: str
+) -> dict[str, str]:
     """What MLX finds in its environment when this program has been imported beside the packages."""
-    code = f"{before}\nimport json, os, mlx_tandem.model.device\nprint(json.dumps(dict(os.environ)))"
+    code = f"{before}\nimport json, os, {module}\nprint(json.dumps(dict(os.environ)))"
     own = {k: v for k, v in os.environ.items() if k not in NAMES}
     own["XDG_CACHE_HOME"] = str(packages / "cache")
     own["PYTHONPATH"] = os.pathsep.join([str(packages), own.get("PYTHONPATH", "")])
@@ -85,11 +87,18 @@ def test_the_pool_s_size_does_not_cut_command_buffers_on_macos(tmp_path: Path) -
     found = settings(tmp_path, before=MACOS)
     assert int(found[NAME]) >= 100_000
     assert int(found[OPERATIONS]) == 100
-    assert set(found) == {NAME, OPERATIONS}
+    assert set(found) == {NAME, OPERATIONS, PATIENCE}
+
+
+@pytest.mark.parametrize("module", ["mlx_tandem.model.cache.kvformat", "mlx_tandem.training.device.adamw"])
+def test_macos_is_asked_for_patience_before_mlx_is_loaded(tmp_path: Path, module: str) -> None:
+    """By every module that imports MLX, whichever is the first."""
+    assert settings(tmp_path, before=MACOS, module=module)[PATIENCE] == "1"
+    assert settings(tmp_path, before=MACOS, module=module, **{PATIENCE: "0"})[PATIENCE] == "0"
 
 
 def test_the_user_s_own_command_buffers_stay_on_macos(tmp_path: Path) -> None:
-    assert settings(tmp_path, before=MACOS, **{NAME: "7"}) == {NAME: "7", OPERATIONS: "100"}
+    assert settings(tmp_path, before=MACOS, **{NAME: "7"}) == {NAME: "7", OPERATIONS: "100", PATIENCE: "1"}
     assert settings(tmp_path, before=MACOS, **{OPERATIONS: "9"})[OPERATIONS] == "9"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +16,7 @@ from mlx_tandem.model import device, memory
 from mlx_tandem.model.memory import UnifiedMemory, parse_vm_stat
 
 GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[3]
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
 Pages free:                                5000.
 Pages active:                            300000.
@@ -29,6 +33,39 @@ Pages copy-on-write:                    1234567.
 def test_pages_that_can_be_had_without_swapping_count() -> None:
     assert parse_vm_stat(VM_STAT) == 16384 * (5000 + 200_000 + 10_000 + 3000)
     assert parse_vm_stat(VM_STAT.replace("Pages purgeable:                           3000.\n", "")) == 16384 * 215_000
+
+
+SAMPLES = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / "scripts" / "vm_stat").glob("*.txt")}
+
+
+def test_files_that_are_cached_can_be_dropped() -> None:
+    """Another program has read 11 GB of a model's file, which macOS keeps as long as nobody needs the memory."""
+    files = 11 * 10**9 // 16384
+    said = VM_STAT.replace("300000.", f"{300_000 + files}.") + f"File-backed pages:{files + 20_000:>30}.\n"
+    found, before = parse_vm_stat(said), parse_vm_stat(VM_STAT)
+    assert found is not None and before is not None
+    assert 0.75 * files * 16384 < found - before < (files + 20_000) * 16384
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_on_macs_in_use_no_more_is_counted_than_there_is(name: str) -> None:
+    """Pages that are wired or compressed never count, nor those of programs that are active."""
+    counts = {kind: int(n) for kind, n in re.findall(r"^(?:Pages )?([\w -]+):\s+(\d+)\.$", SAMPLES[name], re.MULTILINE)}
+    found = parse_vm_stat(SAMPLES[name])
+    assert found is not None
+    pages = found // 16384
+    assert pages >= counts["free"] + counts["File-backed pages"]
+    both = counts["free"] + counts["inactive"] + counts["speculative"] + counts["purgeable"]
+    assert both < pages <= both + counts["File-backed pages"]
+    assert pages <= counts["free"] + counts["purgeable"] + counts["active"] + counts["inactive"] + counts["speculative"]
+
+
+def test_a_refusal_says_how_to_take_more_than_is_left() -> None:
+    with pytest.raises(ModelError, match="--memory-limit-gb"):
+        divide(CONFIG, 1000, needs(16 * 10**9), reason="other programs leave 2.0 GB of 17.2 GB", shared=True)
+    with pytest.raises(ModelError) as refused:
+        divide(CONFIG, 1000, needs(16 * 10**9), reason="as --memory-limit-gb allows")
+    assert "whatever other programs use" not in refused.value.message
 
 
 @pytest.mark.parametrize("said", ["", "Pages free: 1.", VM_STAT.replace("Pages free", "Pages lost"), "\0" * 100])

@@ -69,7 +69,15 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
 
 @pytest.mark.parametrize(
     ("per_token_ms", "step_ms", "tokens"),
-    [(0.001, 5.0, 512), (0.1, 50.0, 256), (0.1, 60.0, 512), (1.0, 80.0, 64), (10.0, 80.0, 64), (0.1, 1.0, 64)],
+    [
+        (0.001, 5.0, 512),
+        (0.1, 50.0, 256),
+        (0.1, 60.0, 512),
+        (1.0, 80.0, 64),
+        (10.0, 80.0, 64),
+        (0.1, 1.0, 64),
+        (0.3, 254.0, 256),
+    ],
 )
 def test_slices_are_as_short_as_a_step(per_token_ms: float, step_ms: float, tokens: int) -> None:
     asked = []

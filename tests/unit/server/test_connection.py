@@ -44,6 +44,7 @@ async def test_a_large_answer_over_a_slow_link_comes_whole(loop):
         assert taken > Large.size
 
 
+@pytest.mark.promise("FLT-42")
 @on_clock
 async def test_who_takes_some_and_then_nothing_is_cut(loop):
     async with connected(loop, Large()) as client:
@@ -118,6 +119,7 @@ async def test_a_trailer_that_does_not_end(loop):
             await asyncio.sleep(0)
 
 
+@pytest.mark.promise("C3")
 @on_clock
 async def test_a_head_in_one_piece_has_the_same_limit(loop):
     async with connected(loop, echo) as client:

@@ -46,6 +46,7 @@ class Answers:
         self.bodies[-1] += body
 
 
+@pytest.mark.promise("C9")
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("request_", list(WHOLE), ids=range(len(WHOLE)))
 @on_clock

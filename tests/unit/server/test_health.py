@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlx_tandem.engine.messages import Occupancy, Progress
 from mlx_tandem.errors import EngineDied
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health, speculation_stats
-from mlx_tandem.types import DiskStats, EngineStats, SpeculationStats
+from mlx_tandem.types import DiskStats, DraftCounts, DraftMinute, EngineStats, SpeculationStats
 from tests.api.scripted import INFO
 
 DISK = DiskStats(51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63_000_000_000, 6.5, False, False, "")
@@ -28,7 +29,11 @@ STATS = EngineStats(
 
 def front(state: str = "ready", used: int = 0, **changes: Any) -> Any:
     """A front whose parts have numbers that no other has. `used` is the share of the pool in use, in percent."""
+
+    async def refresh() -> None: ...
+
     client = SimpleNamespace(
+        refresh=refresh,
         state=state,
         info=INFO if state == "ready" else None,
         stats=STATS,
@@ -131,25 +136,41 @@ def test_counters_of_adapters() -> None:
     )  # fmt: skip
     asked = front(stats=stats)
     asked.models.registry = Registry()
-    assert listing(asked) == {
+    assert asyncio.run(listing(asked)) == {
         "adapters": [], "registered": 0, "slots": INFO.max_loras, "resident": 2, "loaded": 3, "loaded_bytes": 4,
         "slot_bytes": 5, "evictions": 6,
     }  # fmt: skip
 
 
 def test_counters_of_drafts() -> None:
-    drafts = SpeculationStats("ngram", 4, 20, 11, (4, 4, 3), True, 90.04, 60.06)
+    drafts = SpeculationStats(
+        "draft", 4, 20, 11, (4, 4, 3), 0.62506, sources=(DraftCounts("ngram", 1, 8, 5, 0.25),), undrafted=9,
+        minutes=(DraftMinute(2, (DraftCounts("ngram", 1, 8, 5, 0.25),), 9),), per_row=4.256, uses_drafts=True,
+        tokens_per_s_with=90.04, tokens_per_s_without=60.06,
+    )  # fmt: skip
     found = speculation_stats(front(stats=structs.replace(STATS, speculation=drafts)))
     controller = found.pop("controller")
     assert found == {
         "enabled": False, "mode": "none", "num_drafts": 4, "num_draft_tokens": 20, "num_accepted_tokens": 11,
-        "acceptance_rate": 0.55, "avg_accepted_tokens": 2.75, "mode_distribution": {"ngram": 4},
+        "acceptance_rate": 0.55, "acceptance_rate_ema": 0.6251, "avg_accepted_tokens": 2.75,
+        "mode_distribution": {"ngram": 1, "none": 9},
+        "modes": {
+            "ngram": {
+                "num_drafts": 1, "num_draft_tokens": 8, "num_accepted_tokens": 5, "acceptance_rate": 0.625,
+                "acceptance_rate_ema": 0.25, "avg_accepted_tokens": 5.0,
+            },
+        },
+        "over_time": [
+            {
+                "minutes_ago": 2, "mode_distribution": {"ngram": 1, "none": 9}, "num_draft_tokens": 8,
+                "num_accepted_tokens": 5,
+            },
+        ],
     }  # fmt: skip
+    assert controller["k"] == 4.26
     assert (controller["uses_drafts"], controller["tokens_per_s_with"]) == (True, 90.0)
     assert controller["tokens_per_s_without"] == 60.1
-    none = speculation_stats(
-        front(stats=structs.replace(STATS, speculation=structs.replace(drafts, rows=0, drafted=0)))
-    )
+    none = speculation_stats(front(stats=structs.replace(STATS, speculation=SpeculationStats("ngram"))))
     assert (none["acceptance_rate"], none["avg_accepted_tokens"], none["mode_distribution"]) == (0.0, 0.0, {})
 
 
@@ -163,7 +184,10 @@ def test_counters_of_the_front() -> None:
         for reason, count in (("stop", 3), ("length", 4), ("abort", 5), ("error", 6)):
             metrics.finished[name, reason] = count
     found = engine_metrics(asked)
-    assert found.pop("engine") == to_builtins(STATS)
+    assert found.pop("engine") == to_builtins(STATS) | {
+        "running": 31, "waiting": 32, "used_blocks": 30, "free_blocks": 10, "deferred": 0,
+    }  # fmt: skip
+
     assert found == {
         "state": "ready", "restarts": 2, "open_requests": 7, "open_choices": 8, "refused": {"max_queue_size": 3},
         "max_queue_size": asked.config.server.max_queue_size, "prompt_tokens": 30, "generated_tokens": 300,

@@ -1,11 +1,18 @@
-"""The log cannot be flooded."""
+"""The log's lines: JSON for programs and short ones for people; and it cannot be flooded."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import re
+import sys
+from collections.abc import Iterator
 
-from mlx_tandem.server.log_lines import JsonLines, RateLimit
+import pytest
+
+from mlx_tandem.log import log, log_exception
+from mlx_tandem.server.log_lines import FIRST, JsonLines, LogFormat, RateLimit, configure
 
 
 def record(event: str, created: float) -> logging.LogRecord:
@@ -26,3 +33,81 @@ def test_one_event_is_limited_and_what_was_dropped_is_told() -> None:
     quiet = record("flood", 9.0)
     assert limit.filter(quiet)
     assert "dropped" not in json.loads(JsonLines().format(quiet))
+
+
+class Errors(io.StringIO):
+    """Standard error, as a terminal or not."""
+
+    def __init__(self, terminal: bool):
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """What `configure` changes is as it was afterwards."""
+    before = [(logging.getLogger(n), *vars(logging.getLogger(n)).copy().items()) for n in ("mlx_tandem", "uvicorn")]
+    yield
+    for logger, *attributes in before:
+        for name, value in attributes:
+            setattr(logger, name, value)
+        logger.handlers[:] = []
+
+
+def written(
+    monkeypatch: pytest.MonkeyPatch, *, terminal: bool, log_format: LogFormat = "auto", level: int = logging.INFO
+) -> list[str]:
+    """What some events are written as."""
+    errors = Errors(terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: (_ for _ in ()).throw(OSError))
+    configure(level, log_format=log_format)
+    log("adapter loaded", adapter="sql@1", digest="c1" * 32, rank=16, bytes=1_646_592)
+    log("request ended", logging.DEBUG, request="req-1", id="req-1", tokens=9, steps=9, finish=["stop", None])
+    log("update refused", logging.WARNING, step=7, version=0, outcome="refused", reason="its weights\nare not finite")
+    log("update published", step=8, tokens=6, **{f"number_{i}": i / 3 for i in range(20)}, mean_reward=0.5, dropped={})
+    try:
+        raise ValueError("a prompt")
+    except ValueError as e:
+        log_exception("request failed", e, request="req-2")
+    return errors.getvalue().splitlines()
+
+
+@pytest.mark.usefixtures("loggers")
+def test_a_terminal_gets_one_short_line_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = written(monkeypatch, terminal=True)
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    told = [line[9:] for line in lines]
+    assert told[0] == "adapter loaded: sql@1, rank 16, 1.6 MB"
+    assert told[1] == r"warning: update refused: step 7, version 0, reason its weights\nare not finite"
+    assert told[2].startswith("update published: step 8, mean reward 0.5, tokens 6, number 0 0, number 1 0.333")
+    assert len(lines[2]) < 120
+    assert told[3:] == ["error: request failed: req-2, error ValueError"]
+
+
+@pytest.mark.usefixtures("loggers")
+def test_more_details_have_requests_and_the_places_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = written(monkeypatch, terminal=True, level=logging.DEBUG)
+    assert lines[1][9:] == "request ended: req-1, tokens 9, steps 9, finish stop"
+    assert re.fullmatch(r"    \S+test_log\.py:\d+ written", lines[-1])
+
+
+@pytest.mark.usefixtures("loggers")
+@pytest.mark.parametrize(
+    ("terminal", "log_format", "is_json"),
+    [(False, "auto", True), (True, "json", True), (False, "text", False), (True, "text", False)],
+)
+def test_programs_get_json_and_either_can_be_asked_for(
+    terminal: bool, log_format: LogFormat, is_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = written(monkeypatch, terminal=terminal, log_format=log_format)
+    assert all(line.startswith("{") is is_json for line in lines)
+    if is_json:
+        assert json.loads(lines[0])["digest"] == "c1" * 32, "all fields"
+
+
+def test_fields_that_a_short_line_always_has_say_which_and_why() -> None:
+    assert {"request", "adapter", "version", "reason", "error"} <= {*FIRST}

@@ -78,6 +78,7 @@ def by_model(found: dict[frozenset[tuple[str, str]], float]) -> Counter[str]:
 COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total")
 
 
+@pytest.mark.promise("H3")
 def test_a_hundred_thousand_adapters_have_a_bounded_number_of_series(front: ServerFront) -> None:
     for i in range(100_000):
         front.models.registry.publish(f"adapter-{i}", None, info(f"{i:064x}"))
@@ -169,7 +170,7 @@ def test_each_family_of_the_engine_has_its_own_number(front: ServerFront, monkey
         "tandem_disk_cache_bytes": 51, "tandem_disk_cache_blocks": 52, "tandem_disk_cache_queued": 54,
         "tandem_disk_cache_hits_total": 55, "tandem_disk_cache_misses_total": 56, "tandem_disk_cache_off": 0,
         "tandem_disk_cache_written_total": 57, "tandem_disk_cache_written_bytes_total": 58,
-        "tandem_disk_cache_dropped_total": 59 + 25, "tandem_disk_cache_evicted_total": 60,
+        "tandem_disk_cache_dropped_total": 59, "tandem_disk_cache_evicted_total": 60,
         "tandem_disk_cache_quarantined_total": 61, "tandem_disk_cache_errors_total": 62,
         "tandem_disk_cache_reload_bytes_total": 63, "tandem_disk_cache_reload_seconds_total": 6.5,
         "tandem_disk_cache_hit_tokens_total": 24,

@@ -75,6 +75,7 @@ def test_rewards_that_hardly_differ_are_not_blown_up() -> None:
     assert max(map(abs, found)) < 0.1
 
 
+@pytest.mark.promise("I6")
 @given(st.floats(-1e6, 1e6), st.integers(1, 9))
 def test_equal_rewards_teach_nothing(reward: float, n: int) -> None:
     assert advantages([reward] * n) == (0.0,) * n

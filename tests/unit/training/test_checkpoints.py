@@ -198,6 +198,7 @@ def test_names_are_taken_once(tmp_path: Path):
         c.path("other")
 
 
+@pytest.mark.promise("FLT-31")
 @pytest.mark.parametrize("file", [*FILES, manifests.MANIFEST])
 def test_a_damaged_newest_is_set_aside_and_the_one_before_is_used(tmp_path: Path, file: str):
     for at in (0, -3, None):
@@ -242,6 +243,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path):
         c.verify("other")
 
 
+@pytest.mark.promise("FLT-34")
 def test_another_format_is_refused_in_clear_text(tmp_path: Path):
     c = opened(tmp_path)
     save(c, 1)
@@ -254,6 +256,7 @@ def test_another_format_is_refused_in_clear_text(tmp_path: Path):
     assert names(c) == []
 
 
+@pytest.mark.promise("FLT-55")
 def test_one_server_at_a_time(tmp_path: Path):
     c = opened(tmp_path)
     save(c, 1)
@@ -296,6 +299,7 @@ def test_a_checkpoint_and_its_export_are_adapters(tmp_path: Path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.promise("FLT-30")
 def test_an_acknowledged_checkpoint_survives_a_loss_of_power(tmp_path: Path):
     """Also when whoever wrote its files has not brought them to the drive."""
     ops = ForgetfulFiles()
@@ -359,6 +363,7 @@ def test_any_file_operation_may_fail_while_a_manifest_is_replaced(tmp_path: Path
     assert fail_at > 5
 
 
+@pytest.mark.promise("FLT-30")
 @pytest.mark.parametrize("renamed", [False, True])
 @pytest.mark.parametrize("repeat", [1, 1000])
 def test_any_file_operation_may_fail(tmp_path: Path, renamed: bool, repeat: int):

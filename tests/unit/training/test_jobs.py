@@ -41,6 +41,7 @@ def test_one_at_a_time_in_order() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.promise("I12")
 def test_what_fails_says_why_and_the_next_one_runs() -> None:
     async def run() -> None:
         jobs = Jobs(lambda: 0.0)
@@ -80,6 +81,7 @@ def test_a_caller_who_leaves_does_not_end_it() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.promise("I12")
 def test_few_may_wait_and_few_are_remembered() -> None:
     async def run() -> None:
         jobs, never = Jobs(lambda: 0.0), asyncio.Event()

@@ -100,6 +100,7 @@ def test_what_was_flushed_is_there_however_often_it_is_read(batches: list[list[R
         assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.promise("FLT-32")
 @SLOW
 @given(BATCHES, st.data())
 def test_any_truncation_leaves_a_prefix(batches: list[list[Record]], data: st.DataObject):
@@ -170,6 +171,7 @@ def test_a_record_that_is_not_in_its_place_is_found(tmp_path: Path):
         Journal.open(tmp_path)
 
 
+@pytest.mark.promise("FLT-34")
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as m:
         m.setattr(records, "FORMAT", 2)
@@ -250,6 +252,7 @@ async def test_rotation(tmp_path: Path):
     await journal.close()
 
 
+@pytest.mark.promise("FLT-56")
 @on_a_loop
 async def test_nothing_is_acknowledged_once_the_file_is_gone(tmp_path: Path):
     """It is written when the folder is back, and is whole then."""

@@ -298,6 +298,7 @@ def test_a_comparison_counts_once_whenever_the_process_ends(
     asyncio.run(test())
 
 
+@pytest.mark.promise("FLT-56")
 @on_a_loop
 async def test_a_folder_that_was_removed_and_made_again_is_the_second_server_s(tmp_path: Path) -> None:
     """What the first one does not write is neither acknowledged nor written over what the second one has."""

@@ -169,6 +169,7 @@ LEARNED = [("add", i, ACROSS + "x", i % 2, 0) for i in range(3)] + [("take", 3),
 """An update from a group across prompts, whose rewards later baselines have."""
 
 
+@pytest.mark.promise("I2", "FLT-32")
 @settings(max_examples=60)
 @given(st.lists(STEP, min_size=30, max_size=60))
 @example([*LEARNED, ("new process",), ("save", False, True), ("new process",), ("compare", 0.5), ("new engine",)])

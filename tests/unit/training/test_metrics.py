@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from mlx_tandem import demo
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.live.reporting import KEPT_SAMPLES, NUMBERS, Reporting
+from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.training.live.reporting import KEPT_SAMPLES, NUMBERS, Reporting, said
 from mlx_tandem.training.metrics import recorder
 from mlx_tandem.training.metrics.jsonl import JsonLines
 from mlx_tandem.training.metrics.recorder import Recorder, openers
@@ -191,7 +193,7 @@ def test_a_failure_to_report_an_update_stays_here(tmp_path: Path) -> None:
     fields = dict.fromkeys(UpdateReport.__struct_fields__[: UpdateReport.__struct_fields__.index("verdict")], 0)
     report = UpdateReport(**fields | {"step": 3, "loss": 0.5, "verdict": "ok", "outcome": "published"})  # type: ignore[arg-type]
     trajectory = Trajectory("t", "g", (1,), (2,), (-1.0,), (-1.0,), (1,), 1.0, 1.0)
-    good, broken = Reporting(config, lambda tokens: "text"), Reporting(config, no_text)
+    good, broken = (Reporting(config, text_of, text_of) for text_of in (lambda tokens: "text", no_text))
     for reporting in (broken, good):
         reporting.updated(report, [trajectory])
         reporting.close()
@@ -292,7 +294,10 @@ def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytes
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(MissingExtra) as missing:
         require((name,))
-    assert missing.value.message == f"reporting to {name} needs a package: pip install 'mlx-tandem[{name}]'"
+    assert (
+        missing.value.message
+        == f"reporting to {name} needs a package: pip install -e '.[{name}]' in the folder of its sources"
+    )
     require(())
 
 
@@ -307,7 +312,7 @@ def test_an_update_is_recorded_with_how_it_ended(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     training = RLTrainingConfig(enabled=True, metrics_file=str(tmp_path / "m.jsonl"), metrics_samples=2)
     config = Config(EngineConfig(ModelConfig(str(tmp_path / "model"))), rl_training=training)
-    reporting = Reporting(config, lambda tokens: f"text of {tokens}")
+    reporting = Reporting(config, lambda tokens: f"text of {tokens}", lambda tokens: f"said in {tokens}")
     outcomes = {"published": (1.0, 0.0), "kept": (0.0, 0.0), "rolled_back": (0.0, 1.0), "refused": (0.0, 0.0)}
     made = [Trajectory(f"t{i}", "g", (i,), (i, i), (-1.0,) * 2, (-1.0,) * 2, (1,) * 2, 1.0, 0.5 + i) for i in range(3)]
     reports = []
@@ -327,4 +332,25 @@ def test_an_update_is_recorded_with_how_it_ended(tmp_path: Path) -> None:
     ]
     fields = "step", "prompt", "completion", "reward"
     assert [tuple(row[f] for f in fields) for row in written if row["kind"] == "sample"] == samples
-    assert [tuple(getattr(s, f) for f in fields) for s in reporting.samples] == samples[-KEPT_SAMPLES:]
+    for_people = [(step, text.replace("text of", "said in"), *rest) for step, text, *rest in samples]
+    assert [tuple(getattr(s, f) for f in fields) for s in reporting.samples] == for_people[-KEPT_SAMPLES:]
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("<|im_start|>user\nSort: 2 1<|im_end|>\n<|im_start|>assistant\n", "Sort: 2 1"),
+        (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nmodel\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+            "Be brief.\nmodel\nHi",
+        ),
+        ("<|im_start|>user<|im_end|>\n\nSort: 2 1<|im_end|><|im_start|>assistant<|im_end|>\n\n", "Sort: 2 1"),
+        ("Once there was", "Once there was"),
+        ("<|im_start|>", ""),
+    ],
+    ids=["ChatML", "system", "headers", "none", "nothing"],
+)
+def test_a_prompt_is_told_without_the_roles_of_its_template(template: str, shown: str) -> None:
+    tokenizer = Tokenizer.load(demo.MODEL_PATH)
+    assert said(tokenizer, tokenizer.encode(template)) == shown

@@ -76,6 +76,7 @@ def learn(folder: Path, points: list[Points], **settings: Any) -> tuple[str, tup
     return asyncio.run(scenario(folder, points, **settings))
 
 
+@pytest.mark.promise("FLT-48")
 def test_killed_at_any_point_it_goes_on_as_if_nothing_had_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [Points()]
     counted(monkeypatch, points)

@@ -22,6 +22,7 @@ from tests.unit.online_side import Side, feed, on_a_loop, running
 pytestmark = pytest.mark.usefixtures("at_once")
 
 
+@pytest.mark.promise("FLT-53")
 @on_a_loop
 async def test_an_update_is_on_the_drive_before_it_is_computed(tmp_path: Path) -> None:
     async with running(config(tmp_path)) as side:
@@ -255,6 +256,7 @@ async def test_an_update_that_ends_every_engine_is_given_up(tmp_path: Path) -> N
         assert (side.version, side.trained) == (2, (300, 301, 400, 401))
 
 
+@pytest.mark.promise("FLT-57")
 @on_a_loop
 async def test_a_damaged_checkpoint_loses_updates_and_nothing_is_learned_twice(tmp_path: Path) -> None:
     side = Side(config(tmp_path, interval=2))

@@ -369,6 +369,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.promise("I5")
 @pytest.mark.parametrize(
     ("scoring", "metadata"),
     [

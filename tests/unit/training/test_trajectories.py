@@ -170,7 +170,7 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 BufferMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
-TestBuffer = BufferMachine.TestCase
+TestBuffer = pytest.mark.promise("I2", "PRP-5")(BufferMachine.TestCase)
 
 
 def test_oldest_groups_go_first_and_whole():
@@ -202,6 +202,33 @@ def test_a_group_that_lost_a_member_is_complete_without_it_after_a_restart_too()
     for each in (buffer, again):
         each.add(trajectory("2", "g", 0), 3)
         assert [[t.id for t in g] for g in each.take(9, 1, 9).groups] == [["1", "2"]]
+
+
+@pytest.mark.parametrize("rewards", [(0, 1, 0, 1), (0, 0, 1, 0, 0), (0, 0, 1, 1)])
+@pytest.mark.parametrize("gone", [("0",), ("1",), ("2",), ("0", "1"), ("1", "2")])
+def test_a_group_that_more_came_to_than_it_was_to_have_is_the_same_after_a_restart(
+    rewards: tuple[int, ...], gone: tuple[str, ...]
+):
+    """What waits of it is made again whole: no member completes it before those that make its rewards vary."""
+    buffer, again = Buffer(10), Buffer(10)
+    for i, reward in enumerate(rewards):
+        buffer.add(trajectory(str(i), "g", reward), 3)
+    buffer.add(trajectory("9", "later", 0), 2)
+    buffer.remove(gone)
+    for t, size in buffer.held:
+        again.add(t, size)
+    assert (again.held, again.usable) == (buffer.held, buffer.usable)
+
+
+def test_groups_across_prompts_take_turns_in_the_order_of_the_update_when_it_is_replayed():
+    names = [f"{ACROSS}{i}" for i in range(7)]
+    one, two = Buffer(30), Buffer(30)
+    for buffer in (one, two):
+        for i in range(21):
+            buffer.add(trajectory(str(i), names[i % 7], float(i // 7 % 2)))
+    taken = one.take(14, 1, 9)
+    two.remove(t.id for g in taken.groups for t in g)
+    assert one.held == two.held
 
 
 def test_a_group_without_variance_is_skipped_once_it_is_complete():
@@ -238,6 +265,7 @@ def test_a_group_of_unknown_size_loses_nobody_who_was_to_come():
     assert [len(g) for g in buffer.take(9, 1, 9).groups] == [2]
 
 
+@pytest.mark.promise("I3")
 def test_the_stale_are_dropped_and_their_fresh_siblings_stay():
     buffer = Buffer(10)
     for i, version in enumerate([1, 2, 5, 5, 9]):
@@ -324,6 +352,7 @@ def test_the_number_of_the_base_or_a_checkpoint_says_nothing_of_its_age():
     assert staleness((3, 97), 99) == 96 and staleness((3, 97), 99, {0, 3}) == 2
 
 
+@pytest.mark.promise("I1")
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -397,6 +426,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.promise("I1")
 @settings(max_examples=400)
 @given(st.lists(st.fixed_dictionaries({}, optional=VALUES), min_size=1, max_size=3), st.sampled_from(list(RECIPES)))
 def test_whatever_is_accepted_the_trainer_takes(changes: list[dict[str, Any]], algorithm: str):
@@ -424,6 +454,7 @@ def test_how_many_may_come_at_once():
         assert e.value.param == "trajectories"
 
 
+@pytest.mark.promise("E8")
 def test_how_many_messages_a_prompt_may_have():
     prompt = [{"role": "user", "content": "x"}] * (limits.MAX_MESSAGES + 1)
     with pytest.raises(InvalidRequest, match="at most 4096 messages") as e:

@@ -60,6 +60,7 @@ def load(made: Models, name: str, content: str, pin: bool = False) -> str:
     return asyncio.run(made.load(name, AdapterSource(content), pin)).ref.label
 
 
+@pytest.mark.promise("B8")
 def test_so_many_versions_and_no_more() -> None:
     memory = Memory()
     made = upped(memory)

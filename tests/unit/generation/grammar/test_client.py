@@ -101,6 +101,7 @@ def test_those_that_were_used_last_are_kept(constraints: Constraints, monkeypatc
     asyncio.run(run())
 
 
+@pytest.mark.promise("E6")
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 60)), max_size=40))
 @settings(max_examples=60)
 def test_the_bytes_of_those_that_are_kept_are_bounded(uses: list[tuple[int, int]]) -> None:

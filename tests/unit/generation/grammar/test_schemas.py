@@ -51,6 +51,7 @@ def test_the_corpus_is_large_and_right() -> None:
         jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
 
 
+@pytest.mark.promise("E5")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_enforced_is_refused_by_its_place(name: str) -> None:
     schema, where = REFUSED[name]
@@ -220,6 +221,7 @@ def test_as_many_tools_as_a_request_may_have_are_compiled() -> None:
         assert not strict or made.where == "tools[1024]"  # type: ignore[union-attr]
 
 
+@pytest.mark.promise("E5")
 def test_a_schema_may_be_deep_and_is_refused_when_it_is_too_deep() -> None:
     deep: Any = {"type": "integer"}
     for _ in range(5000):

@@ -15,7 +15,7 @@ from tests.unit.text_tools import byte_level
 
 
 def parser(name: str, *, opened: bool = False, calls: str = "none") -> Parser:
-    reading = AnswerReading(byte_level(), None, calls=calls, thoughts=name)
+    reading = AnswerReading(byte_level(), "", calls=calls, thoughts=name)
     make = reading.parser(TOOLS if calls != "none" else None, opened=opened)
     assert make is not None
     return make(0)
@@ -87,6 +87,7 @@ def test_a_thought_ends_in_the_piece_in_which_a_call_begins(call: str) -> None:
     assert said == [("thought", f"a{call}b"), ("text", "c")]
 
 
+@pytest.mark.promise("E3")
 @pytest.mark.parametrize("name", FORMS)
 @given(text=texts, opened=st.booleans(), data=st.data())
 @settings(max_examples=80, deadline=None)
@@ -104,6 +105,7 @@ def test_every_split_says_the_same(name: str, text: str, opened: bool, data: st.
         assert begins or FORMS[name].frame or text_of(whole) == text
 
 
+@pytest.mark.promise("E2")
 @pytest.mark.parametrize("name", sorted(FORMS.keys() - {HARMONY}))
 def test_the_work_is_linear_in_the_text(name: str) -> None:
     for part in (*FORMS[name].marks, " ", "\n", "x", FORMS[name].open[:-1], FORMS[name].close[:-1]):
@@ -241,5 +243,5 @@ def test_the_template_tells_the_forms(template: str) -> None:
 
 
 def test_names_of_vllm_for_the_same_forms() -> None:
-    reading = AnswerReading(byte_level(), None, calls="glm47", thoughts="qwen3")
+    reading = AnswerReading(byte_level(), "", calls="glm47", thoughts="qwen3")
     assert (reading.calls, reading.thoughts) == ("glm45", "think")

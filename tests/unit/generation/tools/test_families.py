@@ -248,6 +248,7 @@ def test_every_family_has_a_sample() -> None:
     assert {sample.family for sample in SAMPLES} == set(PARSERS)
 
 
+@pytest.mark.promise("E3")
 @pytest.mark.parametrize("family", PARSERS)
 @given(data=st.data())
 @settings(max_examples=120, deadline=None)
@@ -282,6 +283,7 @@ def test_plain_text_is_not_touched(family: str) -> None:
     assert heard(PARSERS[family](0, TOOLS), text) == [("text", text)]
 
 
+@pytest.mark.promise("E2")
 @pytest.mark.parametrize("family", PARSERS)
 def test_the_work_is_linear_in_the_text(family: str) -> None:
     """Counted in characters that are looked at, for many repetitions of every part of the family's form."""

@@ -88,6 +88,7 @@ def test_types_come_from_the_whole_schema(family: str) -> None:
     assert calls_of(read(family, WRITERS[family]([TYPED]))) == [TYPED]
 
 
+@pytest.mark.promise("E11")
 @pytest.mark.parametrize(("family", "end"), [(family, end) for family, ends in ENDS.items() for end in ends])
 def test_a_missing_end_loses_nothing(family: str, end: str) -> None:
     written = WRITERS[family]([STOP, WRITE])
@@ -372,6 +373,16 @@ def test_other_spellings(family: str, text: str, calls: list[Call]) -> None:
 def test_the_first_of_two_arguments_before_the_name_counts() -> None:
     found = read(
         "hermes", '<tool_call>{"arguments": {"path": "a"}, "arguments": {"path": "b"}, "name": "write"}</tool_call>'
+    )
+    assert calls_of(found) == [("write", {"path": "a"})]
+    assert text_of(found) == '"arguments": {"path": "b"}'
+
+
+@pytest.mark.parametrize("first", ['{"path": "a"}', '"{\\"path\\": \\"a\\"}"'], ids=["an object", "a text"])
+def test_the_first_of_two_arguments_behind_the_name_counts(first: str) -> None:
+    """It may have been said by then, so the second one is neither part of it nor another call."""
+    found = read(
+        "hermes", f'<tool_call>{{"name": "write", "arguments": {first}, "arguments": {{"path": "b"}}}}</tool_call>'
     )
     assert calls_of(found) == [("write", {"path": "a"})]
     assert text_of(found) == '"arguments": {"path": "b"}'

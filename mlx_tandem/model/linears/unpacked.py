@@ -1,0 +1,59 @@
+"""Packed weights that a CPU multiplies as float32.
+
+MLX's loops on a CPU multiply packed weights at 2 to 6 GFLOP/s, and OpenBLAS multiplies float32 at 60 to 100
+(docs/decisions/cpu-arithmetic.md). A quarter to an eighth of the memory is what the packed form saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import mlx.core as mx
+from mlx_lm.utils import dequantize_model
+
+from mlx_tandem.config import ModelConfig
+from mlx_tandem.model import device
+from mlx_tandem.model.loader import LoadedModel, weights
+
+log = logging.getLogger(__name__)
+
+MOST_SHARE = 0.5
+"""Largest share of the memory limit that unpacked weights may take."""
+
+
+def unpack_for_cpu(model: LoadedModel, config: ModelConfig, limit: int) -> LoadedModel:
+    """Return the model with its packed weights in the type that it computes in, if it is computed on a CPU.
+
+    Weights stay packed if the settings say so, or if they would take more than MOST_SHARE of `limit` bytes. Nothing is
+    evaluated: call it before the weights are read.
+    """
+    if not device.is_cpu() or not config.unpack_weights or model.quantization is None:
+        return model
+    packed = sum(p.nbytes for p in weights(model.module))
+    size = model.parameters * model.dtype.size
+    if size > MOST_SHARE * limit:
+        log.warning(
+            "its %s weights stay packed, which is slow on a CPU: as %s they would take %.1f GB of %.1f",
+            model.quantization,
+            _name(model.dtype),
+            size / 1e9,
+            limit / 1e9,
+        )
+        return model
+    log.info(
+        "its %s weights are unpacked to %s, which this CPU multiplies faster: %.1f GB instead of %.1f",
+        model.quantization,
+        _name(model.dtype),
+        size / 1e9,
+        packed / 1e9,
+    )
+    for module in (model.module, model.mtp):
+        if module is not None:
+            dequantize_model(module)
+            module.apply(lambda p: p.astype(model.dtype) if mx.issubdtype(p.dtype, mx.floating) else p)
+    return dataclasses.replace(model, quantization=f"{model.quantization}, unpacked")
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
