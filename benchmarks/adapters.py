@@ -14,10 +14,11 @@ from pathlib import Path
 from servers import tandem
 
 from mlx_tandem.cli.bench.report import serve_table
-from mlx_tandem.cli.bench.serve import measure, write
+from mlx_tandem.cli.bench.serve import measure
 from mlx_tandem.cli.bench.shapes import SHAPES, write_adapter, write_model
 from mlx_tandem.cli.bench.workloads import Load, with_baselines
 from mlx_tandem.cli.console import show
+from mlx_tandem.cli.outputs import argument, write_json
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,16,64")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     with tempfile.TemporaryDirectory(prefix="tandem-adapters-") as scratch:
@@ -52,7 +53,7 @@ def main() -> None:
             )
     result |= {"shape": args.shape, "rank": args.rank}
     if args.json_out:
-        write(args.json_out, result)
+        write_json(args.json_out, result)
     show(serve_table(result))
 
 

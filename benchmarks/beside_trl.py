@@ -40,6 +40,7 @@ from servers import tandem
 from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import MAX_TOKENS, SETTINGS, SKILL, question
 from mlx_tandem.cli.http import once
+from mlx_tandem.cli.outputs import argument
 
 PROMPTS = ANSWERS = 8  # of a batch, and to each prompt
 BATCHES = 80
@@ -299,7 +300,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sides", default="ours,trl")
     parser.add_argument("--model", type=Path, default=demo.MODEL_PATH)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     parser.add_argument("--ours", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ours:

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
 
 import numpy as np
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=pairs, default="")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     options = parser.parse_args()
     shape, wanted = SHAPES[options.shape], (options.decode, options.prompts)
     drawn = shape.dtype != "float32"

@@ -24,8 +24,8 @@ from typing import Any
 from rich.table import Table
 
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.config import DiskCacheConfig
 from mlx_tandem.files import write_all
 from mlx_tandem.kv.disk.cache import DiskCache
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--record-bytes", type=int, default=512, help="of a payload in the scan")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the drive to measure; a temporary folder if absent")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     size = args.block_kb << 10
     with tempfile.TemporaryDirectory(prefix="tandem-disk-", dir=args.folder) as scratch:
@@ -57,7 +57,7 @@ def main() -> None:
             "scan": scan(Path(scratch) / "scan", args.records, args.record_bytes, args.repeats),
         }
     if args.json_out:
-        write(args.json_out, result)
+        write_json(args.json_out, result)
     report(result)
 
 

@@ -29,8 +29,8 @@ from servers import Running, tandem
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.http import Connection
+from mlx_tandem.cli.outputs import argument, write_json
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
 """The words of all texts."""
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=demo.MODEL_PATH)
     parser.add_argument("--cycles", type=int, default=12)
     parser.add_argument("--requests", type=int, default=12, help="of each kind, in a cycle")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     root = demo.ADAPTER_PATHS["shout"].parent
     options = ["--max-model-len", "1024", "--num-blocks", "2049", "--max-num-seqs", "16", "--adapter-root", str(root)]
@@ -226,7 +226,7 @@ def main() -> None:
         with server.started(args.model) as running:
             found = run_loop(measure(running, args.cycles, args.requests, root))
     if args.json_out:
-        write(args.json_out, describe() | {"requests": args.requests, "cycles": found})
+        write_json(args.json_out, describe() | {"requests": args.requests, "cycles": found})
     first, last = found[0]["rss_mb"], found[-1]["rss_mb"]
     print(f"{first:,.0f} MB after the first cycle, {last:,.0f} MB after the last of {len(found)}")
 

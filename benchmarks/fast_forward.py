@@ -35,7 +35,7 @@ from unittest.mock import patch
 from mlx_tandem import files
 from mlx_tandem.adapters import registry
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
+from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.config import CheckpointingConfig, Config, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.errors import TandemError
 from mlx_tandem.training import trajectories
@@ -472,7 +472,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--kills", type=int, default=12, help="of the server; the engine dies twice as often")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     runs = []
     for seed in range(args.seeds):
@@ -488,7 +488,7 @@ def main() -> None:
                     | {"command": command}
                     | {"hours": args.hours, "kills": args.kills, "most": MOST, "growth": GROWTH}
                 )
-                write(args.json_out, about | {"runs": runs})
+                write_json(args.json_out, about | {"runs": runs})
     if any(run["faults"] for run in runs):
         sys.exit("; ".join(fault for run in runs for fault in run["faults"]))
 

@@ -24,10 +24,10 @@ from servers import tandem
 
 from mlx_tandem.cli.bench.client import run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.console import show
 from mlx_tandem.cli.http import Connection
+from mlx_tandem.cli.outputs import argument, write_json
 
 ONE = {"stream": True, "temperature": 0.0}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -57,14 +57,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=7000, help="tokens of a prompt, about")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--leave", type=float, default=0.7, help="part of a prompt after which clients leave")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-first-") as scratch:
         model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], positions=args.tokens + 1024)
         with tandem().running(model) as url:
             results = run_loop(measure(url, args.tokens, args.repeats, args.leave))
     if args.json_out:
-        write(args.json_out, describe() | {"shape": args.shape, "tokens": args.tokens, "leave": args.leave} | results)
+        write_json(
+            args.json_out, describe() | {"shape": args.shape, "tokens": args.tokens, "leave": args.leave} | results
+        )
     table = Table(title=f"{args.shape}, prompts of {args.tokens} tokens, median of {args.repeats}", title_style="")
     for column in ("route", "first byte", "the latest", "answer of one token"):
         table.add_column(column, justify="right")

@@ -14,7 +14,6 @@ import random
 import statistics
 import sys
 from itertools import chain, repeat
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +24,7 @@ from mlx_tandem import demo
 from mlx_tandem.api import Engine
 from mlx_tandem.api.trainer import Trainer
 from mlx_tandem.cli.console import show
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.engine.learning import Datum
 
 RATE = 1e-5
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=16, help="of a prompt")
     parser.add_argument("--max-tokens", type=int, default=32, help="of a rollout")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, prompts=args.prompts, rollouts=args.rollouts, completion_tokens=args.max_tokens)

@@ -26,6 +26,7 @@ from servers import tandem
 from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import MAX_TOKENS, POLICY, SETTINGS, question
 from mlx_tandem.cli.http import once
+from mlx_tandem.cli.outputs import argument
 
 ANSWERS = 8
 """Answers to each prompt."""
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, help="of each run, rather than its own number")
     parser.add_argument("--dtype", default="auto", help="that the server computes in")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, settings=SETTINGS, good={"reward": GOOD_REWARD, "scale": GOOD_SCALE})

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import random
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -19,6 +18,7 @@ from partial import Results
 
 from mlx_tandem.api import Engine
 from mlx_tandem.cli.demo.learner import MAX_TOKENS, SKILL, question
+from mlx_tandem.cli.outputs import argument
 
 ANSWERS = 4
 QUESTIONS = 64
@@ -51,7 +51,7 @@ def compared(old: list[list[tuple[str, float]]], new: list[list[tuple[str, float
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="how alike versions answer with the same seeds")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     results, rows, rng = Results(args.json_out, answers=ANSWERS, questions=QUESTIONS), [], random.Random(0)
     asked = [question(random.Random(f"held out {i}")) for i in range(QUESTIONS)]

@@ -27,12 +27,12 @@ from streams import greedy, with_adapters
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import BenchError, Client, run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.cli.http import Connection
+from mlx_tandem.cli.outputs import argument, write_json
 
 ALIAS = "live"
 LOADED_AT_ONCE = 8  # swapped adapters that are loaded at once
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=100, help="that are loaded and unloaded in each round")
     parser.add_argument("--max-tokens", type=int, default=768)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-hot-") as scratch:
         root = Path(scratch)
@@ -55,7 +55,7 @@ def main() -> None:
             load = Load(url, prompt_tokens=32, max_tokens=args.max_tokens, validate=True)
             result = run_loop(measure(load, root, args.streams, args.adapters, args.repeats))
     if args.json_out:
-        write(args.json_out, describe() | result)
+        write_json(args.json_out, describe() | result)
     report(result)
     if result["failed"] or result["different"]:
         fail("running streams failed or changed")

@@ -34,6 +34,7 @@ from mlx_tandem.cli.bench.stats import median
 from mlx_tandem.cli.bench.workloads import Load, Sampling
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.cli.http import HttpError
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.cli.settings import build
 from mlx_tandem.errors import TandemError
 
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--sampling", choices=get_args(Sampling), default="greedy")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--start-seconds", type=float, default=300.0, help="that the server may take to start")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, options={name: v for name, v in vars(args).items() if name != "json_out"})

@@ -29,6 +29,7 @@ from partial import Results, stop_cleanly
 
 from mlx_tandem.api import Engine
 from mlx_tandem.cli.bench.shapes import Shape, write_model
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.training.online.advantages import batches, by_group, varies
 from mlx_tandem.training.trajectories import Trajectory
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--runs", default=",".join(RUNS))
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, settings=SETTINGS)

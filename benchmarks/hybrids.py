@@ -31,6 +31,7 @@ from mlx_tandem.api.engine import Engine
 from mlx_tandem.cli.bench.script import Answers, Script, Work, run_script
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import spread
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.types import EngineInfo, Request, SamplingParams
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=600, help="of each stream")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     parts = args.parts.split(",")

@@ -30,6 +30,7 @@ from servers import Running, tandem
 
 from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import MAX_TOKENS, SETTINGS, SKILL, Learner, Rewards, question
+from mlx_tandem.cli.outputs import argument
 
 RUNS: dict[str, tuple[Rewards, dict[str, Any]]] = {
     "true": ("true", {}),
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="of a run, after which no batch begins")
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--dtype", default="auto", help="that the server computes in")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, settings=SETTINGS)

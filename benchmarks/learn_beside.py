@@ -39,6 +39,7 @@ from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.outputs import argument
 
 WINDOW_SECONDS = 10.0
 MODES: dict[str, float | None] = {"idle": None, "70:30": 0.0, "10 a minute": 6.0, "30 a minute": 2.0}
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--full-tokens", type=int, help="of an update of 70:30; else the same")
     parser.add_argument("--shape", help="a random model of this shape instead of the demo model")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     if unknown := set(args.modes.split(",")) - set(MODES):
         parser.error(f"--modes: {', '.join(unknown)} is none of {', '.join(MODES)}")

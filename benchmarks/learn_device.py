@@ -11,7 +11,6 @@ updates of about 2,048 tokens, each stepped and published.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
@@ -28,6 +27,7 @@ from mlx_tandem.api.trainer import Trainer
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import spread
+from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.engine.learning import Datum
 
 PROMPT, COMPLETION = 32, 96
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--completions", type=int, default=16, help="of an update; 16 are 2,048 tokens")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-device-") as scratch:
         options: dict[str, Any] = {"dtype": args.dtype, "max_model_len": 2048, "num_blocks": 2048}
@@ -195,9 +195,8 @@ def main() -> None:
         with Engine(model, {}, **options) as engine:
             result = measure(engine, args.streams, args.seconds, args.repeats, args.completions)
     if args.json_out:
-        args.json_out.parent.mkdir(parents=True, exist_ok=True)
         whole = describe() | {"shape": args.shape or "demo"} | result
-        args.json_out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json_out, whole)
     print(f"k3 of sampler and trainer: {result['agreement']['k3']:.1e} nats; the last round: {result['rounds'][-1]}")
 
 

@@ -33,6 +33,7 @@ from partial import Results, stop_cleanly
 from mlx_tandem import demo
 from mlx_tandem.api import Engine
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.engine.learning import Batch, Datum, LossConfig, TrainerSpec
 
 RANK = 16
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--model", help="of --way")
     parser.add_argument("--adapter", help="of --way: where the learned adapter is, or will be")
     parser.add_argument("--random", action="store_true", help="of --way")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     if args.way:
         print(json.dumps(one(args)))

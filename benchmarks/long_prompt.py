@@ -25,12 +25,12 @@ from servers import tandem
 
 from mlx_tandem.cli.bench.client import run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.console import show
 from mlx_tandem.cli.http import Connection
+from mlx_tandem.cli.outputs import argument, write_json
 
 POSITIONS = 40_960
 STREAM_TOKENS = 3000
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="2000,32000", help="tokens of the arriving prompts")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--window", type=float, default=2.0, help="seconds of undisturbed decoding before and after")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-long-") as scratch:
         model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], positions=POSITIONS)
@@ -53,7 +53,7 @@ def main() -> None:
             results = run_loop(measure(url, args.streams, lengths, args.repeats, args.window))
     result = describe() | {"shape": args.shape, "streams": args.streams, "results": results}
     if args.json_out:
-        write(args.json_out, result)
+        write_json(args.json_out, result)
     table = Table(title=f"{args.shape}, {args.streams} streams, median of {args.repeats}", title_style="")
     for column in ("prompt", "p99 undisturbed", "p99 meanwhile", "ratio", "longest gap", "first token of the prompt"):
         table.add_column(column, justify="right")

@@ -16,7 +16,6 @@ import asyncio
 import random
 import subprocess
 from collections import Counter
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -27,9 +26,9 @@ from servers import Running, tandem
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.console import fail
 from mlx_tandem.cli.http import Connection, HttpError
+from mlx_tandem.cli.outputs import argument, write_json
 
 FACTOR = 4
 SAMPLES = 200  # samples of memory over the run
@@ -58,7 +57,7 @@ def main() -> None:
     parser.add_argument("--queue", type=int, default=32, help="choices that may wait")
     parser.add_argument("--blocks", type=int, default=700, help="of the pool: few, so that it is full")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     options = [f"--max-num-seqs={args.batch}", f"--max-queue-size={args.queue}", f"--num-blocks={args.blocks}"]
@@ -67,7 +66,9 @@ def main() -> None:
     with tandem(*options).started(demo.MODEL_PATH) as server:
         result = run_loop(Soak(server, args.seed).run(args.requests))
     if args.json_out:
-        write(args.json_out, describe() | {"batch": args.batch, "queue": args.queue, "blocks": args.blocks} | result)
+        write_json(
+            args.json_out, describe() | {"batch": args.batch, "queue": args.queue, "blocks": args.blocks} | result
+        )
     report(result)
     if bad := {s: n for s, n in result["statuses"].items() if s == "broken" or (s[:1] == "5" and s != "503")}:
         fail(f"statuses that must not be: {bad}")

@@ -25,9 +25,9 @@ from servers import Running, tandem
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import BenchError, Client, run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.workloads import Load, Workload, phases
 from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.outputs import argument, write_json
 
 FACTOR = 10
 RSS_EVERY = 2.0  # seconds
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--promises", type=int, default=10, help="Retry-After headers that are put to the test")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     options = ("--max-num-seqs", str(args.batch), "--max-queue-size", str(args.queue))
     with tandem(*options).started(args.model) as server:
@@ -53,7 +53,7 @@ def main() -> None:
             measure(server, load, args.batch, args.batch + args.queue, args.peak_seconds, args.seconds, args.promises)
         )
     if args.json_out:
-        write(args.json_out, describe() | {"batch": args.batch, "queue": args.queue} | result)
+        write_json(args.json_out, describe() | {"batch": args.batch, "queue": args.queue} | result)
     report(result)
     if result["overload"]["errors"]:
         fail(f"{result['overload']['errors']} requests failed: {result['overload']['first_error']}")

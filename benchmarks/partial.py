@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 
 AGAIN_SECONDS = 0.01
 """Time after which a signal that came while an event loop was started or closed is looked at again."""
@@ -36,7 +35,10 @@ class Results:
 
     def _write(self, *, complete: bool) -> None:
         if self._file:
-            write(self._file, self.found | {"complete": complete})
+            # It is imported here, since turns.py also imports this module with the packages of older trees.
+            from mlx_tandem.cli.outputs import write_json
+
+            write_json(self._file, self.found | {"complete": complete})
 
 
 def stop_cleanly() -> None:

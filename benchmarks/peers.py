@@ -18,11 +18,11 @@ from rich.table import Table
 from servers import in_turn, mlx_lm_server, tandem, vllm_mlx
 
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import median
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import show
+from mlx_tandem.cli.outputs import argument, write_json
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--vllm-mlx", type=Path, help="the executable in its own environment")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     servers = [tandem(), mlx_lm_server()]
     if args.vllm_mlx:
@@ -59,7 +59,7 @@ def main() -> None:
         "shapes": shapes,
     }
     if args.json_out:
-        write(args.json_out, result)
+        write_json(args.json_out, result)
     for shape, content in shapes.items():
         show(table(shape, content))
 

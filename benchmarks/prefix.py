@@ -27,6 +27,7 @@ from rich.table import Table
 from mlx_tandem.api.engine import Engine
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.console import show
+from mlx_tandem.cli.outputs import argument
 
 POSITIONS = 16_384
 GROUP = 16
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, shape=args.shape, dtype=args.dtype, repeats=args.repeats)

@@ -30,6 +30,7 @@ from public.reasons import REASONS
 from public.tests import Case, cases_of, run_case
 from public.values import NotServed, OurArguments, Ours, Record, Skipped, Unknown, Unread, same
 
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.generation.reasoning.table import HARMONY
 
 TIMINGS: tuple[dict[str, Any], ...] = tuple(
@@ -392,7 +393,7 @@ def main() -> None:
     parser.add_argument("--sglang", type=Path, help="a checkout of SGLang")
     parser.add_argument("--only", default="", help="only tests whose ids have this text")
     parser.add_argument("--unread", action="store_true", help="list the tests that could not be read")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     outcomes: list[Outcome] = []
     for name, root in (("vllm", args.vllm), ("sglang", args.sglang)):

@@ -34,11 +34,11 @@ from streams import TARGETS, call, greedy, tokens, trajectories, with_adapters
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import BenchError, Client, run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.cli.http import Connection
+from mlx_tandem.cli.outputs import argument, write_json
 
 POLICY, ALIAS = "policy", "live"
 SETTINGS = {"enabled": True, "adapter": POLICY, "lora_rank": 8, "lora_alpha": 16.0, "learning_rate": 3e-4}
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--seconds", type=float, default=12.0, help="of the modes without publishes in a round")
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-publishes-") as scratch:
         settings, checkpoints = Path(scratch) / "learn.yaml", Path(scratch) / "checkpoints"
@@ -67,7 +67,7 @@ def main() -> None:
             result, replies = run_loop(measure(load, args.streams, args.publishes, args.seconds, args.repeats))
         result |= compare(replies, checkpoints)
     if args.json_out:
-        write(args.json_out, describe() | result)
+        write_json(args.json_out, describe() | result)
     report(result)
     wrong = {key: result[key] for key in ("failed", "different", "mixed") if result[key]}
     wrong |= {kind: found["over"] for kind, found in result["replay"].items() if found["over"]}

@@ -26,12 +26,12 @@ from servers import Running, tandem
 
 from mlx_tandem.cli.bench.client import BenchError, Client, run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_adapter, write_model
 from mlx_tandem.cli.bench.stats import median
 from mlx_tandem.cli.bench.validation import Validation
 from mlx_tandem.cli.bench.workloads import Load, Workload, phases
 from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.outputs import argument, write_json
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--validation-sample", type=int, help="check no more answers than this per server")
     parser.add_argument("--registered", type=int, default=10_000, help="for the time to start")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     with tempfile.TemporaryDirectory(prefix="tandem-registry-") as scratch:
@@ -76,7 +76,7 @@ def main() -> None:
         result["start"] = start_times(model, root / "a0", Path(scratch), args.registered, args.repeats)
     result = describe() | {"shape": args.shape, "rank": args.rank, "slots": args.slots} | result
     if args.json_out:
-        write(args.json_out, result)
+        write_json(args.json_out, result)
     report(result, args.adapters)
     if result["different"]:
         fail("answers differ from their adapter alone")

@@ -22,6 +22,7 @@ from partial import Results, stop_cleanly
 
 from mlx_tandem.api.engine import Engine
 from mlx_tandem.api.generation import Completion
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.errors import InvalidRequest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=6, help="schemas whose answers are computed at once")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, model=args.model or "demo", samples=args.samples, max_tokens=args.max_tokens)

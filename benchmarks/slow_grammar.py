@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +23,7 @@ from partial import Results, stop_cleanly
 
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.script import ScriptChannel, Work
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.wire import WireError
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     config = EngineConfig(

@@ -25,6 +25,7 @@ from partial import Results, stop_cleanly
 
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.http import HttpError, once
+from mlx_tandem.cli.outputs import argument
 
 QUESTION = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 8, "temperature": 0.0}
 
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8), help="quantise the random weights")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--options", default="", help="further options of the server")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, model=args.shape or str(args.model or "demo"), options=args.options)

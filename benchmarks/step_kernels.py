@@ -23,6 +23,7 @@ from partial import Results, stop_cleanly
 from mlx_tandem.cli.bench.hybrid_shape import HYBRIDS
 from mlx_tandem.cli.bench.script import Script, Work, run_script
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.types import EngineInfo, Request, SamplingParams
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--most", type=int, default=40, help="kernels that are listed")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     shape = SHAPES.get(args.shape) or HYBRIDS[args.shape]

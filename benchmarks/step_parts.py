@@ -28,6 +28,7 @@ import msgspec
 from mlx_tandem.cli.bench.floor import Floor
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.shapes import POSITIONS, SHAPES, write_model
+from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.model.build import Built, build
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-bits", type=int, choices=(4, 8, 16), default=16)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     batches = [int(n) for n in args.batch.split(",")]
     shape = SHAPES[args.shape]
@@ -113,8 +114,7 @@ def main() -> None:
         results.append({"batch": rows} | medians | {k: found[k] for k in ("floor_ms", "bandwidth_share")})
         print(json.dumps(results[-1]), flush=True)
         if args.json_out:
-            args.json_out.parent.mkdir(parents=True, exist_ok=True)
-            args.json_out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_json(args.json_out, result)
 
 
 def measure(built: Built, rows: int, context: int, steps: int) -> dict[str, float]:

@@ -30,6 +30,7 @@ from partial import Results, stop_cleanly
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.script import Script, Work, run_script
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.cli.outputs import argument
 from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.generation.grammar.constraint import Constraint, Schema
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=192)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     most = 2 * max(map(int, args.rows.split(",")))

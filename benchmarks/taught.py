@@ -18,6 +18,7 @@ from servers import tandem
 from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import POLL_SECONDS
 from mlx_tandem.cli.http import once
+from mlx_tandem.cli.outputs import argument
 
 EVERY = 10  # updates between two evaluations
 WANTED = 0.8
@@ -88,7 +89,7 @@ def main(
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--runs", default=",".join(runs))
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, settings=dict(settings), wanted=WANTED)

@@ -22,7 +22,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -32,12 +31,12 @@ from streams import greedy, with_adapters
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import Client, run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail
 from mlx_tandem.cli.http import Connection
+from mlx_tandem.cli.outputs import argument, write_json
 
 WORDS = "the quick brown fox jumps over a lazy dog and 12 others, while Sphinx of black quartz judges my vow.".split()
 PROBE_EVERY = 0.05  # seconds
@@ -52,7 +51,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=24, help="that ask for token ids")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="of each text")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     parser.add_argument(
         "--load-on", help=argparse.SUPPRESS
     )  # the server that this process is to load, until it is ended
@@ -65,7 +64,7 @@ def main() -> None:
         load = Load(server.url, prompt_tokens=32, max_tokens=args.max_tokens)
         result = run_loop(measure(server, load, args.streams, args.clients, args.bytes, args.repeats))
     if args.json_out:
-        write(args.json_out, describe() | result)
+        write_json(args.json_out, describe() | result)
     report(result)
     if result["failed"] or set(result["statuses"]) - {"200", "429", "503"}:
         fail("streams or texts failed")

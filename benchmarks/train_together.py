@@ -10,17 +10,16 @@ The three take turns; nothing is served meanwhile.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from mlx_tandem.api import Engine
 from mlx_tandem.api.trainer import Trainer
 from mlx_tandem.cli.bench.machine import describe
+from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.engine.learning import Datum
 
 RANKS = (4, 8, 16, 32)
@@ -79,13 +78,12 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--micro-batch-tokens", type=int, default=0)
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     with Engine(micro_batch_tokens=args.micro_batch_tokens) as engine:
         result = measure(engine, args.examples, args.repeats)
     if args.json_out:
-        args.json_out.parent.mkdir(parents=True, exist_ok=True)
-        args.json_out.write_text(json.dumps(describe() | result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json_out, describe() | result)
     print(f"of one adapter on all of the work: {result['of_alone']}")
 
 

@@ -65,6 +65,7 @@ def main() -> None:
     stop_cleanly()
     trees = {BEFORE: args.before.resolve(), AFTER: HERE}
     results = Results(args.json_out, before_commit=commit(trees[BEFORE]), kind=args.kind)
+    results.add()  # now, so that a file that cannot be written is reported before anything is measured
     compare = compare_engines if args.kind == "engine" else compare_servers
     found: list[dict[str, Any]] = []
     for found in compare(args, trees):

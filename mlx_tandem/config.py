@@ -65,7 +65,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Drafts of tokens, which a step verifies together; they change the speed and nothing of the answers."""
+    """Drafts of tokens, which a step verifies together; they change an answer as little as company does."""
 
     # ngram: from prompt and answer; draft: by a smaller model; mtp: by the model's head for multi-token prediction
     method: Literal["none", "ngram", "draft", "mtp"] = "none"
@@ -115,6 +115,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lora: LoraConfig = field(default_factory=LoraConfig)
     duty: DutyConfig = field(default_factory=DutyConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    deterministic: bool = False  # the logits of a token depend on the tokens before it and on nothing else, to the bit
     memory_limit_gb: float = 0.0  # device memory for this server; 0: by the device and what else runs on it
     heartbeat_seconds: float = 0.5  # time between two messages with statistics
     stall_seconds: float = 60.0  # a step that takes longer ends the engine

@@ -268,6 +268,13 @@ def _draft_model(channel: EngineChannel, config: EngineConfig, built: Built) -> 
         channel.send([m.Progress(f"draft model: {stage}", fraction)])
 
     draft = build_draft(config, built.info, report)
+    if set(draft.info.eos_token_ids) != set(built.info.eos_token_ids):
+        log.warning(
+            "%s ends texts with the tokens %s, and the model with %s: drafts of the end of an answer will be wrong",
+            config.speculation.draft_model,
+            sorted(draft.info.eos_token_ids),
+            sorted(built.info.eos_token_ids),
+        )
     draft.warm_up(CostModel())
     info = draft.info
     return DraftModel(
@@ -386,9 +393,10 @@ def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
                 few_shapes=device.is_cuda(),
                 kept_bytes=KEPT_BYTES[device.kind()],
                 # Pages have many shapes and masks of their own, for which CUDA has no fused attention.
-                mask_axes=0 if device.is_cuda() else built.mask_axes,
+                mask_axes=0 if device.is_cuda() or built.deterministic else built.mask_axes,
             ),
             prepare=publish,
+            exact=built.deterministic,
         )
 
     return trainers

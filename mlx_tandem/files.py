@@ -12,11 +12,18 @@ import errno
 import fcntl
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 from mlx_tandem.errors import TandemError
+
+NO_HOME = Path("/nonexistent")
+"""Home of users who have none, as Debian calls it."""
+
+MOST_NAME_BYTES = 240
+"""Bytes of the longest name of a result, which leaves room for that under which it is written."""
 
 
 class StorageError(TandemError):
@@ -199,8 +206,12 @@ def _sync(path: Path, flags: int, ops: FileOps) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the user's own folder for files that this program can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-tandem"
+    """Return the user's own folder for files that this program can make again. It may be one that cannot be made."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # neither HOME nor the system's list of users has a home
+        home = NO_HOME
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "mlx-tandem"
 
 
 def make_folder(path: Path, ops: FileOps = DISK) -> None:
@@ -284,6 +295,28 @@ def check_usable(folder: Path) -> None:
         if folder.is_dir():
             FolderLock(folder).release()
             return
-        above = next(parent for parent in folder.absolute().parents if parent.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))
+    _check_room(folder)
+
+
+def check_writable(file: Path) -> None:
+    """Raise StorageError if a file can be neither written nor made. Nothing is changed."""
+    with storage(file):
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if file.exists():
+            if not os.access(file, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        if len(os.fsencode(file.name)) > MOST_NAME_BYTES:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    _check_room(file)
+
+
+def _check_room(path: Path) -> None:
+    """Raise StorageError unless a file can be made in the nearest folder above `path` that exists."""
+    with storage(path):
+        above = next(parent for parent in Path(os.path.realpath(path)).parents if parent.exists())
+        try:
+            tempfile.TemporaryFile(dir=above).close()
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(above)) from e

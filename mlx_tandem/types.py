@@ -305,6 +305,7 @@ class EngineInfo(Struct, frozen=True):
     micro_batch_tokens: int = 0  # tokens of one forward and backward of learning; 0: not decided
     hidden_size: int = 0  # numbers of a pooled hidden state; 0: requests may not ask for any
     vision: VisionInfo | None = None  # None: the folder has no part for images
+    deterministic: bool = False  # answers are the same bits whatever runs beside them
 
 
 class DiskStats(Struct, frozen=True):

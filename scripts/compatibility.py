@@ -55,8 +55,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
 The name of a test begins with the key of its program.
 """
 
-OWN = ("test_keepalives", "test_loopback", "test_refusals")
-"""Modules of tests/clients that try no client, or several at once."""
+OWN = ("test_jan", "test_keepalives", "test_loopback", "test_refusals")
+"""Modules of tests/clients that run no client, or several at once."""
 
 HEAD = """\
 # Compatibility

@@ -46,16 +46,22 @@ def curl(words: Sequence[str], port: int) -> bytes:
 
 
 class running:
-    """A server that is ready inside the block, started by `words` in the folder `where`."""
+    """A server that is ready inside the block, started by `words` in the folder `where`. What it prints is in `log`."""
 
-    def __init__(self, words: Sequence[str], port: int, where: Path, env: Mapping[str, str] | None = None):
-        self._words, self.port, self._where = words, port, where
+    def __init__(
+        self,
+        words: Sequence[str],
+        port: int,
+        where: Path,
+        env: Mapping[str, str] | None = None,
+        log: Path = Path(os.devnull),
+    ):
+        self._words, self.port, self._where, self._log = words, port, where, log
         self._env = (os.environ if env is None else env) | {"PYTHONPATH": str(ROOT)}
 
     def __enter__(self) -> running:
-        self.process = subprocess.Popen(
-            self._words, cwd=self._where, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self._env
-        )
+        with self._log.open("wb") as said:
+            self.process = subprocess.Popen(self._words, cwd=self._where, stdout=said, stderr=said, env=self._env)
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline and self.process.poll() is None:
             try:

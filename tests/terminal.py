@@ -57,6 +57,10 @@ class Terminal:
             pass
         return self.lines
 
+    def type(self, keys: str) -> None:
+        """Press these keys."""
+        os.write(self._descriptor, keys.encode())
+
     def _read(self) -> bool:
         """Whether the process has written something more."""
         assert select.select([self._descriptor], [], [], PATIENCE_SECONDS)[0], f"nothing happens:\n{self._text()}"

@@ -228,7 +228,7 @@ class OwnParser:
 
     def _opened(self, text: str) -> bool:
         """Return whether a prompt is taken to have opened a thought."""
-        form = AnswerReading(cast(Tokenizer, None), None, calls="none", thoughts=self.family.thoughts).form
+        form = AnswerReading(cast(Tokenizer, None), "", calls="none", thoughts=self.family.thoughts).form
         if form is None:
             return False
         if self.kwargs.get("continue_final_message"):
@@ -246,7 +246,7 @@ class OwnParser:
 
     def _make(self, text: str, tools: Any) -> Parser | None:
         """Return our parser for a text; None if all of it is content."""
-        reading = AnswerReading(cast(Tokenizer, None), None, calls=self.family.calls, thoughts=self.family.thoughts)
+        reading = AnswerReading(cast(Tokenizer, None), "", calls=self.family.calls, thoughts=self.family.thoughts)
         if isinstance(self.tools, list | tuple) and self.tools:
             tools = self.tools
         offer = offered(tools, text) if self.family.calls != "none" and not self.silent else None

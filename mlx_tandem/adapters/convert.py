@@ -95,12 +95,12 @@ def convert(source: Path, target: Path, to: Format) -> None:
     bfloat16 becomes float32. Raise ModelError naming what the format `to` cannot express.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        refuse("target", None, "exists and is not an empty folder")
+        refuse(str(target), None, "exists and is not an empty folder: choose another OUT")
     with files.directory(source) as directory:
         config = files.configuration(directory, follow_links=True)
         kind = files.format_of(directory, config)
         if kind == to:
-            refuse("to", None, f"is {to}, the format that the adapter has already")
+            refuse("--to", None, f"{source} is in the format {to} already")
         with files.regular_file(directory, WEIGHTS[kind], limits.MAX_ADAPTER_BYTES, follow_links=True) as fd:
             header = read_header(fd, WEIGHTS[kind])
             adapter = _Adapter(fd, config, header, *_spec(kind, config, header))
@@ -344,7 +344,7 @@ def _write(target: Path, config: Mapping[str, Any], tensors: Tensors, weights: s
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as e:
-        refuse("target", None, f"cannot be written: {e.strerror}")
+        refuse(str(target), None, f"cannot be written: {e.strerror}")
 
 
 def _flush(paths: Iterable[Path]) -> None:

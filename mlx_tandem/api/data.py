@@ -30,25 +30,26 @@ EXTRAS = ("weights", "advantages", "logprobs", "temperature", "anchor", "referen
 class ServedCodec:
     """A model's tokenizer and chat template, for all threads but that of the front's loop.
 
-    `longest` is the most tokens of an example, `chats` whether the model has a chat template, `end` the token that ends
-    a taught text, and `ends` all tokens that end one.
+    `longest` is the most tokens of an example, `chats` whether the model has a chat template of its own, `end` the
+    token that ends a taught text, and `ends` all tokens that end one.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        render: Render | None,
+        render: Render,
         *,
         vocab_size: int,
         longest: int,
         eos_token_ids: Sequence[int],
+        chats: bool = True,
     ):
         """Take over the parts. Raises InvalidRequest for a model without a token that ends a text."""
         self._tokenizer = tokenizer
         self._render = render
         self.vocab_size = vocab_size
         self.longest = longest
-        self.chats = render is not None
+        self.chats = chats
         named = tokenizer.special_tokens.get(tokenizer.special_texts().get("eos_token", ""))
         ends = [*([] if named is None else [named]), *eos_token_ids]
         if not ends:
@@ -65,10 +66,11 @@ class ServedCodec:
 
         return cls(
             front.tokenizer,
-            None if prompts.template is None else render,
+            render,
             vocab_size=info.vocab_size,
             longest=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
+            chats=not prompts.template.is_plain,
         )
 
     def text(self, text: str, *, begins: bool) -> list[int]:
@@ -85,7 +87,6 @@ class ServedCodec:
 
         With `asks` it ends with the beginning of an answer.
         """
-        assert self._render is not None
         for value in (*(value for message in messages for value in message.values()), *tools):
             _check_characters(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         options = {"add_generation_prompt": asks} | ({"tools": list(tools)} if tools else {})

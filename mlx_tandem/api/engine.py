@@ -303,13 +303,14 @@ def _engine_config(model: str, options: Mapping[str, object]) -> EngineConfig:
     places |= {f"ssd_{field}": ("disk", field) for field in DiskCacheConfig.__struct_fields__}
     places |= {"ssd": places.pop("ssd_enabled"), "ssd_cache_dir": places.pop("ssd_dir")}
     places["lora_backend"] = ("lora", "backend")
+    places["deterministic"] = ("", "deterministic")
     tree: dict[str, Any] = {"model": {"path": model}}
     for name, value in options.items():
         if name not in places:
             near = difflib.get_close_matches(name, places, n=1)
             raise TypeError(f"Engine has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         section, field = places[name]
-        tree.setdefault(section, {})[field] = value
+        (tree.setdefault(section, {}) if section else tree)[field] = value
     return convert(tree, EngineConfig)
 
 

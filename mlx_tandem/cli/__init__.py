@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from mlx_tandem.errors import TandemError
+
 
 def main(words: list[str] | None = None) -> None:
-    """Run the command line, that of this process unless `words` are given; the process ends with its exit status."""
+    """Run the command line, that of this process unless `words` are given; the process ends with its exit status.
+
+    An error that no command has expected ends it with one line, too, if it is one of this program's own.
+    """
     try:
         from mlx_tandem.cli.app import app
 
         app(args=words, prog_name="tandem")
+    except TandemError as e:
+        from mlx_tandem.cli.console import fail
+
+        fail(e.message)
     except KeyboardInterrupt:  # outside of a command, while modules are imported
         raise SystemExit(130) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from urllib.parse import quote
@@ -23,6 +24,10 @@ Key = Annotated[
     str | None, typer.Option(help="The server's key; --api-key-file or TANDEM_API_KEY do not show in `ps`.")
 ]
 KeyFile = Annotated[str | None, typer.Option(help="File whose first line is the key.")]
+CaCert = Annotated[
+    str | None,
+    typer.Option("--cacert", metavar="FILE", help="Certificates (PEM) to trust at https://; else SSL_CERT_FILE's."),
+]
 WIDE = 110
 """Columns of a terminal from which a table has room for the names of layers."""
 
@@ -31,11 +36,11 @@ URL = "http://127.0.0.1:8000"
 
 
 @adapters.command("ls", cls=Command)
-def ls(url: Url = URL, api_key: Key = None, api_key_file: KeyFile = None) -> None:
+def ls(url: Url = URL, api_key: Key = None, api_key_file: KeyFile = None, cacert: CaCert = None) -> None:
     """List adapters with their size, where they are and what they did; in a wide terminal with their layers."""
     from rich.table import Table
 
-    found = ask(url, api_key, api_key_file, "GET", "/v1/adapters")
+    found = ask(Server(url, api_key, api_key_file, cacert), "GET", "/v1/adapters")
     console = output()
     table = Table()
     for title in ("adapter", "rank", "MB", "on the device", "requests", "tokens", "folder"):
@@ -64,6 +69,7 @@ def load(
     url: Url = URL,
     api_key: Key = None,
     api_key_file: KeyFile = None,
+    cacert: CaCert = None,
 ) -> None:
     """Load an adapter under NAME; a name that exists gets a new version."""
     body: dict[str, object] = {"name": name}
@@ -71,7 +77,7 @@ def load(
         body["path"] = str(Path(path).absolute()) if Path(path).is_dir() else path
     if pin:
         body["pin"] = True
-    done = ask(url, api_key, api_key_file, "POST", "/v1/adapters", body)
+    done = ask(Server(url, api_key, api_key_file, cacert), "POST", "/v1/adapters", body)
     print(f"loaded {done['id']} (rank {done['rank']}, {done['size_bytes'] / 1e6:.1f} MB)")
 
 
@@ -81,9 +87,10 @@ def unload(
     url: Url = URL,
     api_key: Key = None,
     api_key_file: KeyFile = None,
+    cacert: CaCert = None,
 ) -> None:
     """Forget NAME and all its versions; running requests are finished."""
-    done = ask(url, api_key, api_key_file, "DELETE", f"/v1/adapters/{quote(name, safe='')}")
+    done = ask(Server(url, api_key, api_key_file, cacert), "DELETE", f"/v1/adapters/{quote(name, safe='')}")
     print(f"unloaded {name} ({_joined(str(version) for version in done['versions'])})")
 
 
@@ -145,9 +152,17 @@ def _spans(numbers: tuple[int, ...]) -> str:
     return _joined("–".join(map(str, span)) for span in spans)
 
 
-def ask(
-    url: str, api_key: str | None, api_key_file: str | None, method: str, path: str, body: object = None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Server:
+    """A running server, as the options of a command name it."""
+
+    url: str
+    api_key: str | None
+    api_key_file: str | None
+    cacert: str | None
+
+
+def ask(server: Server, method: str, path: str, body: object = None) -> dict[str, Any]:
     """Return the server's answer to a request. End the process with one line and status 1 after an error of any
     kind.
     """
@@ -157,19 +172,21 @@ def ask(
     from mlx_tandem.errors import InvalidRequest
 
     async def request() -> tuple[int, Any]:
-        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None)
+        connection = Connection.to(server.url, {"Authorization": f"Bearer {key}"} if key else None, server.cacert)
         try:
             return await connection.json(method, path, body)
         finally:
             connection.close()
 
     try:
-        key = keys.given(api_key, api_key_file)
+        key = keys.given(server.api_key, server.api_key_file)
         status, answer = asyncio.run(request())
-    except (HttpError, InvalidRequest) as e:
+    except HttpError as e:
+        fail(f"{e} (--url)")
+    except InvalidRequest as e:
         fail(str(e))
     if status >= 300 or not isinstance(answer, dict):
-        fail(f"{url} answered with {status}: {message_of(answer)}")
+        fail(f"{server.url} answered with {status}: {message_of(answer)}")
     return cast("dict[str, Any]", answer)
 
 

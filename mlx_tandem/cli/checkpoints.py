@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_tandem.cli.adapters import URL, Key, KeyFile, Url, ask
+from mlx_tandem.cli.adapters import URL, CaCert, Key, KeyFile, Server, Url, ask
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.cli.help import Command, group
 
@@ -53,13 +54,28 @@ def rollback(
         str | None,
         typer.Argument(metavar="TO", help="A version's number or a checkpoint; if absent the last good one."),
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed where there is no terminal.")] = False,
     url: Url = URL,
     api_key: Key = None,
     api_key_file: KeyFile = None,
+    cacert: CaCert = None,
 ) -> None:
-    """Have a running server go back to a version, which it serves and trains from then on."""
-    done = ask(url, api_key, api_key_file, "POST", "/v1/training/rollback", {} if to is None else {"to": to})
+    """Have a running server go back to a version, which it serves and trains from then on. It asks before it does."""
+    server = Server(url, api_key, api_key_file, cacert)
+    if not yes:
+        _confirm(server, to)
+    done = ask(server, "POST", "/v1/training/rollback", {} if to is None else {"to": to})
     print(f"back at {done['current_lora']}")
+
+
+def _confirm(server: Server, to: str | None) -> None:
+    """Ask whether a server shall go back. End the process with one line and status 1 unless it shall."""
+    if not sys.stdin.isatty():
+        fail("a rollback changes what is served and trained: without a terminal to ask on, confirm it with --yes")
+    status = ask(server, "GET", "/v1/training/status")
+    now, where = status.get("current_lora") or "the base", "the last good version" if to is None else to
+    if not typer.confirm(f"{server.url} serves and trains {now}. Go back to {where}?", err=True):
+        fail("nothing was changed")
 
 
 def _opened(folder: Path) -> Checkpoints:

@@ -11,10 +11,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperOption
 
+from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import warn
 from mlx_tandem.cli.flags import Refused, translate
 from mlx_tandem.cli.help import Command
-from mlx_tandem.cli.options import parameters, split_arms, split_pairs, split_words
+from mlx_tandem.cli.options import OPTIONS, parameters, split_arms, split_pairs, split_words
 
 Folder = Annotated[
     str | None,
@@ -41,7 +42,15 @@ class Root:
 
 
 class ServeCommand(Command):
-    """A command that also accepts command lines written for other servers."""
+    """A command that also accepts command lines written for other servers, and whose help names their defaults."""
+
+    def note(self, ctx: Any, param: Any) -> str:
+        """Return the default of the program as which this one is called; empty where it has none of its own."""
+        called_as = ctx.obj.called_as if isinstance(ctx.obj, Root) else "tandem"
+        value = CALLERS[called_as].defaults.get(OPTIONS.get(param.name, ""))
+        if value is None:
+            return ""
+        return f"As {called_as}: {value:g}." if isinstance(value, float) else f"As {called_as}: {value}."
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translate other servers' flags, then parse the options."""
@@ -113,6 +122,8 @@ def run(
     from mlx_tandem.cli import daemon as background
     from mlx_tandem.cli.serve import prepare
 
+    background.folder()
+    background.log_folder()
     # Settings are checked and hub ids fetched here, where the user sees it.
     served, sock = prepare(config, settings, ctx.obj.called_as, defaults)
     sock.close()

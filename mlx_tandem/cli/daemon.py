@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from mlx_tandem.cli.console import fail
-from mlx_tandem.files import cache_folder
+from mlx_tandem.cli.console import fail, say
+from mlx_tandem.files import StorageError, cache_folder, check_writable, storage
 
 DETACHED = "TANDEM_DETACHED"
 """Environment variable that tells a server that it runs in the background: the descriptor on which to say that it is
@@ -27,6 +28,12 @@ ready, the port that it must have (empty: that of its settings), and its log."""
 
 LAST_WORD_SECONDS = 5.0
 """Seconds between the second SIGTERM, which ends streams, and SIGKILL."""
+
+STOP_SECONDS = 30.0
+"""Seconds that a server which was still starting has to end."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 
 POLL_SECONDS = 0.05
 """Seconds between two checks of whether a server has ended."""
@@ -47,12 +54,27 @@ class State(msgspec.Struct, frozen=True):
 def folder() -> Path:
     """Return the folder of this user's servers, which nobody else can enter."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(runtime) / "mlx-tandem" if runtime else cache_folder() / "run"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = _made(Path(runtime) / "mlx-tandem" if runtime else cache_folder() / "run")
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         fail(f"{path} is not a folder of yours")
     path.chmod(0o700)
+    return path
+
+
+def log_folder() -> Path:
+    """Return the folder of the logs of this user's servers."""
+    return _made(cache_folder() / "log")
+
+
+def _made(path: Path) -> Path:
+    """Return a folder, which is made if need be. End the process with one line and status 1 if it cannot be used."""
+    try:
+        with storage(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_writable(path / "any.file")
+    except StorageError as e:
+        fail(f"{e.message}; servers in the background need it: set XDG_CACHE_HOME or HOME to a folder of yours")
     return path
 
 
@@ -149,11 +171,11 @@ class Detached:
 def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> int:
     """Run `tandem ARGV` in the background and wait until it is ready or has ended; return the exit status.
 
-    Its Ready text is printed, or its output if it failed. `port` overrides the port in ARGV.
+    Its Ready text is printed, or its output if it failed. `port` overrides the port in ARGV. SIGINT and SIGTERM stop
+    the server that is starting, too.
     """
-    logs = cache_folder() / "log"
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = logs / f"starting-{os.getpid()}.log"
+    folder()  # now, and not once the server is ready
+    log = log_folder() / f"starting-{os.getpid()}.log"
     ours, theirs = os.pipe()
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), "wb") as out:
         child = subprocess.Popen(
@@ -167,12 +189,15 @@ def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> i
             env=os.environ | {DETACHED: f"{theirs}:{'' if port is None else port}:{log}"},
         )
     os.close(theirs)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with open(ours, encoding="utf-8") as waiting:
             text = waiting.read()
     except KeyboardInterrupt:
-        child.terminate()
-        text = ""
+        _give_up(child)
+        log.unlink(missing_ok=True)
+        return INTERRUPTED
     if text:
         print(text, flush=True)
         return 0
@@ -180,6 +205,18 @@ def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> i
     sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
     log.unlink()
     return status if status > 0 else 1
+
+
+def _give_up(child: subprocess.Popen[bytes]) -> None:
+    """End a server that has not said that it is ready, and say so. Another signal ends it at once."""
+    try:
+        say("stopping the server that was starting … (again: at once)")
+        child.terminate()
+        child.wait(STOP_SECONDS)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    say("nothing is running: the server was stopped before it was ready")
 
 
 def stop(port: int, timeout: float) -> None:

@@ -30,7 +30,8 @@ def show(
     from mlx_tandem.engine_main import plan
 
     try:
-        config = build(file, options, {**CALLERS[called_as].defaults(), **(defaults or {})})
+        caller = CALLERS[called_as]
+        config = build(file, caller.options(options), {**caller.defaults, **(defaults or {})})
         engine, _ = hub.find_models(config.engine)
         memory, longest, device = plan(engine)
     except SettingsError as e:

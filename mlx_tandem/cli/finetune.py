@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,13 +17,19 @@ from msgspec import structs
 from mlx_tandem import demo, files, limits
 from mlx_tandem.adapters.convert import inspect
 from mlx_tandem.api import Engine, Trainer
+from mlx_tandem.cli import hub
+from mlx_tandem.cli.bench.plot import save
 from mlx_tandem.cli.console import say, warn
+from mlx_tandem.config import Config, EngineConfig, LoraConfig, ModelConfig, ServerConfig
 from mlx_tandem.engine.learning import Datum
-from mlx_tandem.errors import Conflict, InvalidRequest
-from mlx_tandem.training.fit import Course, Evaluation, Event, Step, fit
+from mlx_tandem.errors import Conflict, InvalidRequest, TandemError
+from mlx_tandem.generation.adapters.name_rules import check_settings
+from mlx_tandem.model_folder import CONFIG, text_settings
+from mlx_tandem.small_files import read_object
+from mlx_tandem.training.fit import Course, Evaluation, Event, Step, check_plan, fit
 from mlx_tandem.training.metrics.recorder import Recorder, openers
 from mlx_tandem.training.metrics.writer import Sample, Tracker, require
-from mlx_tandem.training.sft import Encoded, Line, SftConfig, encode, read, split
+from mlx_tandem.training.sft import Encoded, Line, SftConfig, count_split, encode, read, split
 from mlx_tandem.training.sft_runs import RunFolder, RunState, digest
 
 MANIFEST = "manifest.json"
@@ -32,6 +40,9 @@ BLOCK = 16
 
 RANK = 16
 """Rank of an adapter if none is asked for."""
+
+MAX_LENGTH = 2048
+"""Most tokens of an example if nothing is asked for and the model sees as many."""
 
 START = "start"
 """Name in the engine of the adapter that training begins with."""
@@ -50,8 +61,13 @@ class Data:
     file: Path
     valid: Path | None
     valid_share: float
-    max_length: int
+    max_length: int | None  # None: MAX_LENGTH, or what the model sees if that is less
     raw: bool
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of an example, as far as is known without the model."""
+        return MAX_LENGTH if self.max_length is None else self.max_length
 
 
 @dataclass(frozen=True)
@@ -115,12 +131,18 @@ class Log:
         return self.tokens / max(self.seconds, 1e-9)
 
 
+def default_out(data: Path) -> Path:
+    """Return the folder of the adapter that a file of examples makes if none is named. An adapter may have its name."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", data.stem).lstrip("._-")[:48].rstrip("-")
+    return Path(f"{stem}-adapter" if stem else "adapter")
+
+
 @dataclass
 class Job:
     """One fine-tuning run, with everything checked that can be before the model is loaded."""
 
     data: Data
-    model: str
+    model: str | None  # a folder or a hub id; None: the built-in model
     out: Path
     adapter: Adapter
     dtype: str
@@ -130,15 +152,26 @@ class Job:
     save_every: int = 0  # steps between saved states; 0: a state is saved at each evaluation
     log: Log = field(default_factory=Log)
 
+    def __post_init__(self) -> None:
+        self._run_folder = RunFolder(self.out)
+        self._folder = str(demo.MODEL_PATH)  # of the model, once it is found
+        self._is_done = False
+
     def run(self) -> dict[str, Any]:
-        """Train the adapter, and return all figures as plain data. Raise TandemError if that is impossible."""
-        data, arguments = self.data, self._check()
+        """Train the adapter, and return all figures as plain data. Raise TandemError or HubError if that is
+        impossible.
+        """
+        arguments = self._check()
+        data = self.data
         lines, held_lines = read(data.file), read(data.valid) if data.valid else []
-        with files.storage(self.out):
-            files.make_folder(self.out.absolute().parent)  # now, so that a failure does not show after hours
+        self._check_plan(lines, held_lines)
+        if not self.out.exists():  # these are checked now, so that a failure does not show after hours
+            files.check_usable(self.out)
+        files.check_usable(self._run_folder.path)
+        self._find_model()
         self._run_folder.begin()
         try:
-            say(f"loading {'the built-in model' if self._is_demo else self.model} …")
+            say(f"loading {self.model or 'the built-in model'} …")
             with self._engine(arguments) as engine:
                 found, course = self._encoded(engine, lines, held_lines)
                 self._learn(engine, arguments, found, course)
@@ -146,37 +179,81 @@ class Job:
             self._run_folder.release()
         return self._report()
 
+    def stopped(self) -> str:
+        """Return what an interrupted run leaves, and how it can be continued, in words."""
+        if self._is_done:
+            return f"stopped; the adapter in {self.out} is complete"
+        if (step := self._run_folder.saved_step()) is not None:
+            return f"stopped; the same command with --resume continues after step {step}"
+        if self.out.exists() and any(self.out.iterdir()):
+            return f"stopped before a state was saved that could be continued; {self.out} has the best adapter so far"
+        return "stopped before a state was saved; the same command begins anew"
+
     def _check(self) -> dict[str, Any]:
         """Return the trainer's arguments. Raise TandemError for settings that cannot be used."""
-        limits.check("max_length", self.data.max_length)
+        limits.check("max_length", self.data.longest)
         limits.check("valid_share", self.data.valid_share)
         limits.check("samples", self.records.samples)
         limits.check("save_every", self.save_every)
+        name = self.out.absolute().name
+        limits.check_name(name, f"the name '{name}' of the folder of --adapter-out, under which it would be served,")
         arguments = self.adapter.arguments()
-        for name in ("rank", "plus_ratio", "dropout"):
-            if name in arguments:
-                limits.check(name, arguments[name])
+        for option in ("rank", "plus_ratio", "dropout"):
+            if option in arguments:
+                limits.check(option, arguments[option])
         require(self.records.trackers)
-        self._run_folder = RunFolder(self.out)
         self._run_folder.check(self.resume)
         if not self.resume and self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise Conflict(f"{self.out} exists and is not an empty folder: choose another with --adapter-out")
         return arguments
 
+    def _check_plan(self, lines: Sequence[Line], held_lines: Sequence[Line]) -> None:
+        """Raise InvalidRequest for a course that these examples cannot have."""
+        learned, held = count_split(lines, self.data.valid_share)
+        steps = check_plan(self.config, learned, len(held_lines) or held)
+        if steps is not None and self.save_every > steps:
+            raise InvalidRequest(
+                f"save_every is {self.save_every}, but the training has at most {steps} steps", param="save_every"
+            )
+
+    def _find_model(self) -> None:
+        """Find the model's folder, and check against it what needs no weights. Raise TandemError or HubError."""
+        names: tuple[str, ...] = ()
+        if self.model is not None:
+            found = hub.find(self.model, "model")
+            self._folder, names = str(found.folder), (found.id,) if found.id else ()
+        served = Config(
+            EngineConfig(ModelConfig(self._folder)),
+            ServerConfig(served_model_names=names),
+            ((self.out.absolute().name, str(self.out)),),
+        )
+        try:
+            check_settings(served)
+        except TandemError as e:
+            e.param = "adapter_out"
+            raise
+        settings = read_object(Path(self._folder) / CONFIG) or {}
+        positions = text_settings(settings).get("max_position_embeddings")
+        if self.data.max_length is not None and isinstance(positions, int) and self.data.max_length > positions:
+            raise InvalidRequest(
+                f"max_length is {self.data.max_length}, but the model sees {positions} tokens at most",
+                param="max_length",
+            )
+
     def _engine(self, arguments: dict[str, Any]) -> Engine:
         """Load the model with room for one sequence and, where it is answered for samples, for the adapter."""
         start = self.adapter.init_from
         answers = self.records.samples > 0
-        most = self.data.max_length + (SAMPLE_TOKENS if answers else 0)
+        most = self.data.longest + (SAMPLE_TOKENS if answers else 0)
         return Engine(
-            self.model, {} if start is None else {START: start}, dtype=self.dtype,
+            self._folder, {} if start is None else {START: start}, dtype=self.dtype,
             max_loras=int(answers or start is not None), max_lora_rank=arguments["rank"],
             num_blocks=-(-most // BLOCK) + 1, block_size=BLOCK, max_num_seqs=1,
         )  # fmt: skip
 
     def _encoded(self, engine: Engine, lines: list[Line], held_lines: list[Line]) -> tuple[Encoded, Course]:
         """Return the examples as data, and the course over those that are learned and those that are held out."""
-        longest = min(self.data.max_length, engine.info.max_model_len)
+        longest = min(self.data.longest, engine.info.max_model_len)
         found = encode(lines, engine.codec, max_length=longest, raw=self.data.raw)
         train, held = split(found.data, self.data.valid_share, self.config.seed)
         if held_lines:
@@ -192,7 +269,7 @@ class Job:
         """Train from the beginning or from the saved state on, and keep the best adapter and the newest state."""
         train, held = course.train, course.valid
         decides = {
-            "model": self.model,
+            "model": self._folder,
             "dtype": engine.info.dtype,
             "data": digest(train, held),
             "adapter": arguments | {"init_from": str(self.adapter.init_from)},
@@ -240,10 +317,6 @@ class Job:
         file = folder / "metrics.jsonl" if records.file is None else records.file
         return Recorder(openers(file, records.trackers, folder, self.out.absolute().name, about), warn)
 
-    @property
-    def _is_demo(self) -> bool:
-        return self.model == str(demo.MODEL_PATH)
-
     def _about(self, engine: Engine, trainer: Trainer, found: Encoded, course: Course) -> dict[str, Any]:
         data, info = self.data, engine.info
         counts = {
@@ -252,11 +325,11 @@ class Job:
             "shortened": found.shortened,
             "left_out": found.left_out,
         }
-        more = {"max_length": data.max_length, "valid_share": data.valid_share, "raw": data.raw}
+        more = {"max_length": data.longest, "valid_share": data.valid_share, "raw": data.raw}
         return {
             "format": 1,
             "kind": "sft",
-            "base": {"path": self.model, "model_type": info.model_type, "dtype": info.dtype},
+            "base": {"path": self._folder, "model_type": info.model_type, "dtype": info.dtype},
             "adapter": msgspec.to_builtins(trainer.info),
             "data": {"file": str(data.file), "valid": str(data.valid) if data.valid else None, **counts},
             "settings": msgspec.to_builtins(self.config) | more,
@@ -289,6 +362,7 @@ class Job:
 
     def _report(self) -> dict[str, Any]:
         self._run_folder.end(self.out)
+        self._is_done = True
         kept: dict[str, Any] = json.loads((self.out / MANIFEST).read_text(encoding="utf-8"))
         judged, steps = self.log.evaluations, self.log.steps
         if judged:
@@ -298,14 +372,19 @@ class Job:
                 warn("what is held out is not predicted better than before: this adapter is of no use")
             if judged[-1].fell:
                 warn("the held-out loss was still falling at the end: more epochs (--epochs) would teach more")
-        base = "" if self._is_demo else f" --model {self.model}"
-        print(f"wrote {self.out}; try it: tandem serve{base} --adapter {self.out.resolve().name} {self.out}")
+        print(f"wrote {self.out}; try it: {self._command(kept['adapter']['rank'])}")
         return kept | {
             "tokens_per_s": self.log.rate,
             "seconds": self.log.seconds,
             "steps": [structs.asdict(s) for s in steps],
             "evaluations": [structs.asdict(e) for e in judged],
         }
+
+    def _command(self, rank: int) -> str:
+        """Return the command that serves the adapter."""
+        base = [] if self.model is None else ["--model", self.model]
+        room = ["--max-lora-rank", str(rank)] if rank > LoraConfig().max_lora_rank else []
+        return shlex.join(["tandem", "serve", *base, "--adapter", self.out.absolute().name, str(self.out), *room])
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
@@ -394,5 +473,4 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save(figure, path)

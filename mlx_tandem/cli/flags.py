@@ -71,6 +71,7 @@ FLAGS: dict[str, Flag] = {
     # Jan's mlx-server
     "--batch-timeout-ms": Flag(f"no batch is waited for: {_ADMISSION}", value=True),
     "--enable-continuous-batching": Flag(f"batching is always continuous: {_ADMISSION}"),
+    "--embedding": Flag("every model answers /v1/embeddings, and goes on answering chats"),
     # MLX ParaLLM
     "--share-model": Flag("one process holds the model, and every request and adapter shares it"),
     "--atropos-url": Flag("this version does not speak to Atropos yet; requests bring the trajectories", value=True),
@@ -212,6 +213,10 @@ class _Line:
         while self._model_known and self._rest and not self._rest[0].startswith("-"):
             yield from ("--served-model-name", self._rest.popleft())
 
+    def model_id(self) -> Iterator[str]:
+        """Yield the flag with which Jan names the model that its requests ask for."""
+        yield from ("--served-model-name", self._value("--model-id"))
+
     def sequence_cache_size(self) -> Iterator[str]:
         """Yield mlx-lm-server's --sequence-cache-size as the prefix cache's switch: 0 is off, any other number has
         no effect.
@@ -287,6 +292,7 @@ SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
     "--lora-modules": _Line.lora_modules,
     "--adapter-path": _Line.adapter_path,
     "--served-model-name": _Line.served_model_name,
+    "--model-id": _Line.model_id,
     "--sequence-cache-size": _Line.sequence_cache_size,
     "--dtype": _Line.dtype,
     "--mode": _Line.mode,

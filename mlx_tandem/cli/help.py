@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from mlx_tandem.printable import printable
 
 NAMES = 30
 """Widest column of names. A longer name has a line to itself, with its explanation on the next."""
@@ -15,13 +20,52 @@ NAMES = 30
 class Command(TyperCommand):
     """A command whose help has a section for its arguments, one for its options, and one for each panel of options."""
 
+    def note(self, ctx: Any, param: Any) -> str:
+        """Return a sentence that follows the explanation of a parameter; empty for none."""
+        return ""
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections of the help."""
-        _write_options(self, ctx, formatter)
+        _write_options(self, ctx, formatter, self.note)
+
+
+OTHER_WORDS = {
+    "ls": ("list", "show"),
+    "load": ("add", "register"),
+    "unload": ("delete", "remove", "rm"),
+    "inspect": ("info", "show"),
+    "clear": ("clean", "delete", "prune", "remove", "rm"),
+    "check": ("verify",),
+    "rollback": ("restore", "revert"),
+    "sft": ("finetune", "lora"),
+    "rl": ("grpo", "online"),
+}
+"""Other words for commands of groups, such as other programs have."""
 
 
 class Group(TyperGroup):
     """A group of commands, whose help explains each of them by the whole first sentence of its description."""
+
+    elsewhere: Mapping[str, str] = {}
+    """Words that are no commands here, and where to find what they mean elsewhere."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that is called, or end with what comes nearest to a word that is none."""
+        word = args[0] if args else ""
+        if word and not word.startswith("-") and self.get_command(ctx, word) is None:
+            ctx.fail(f"There is no command '{printable(word, 80)}'{self._hint(ctx, word)}")
+        return super().resolve_command(ctx, args)
+
+    def _hint(self, ctx: Any, word: str) -> str:
+        """Return the rest of a sentence that begins with a word that is no command."""
+        commands = self.list_commands(ctx)
+        others = {other: command for command in commands for other in OTHER_WORDS.get(command, ())}
+        near = next(iter(difflib.get_close_matches(word, [*commands, *others, *self.elsewhere], n=1)), "")
+        if near in commands or near in others:
+            return f"; did you mean '{ctx.command_path} {others.get(near, near)}'?"
+        if near:
+            return f": {self.elsewhere[near]}."
+        return f"; there are {', '.join(commands)}."
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections of the help."""
@@ -43,20 +87,26 @@ ELSEWHERE = {
     "pull": "'tandem serve ORG/NAME' fetches a model from the Hugging Face hub when it first serves it",
     "list": "'tandem models PATH' says what a model folder is, and 'tandem adapters ls' what a server knows",
     "logs": "'tandem serve --daemon' prints where the log is",
+    "sft": "'tandem train sft DATA' teaches an adapter from examples, 'tandem train rl' from rewards",
+    "convert": "'tandem adapters convert' writes an adapter in another format; models are served as they are",
     "status": "a server says how it is at /health, /v1/models and /metrics; 'tandem learn watch' follows learning",
 }
 """Commands that other programs have, and where to find here what they do."""
 ELSEWHERE |= {"run": ELSEWHERE["chat"], "ls": ELSEWHERE["list"], "ps": ELSEWHERE["status"], "log": ELSEWHERE["logs"]}
+ELSEWHERE |= {"generate": ELSEWHERE["chat"], "download": ELSEWHERE["pull"], "show": ELSEWHERE["list"]}
+ELSEWHERE |= {"start": ELSEWHERE["chat"], "finetune": ELSEWHERE["sft"], "lora": ELSEWHERE["sft"]}
 
 
 class RootGroup(Group):
-    """The group of all commands, which knows some words of other programs."""
+    """The group of all commands, which knows some words of other programs and takes no model for a command."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that is called, or end with a hint for a word of another program."""
-        if args and args[0] in ELSEWHERE and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"There is no command '{args[0]}': {ELSEWHERE[args[0]]}.")
-        return super().resolve_command(ctx, args)
+    elsewhere = ELSEWHERE
+
+    def _hint(self, ctx: Any, word: str) -> str:
+        """Return the rest of a sentence that begins with a word that is no command."""
+        if "/" in word or Path(word).is_dir():
+            return f": 'tandem serve {printable(word, 80)}' serves a model."
+        return super()._hint(ctx, word)
 
 
 def group(help: str, *, no_args_is_help: bool = True, is_root: bool = False) -> typer.Typer:
@@ -72,12 +122,15 @@ def group(help: str, *, no_args_is_help: bool = True, is_root: bool = False) -> 
     )
 
 
-def _write_options(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> None:
+def _write_options(
+    command: TyperCommand | TyperGroup, ctx: Any, formatter: Any, note: Callable[[Any, Any], str] = lambda *_: ""
+) -> None:
     sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for param in command.get_params(ctx):
         if record := param.get_help_record(ctx):
             usual = "Arguments" if param.param_type_name == "argument" else "Options"
-            sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(record)
+            panel = sections.setdefault(getattr(param, "rich_help_panel", None) or usual, [])
+            panel.append((record[0], f"{record[1]} {note(ctx, param)}".strip()))
     for name, records in sections.items():
         _write_section(formatter, name, records)
 

@@ -8,8 +8,10 @@ body as they arrive, so that a caller who counts events pays for nothing else.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
+import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -24,9 +26,13 @@ class HttpError(Exception):
 class Connection(asyncio.Protocol):
     """One connection to `host:port`. It takes one request at a time; open several for concurrent requests."""
 
-    def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None):
+    def __init__(
+        self, host: str, port: int, headers: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None
+    ):
+        """Name the server; `headers` go with every request. With `tls` the connection is encrypted."""
         self._host = host
         self._port = port
+        self._tls = tls
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._transport: asyncio.Transport | None = None
@@ -35,21 +41,30 @@ class Connection(asyncio.Protocol):
         self._on_body: Callable[[bytes], None] = _ignore
         self._framed = False  # whether the headers say where the body ends
         self._headers_seen = False
+        self._answered = False  # whether anything has ever arrived from the server
         self.retry_after: str | None = None  # Retry-After of the last answer
 
     @classmethod
-    def to(cls, url: str, headers: Mapping[str, str] | None = None) -> Connection:
+    def to(cls, url: str, headers: Mapping[str, str] | None = None, cacert: str | None = None) -> Connection:
         """Return a connection to the server at `url`; `headers` go with every request. Raise HttpError for a bad
         URL.
+
+        `cacert` is a PEM file of the authorities that an https:// server's certificate may come from, in place of
+        those of SSL_CERT_FILE or the system.
         """
         parts = urlsplit(url if "//" in url else f"//{url}")
         try:
-            port = parts.port or 80
+            port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             port = 0
-        if parts.scheme not in ("", "http") or not parts.hostname or not port:
-            raise HttpError(f"'{url}' is not an http:// address")
-        return cls(parts.hostname, port, headers)
+        if parts.scheme not in ("", "http", "https") or not parts.hostname or not port:
+            raise HttpError(f"'{url}' is not an http:// or https:// address")
+        return cls(
+            parts.hostname,
+            port,
+            headers,
+            _trusting(cacert or os.environ.get("SSL_CERT_FILE")) if parts.scheme == "https" else None,
+        )
 
     async def request(
         self, method: str, path: str, body: object = None, on_body: Callable[[bytes], None] | None = None
@@ -61,7 +76,14 @@ class Connection(asyncio.Protocol):
             head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n"
         if self._transport is None or self._transport.is_closing():
             try:
-                await asyncio.get_running_loop().create_connection(lambda: self, self._host, self._port)
+                await asyncio.get_running_loop().create_connection(lambda: self, self._host, self._port, ssl=self._tls)
+            except ssl.SSLCertVerificationError as e:
+                raise HttpError(
+                    f"the certificate of {self._address} is not trusted: {e.verify_message}; if it is yours, name it "
+                    "or its authority with --cacert FILE (or SSL_CERT_FILE)"
+                ) from None
+            except ssl.SSLError as e:
+                raise HttpError(f"{self._address} does not speak TLS ({e.reason}): try http://") from None
             except OSError as e:
                 # The text of asyncio's error repeats the address and leaves out the reason.
                 why = os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or e
@@ -92,7 +114,9 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection; the next request opens another."""
         if self._transport is not None:
-            self._transport.close()
+            # Ending TLS in form takes a round trip, for which the loops of commands do not wait.
+            end = self._transport.close if self._tls is None else self._transport.abort
+            end()
             self._transport = None
 
     # Called by asyncio.
@@ -103,6 +127,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse a piece of the answer."""
+        self._answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as e:
@@ -117,7 +142,8 @@ class Connection(asyncio.Protocol):
         if exc is None and self._headers_seen and not self._framed:
             self._done.set_result(self._parser.get_status_code())
         else:
-            self._fail("the server closed the connection in the middle of an answer")
+            secure = "" if self._tls or self._answered else "; one with --ssl-certfile is at https://"
+            self._fail(f"the server closed the connection in the middle of an answer{secure}")
 
     # Called by the parser.
 
@@ -166,6 +192,19 @@ class Events:
 
 def _ignore(body: bytes) -> None:
     pass
+
+
+@functools.cache
+def _trusting(cacert: str | None) -> ssl.SSLContext:
+    """Return a context that trusts certificates of the authorities in a file, or of the system's without one. Raise
+    HttpError for a file that has none.
+    """
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except ssl.SSLError:
+        raise HttpError(f"{cacert} holds no certificate in PEM's format (--cacert, SSL_CERT_FILE)") from None
+    except OSError as e:
+        raise HttpError(f"{cacert} cannot be read: {e.strerror} (--cacert, SSL_CERT_FILE)") from None
 
 
 async def once(url: str, method: str, path: str, body: object = None) -> tuple[int, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mlx_tandem.cli import keys
-from mlx_tandem.cli.adapters import URL, Key, KeyFile, Url
+from mlx_tandem.cli.adapters import URL, CaCert, Key, KeyFile, Url
 from mlx_tandem.cli.console import fail
 from mlx_tandem.cli.help import Command, group
 
@@ -20,6 +20,7 @@ def watch(
     interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
     api_key: Key = None,
     api_key_file: KeyFile = None,
+    cacert: CaCert = None,
 ) -> None:
     """Show how a server learns: curves, versions, the guard and answers; Ctrl-C ends it. Without a terminal, a line for
     each update.
@@ -38,7 +39,7 @@ def watch(
     shown = Screen(console) if console.is_terminal else Lines()
 
     async def follow() -> None:
-        async for status, history in looks(url, key, interval):
+        async for status, history in looks(url, key, interval, cacert):
             shown.show(status, history)
 
     try:

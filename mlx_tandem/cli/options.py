@@ -230,6 +230,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Most tokens of all running requests; 0: what the pool holds.",
         ),
         Option("engine.heartbeat_seconds", "--heartbeat-seconds", "Time between two heartbeats of the engine."),
+        Option(
+            "engine.deterministic",
+            "--deterministic",
+            "Give every request the same bits whatever runs beside it, which takes longer.",
+        ),
         Option("engine.memory_limit_gb", "--memory-limit-gb", "Device memory of this server in GB; 0: what is free."),
         Option("engine.stall_seconds", "--stall-seconds", "Time after which a silent engine is restarted."),
     ),
@@ -390,11 +395,19 @@ PANELS: dict[str, tuple[Option, ...]] = {
 }
 """All options by the section of the help in which they appear."""
 
-LEARNING = {option.name: option.flags.split()[0] for option in PANELS["Learning"]}
+FLAG = {option.name: option.flags.split()[0].partition("/")[0] for panel in PANELS.values() for option in panel}
+"""The flag of each option, by the name of its parameter."""
+
+LEARNING = {option.name: FLAG[option.name] for option in PANELS["Learning"]}
 """The flag of each option of learning, by the name of its parameter."""
 
 OPTIONS: dict[str, str] = {option.name: option.place for panel in PANELS.values() for option in panel}
 """The path in `Config` of each parameter of `tandem serve`. The command line and the file have the same settings."""
+
+
+def with_flag(message: str, flag: str | None) -> str:
+    """Return the message of an error with the option that it is about at its end, if it does not name it."""
+    return message if flag is None or flag in message else f"{message} ({flag})"
 
 
 def parameters() -> Iterator[inspect.Parameter]:

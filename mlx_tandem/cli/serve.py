@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from mlx_tandem import files
+from mlx_tandem.adapters import CONFIG as ADAPTER_CONFIG
 from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.callers import CALLERS
-from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.console import fail, say
 from mlx_tandem.cli.daemon import Detached
+from mlx_tandem.cli.options import FLAG, with_flag
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.cli.start_up import StartUp
 from mlx_tandem.config import Config, ServerConfig
-from mlx_tandem.errors import TandemError
+from mlx_tandem.errors import InvalidRequest, TandemError
+from mlx_tandem.limits import BASE
 from mlx_tandem.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -51,21 +55,24 @@ def prepare(
 
     caller = CALLERS[called_as]
     try:
-        config = build(file, options, {**caller.defaults(), **(defaults or {})})
+        config = build(file, caller.options(options), {**caller.defaults, **(defaults or {})})
         server = config.server
         check(server)
         check_settings(config)  # by the names that the base has before its folder is known
         key = keys.read(server.api_key, server.api_key_file)
-    except (SettingsError, TandemError) as e:
+    except SettingsError as e:
         fail(str(e))
+    except TandemError as e:
+        fail(with_flag(e.message, FLAG.get(e.param or "")))
+    if different := "; ".join(caller.said(config)):
+        say(f"{called_as}'s defaults apply, except that {different}")
     if config.adapter_root and not Path(config.adapter_root).is_dir():
         fail(f"there is no folder {config.adapter_root} for --adapter-root")
-    if config.rl_training.enabled:
-        _check_files(config)
+    _check_files(config)
     sock = _bind(config.server)
     try:
         engine, model = hub.find_models(config.engine)
-        adapters = tuple((name, str(hub.find(path, f"'{name}' adapter").folder)) for name, path in config.adapters)
+        adapters = tuple((name, _adapter(name, path)) for name, path in config.adapters)
     except hub.HubError as e:
         sock.close()
         fail(str(e))
@@ -82,23 +89,65 @@ def prepare(
     )
     try:
         check_settings(config)
+        _check_names(config)
     except TandemError as e:
         sock.close()
         fail(e.message)
     return config, sock
 
 
+def _adapter(name: str, path: str) -> str:
+    """Return the folder of an adapter. Raise HubError if there is none, or one that is no adapter's."""
+    folder = hub.find(path, f"'{name}' adapter").folder
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise hub.HubError(f"adapter {name}: the folder {path} has no {ADAPTER_CONFIG} (--adapter)")
+    return str(folder)
+
+
+def _check_names(config: Config) -> None:
+    """Raise InvalidRequest for a name that nothing will have. With an adapter root or checkpoints, others may come."""
+    if config.adapter_root or config.rl_training.enabled:
+        return
+    from mlx_tandem.generation.adapters.name_rules import base_names
+
+    adapters = [name for name, _ in (*config.adapters, *config.aliases)]
+    known = {*adapters, *base_names(config)}
+    wanted = [(config.server.default_adapter, "--default-adapter")] if config.server.default_adapter else []
+    wanted += [(arm.adapter, f"--alias {alias}") for alias, arms in config.aliases for arm in arms]
+    for name, flag in wanted:
+        if not {name, name.partition("@")[0]} & known:
+            raise InvalidRequest(f"there is no adapter '{name}' ({flag}); there are {', '.join((*adapters, BASE))}")
+
+
 def _check_files(config: Config) -> None:
-    """Check files and folders of learning that would only be missed once the model is loaded."""
-    prompts, folder = config.rl_training.validation_prompts, Path(config.checkpointing.checkpoint_dir)
-    if prompts and not Path(prompts).is_file():
-        fail(f"there is no file {prompts} for --validation-prompts")
-    if folder.exists() and not folder.is_dir():
-        fail(f"{folder} is not a folder; name another one with --checkpoint-dir")
+    """Check files and folders that the server writes or reads, and whose faults would only show once the model is
+    loaded.
+    """
+    if config.rl_training.enabled:
+        prompts, folder = config.rl_training.validation_prompts, Path(config.checkpointing.checkpoint_dir)
+        if prompts and not Path(prompts).is_file():
+            fail(f"there is no file {prompts} for --validation-prompts")
+        if folder.exists() and not folder.is_dir():
+            fail(f"{folder} is not a folder; name another one with --checkpoint-dir")
+        with _about("--checkpoint-dir"):
+            files.check_usable(folder)
+        if config.rl_training.metrics_file:
+            with _about("--metrics-file"):
+                files.check_writable(Path(config.rl_training.metrics_file))
+    if config.engine.disk.on and config.engine.disk.dir:
+        from mlx_tandem.kv.disk.cache import open_folder
+
+        with _about("--ssd-cache-dir"):
+            open_folder(config.engine.disk).close()
+
+
+@contextlib.contextmanager
+def _about(flag: str) -> Iterator[None]:
+    """End the process with one line that names the option, and status 1, after a TandemError inside the block."""
     try:
-        files.check_usable(folder)
+        yield
     except TandemError as e:
-        fail(f"{e.message} (--checkpoint-dir)")
+        fail(f"{e.message} ({flag})")
 
 
 def serve(
@@ -129,6 +178,8 @@ def serve(
     def ready(front: Front, port: int) -> None:
         log("settings", logging.DEBUG, **_without_key(config))
         text = _ready(front, port, variable)
+        if awaited := CALLERS[called_as].ready:
+            text += f"{awaited} {_address(front.config.server, port)[1]}\n"
         if detached is None:
             print(text, flush=True)
         else:

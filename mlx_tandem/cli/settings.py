@@ -20,7 +20,7 @@ from mlx_tandem import limits
 from mlx_tandem.adapters.aliases import Aliases
 from mlx_tandem.cli import keys, learning
 from mlx_tandem.cli.flags import MODES
-from mlx_tandem.cli.options import OPTIONS
+from mlx_tandem.cli.options import FLAG, OPTIONS, with_flag
 from mlx_tandem.config import Config, EngineConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.explain import explain
@@ -83,7 +83,7 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
     except msgspec.ValidationError as e:
         wrong = _shown(explain(e, Config).message)
         raise SettingsError(f"{file}: {wrong}" if file else wrong) from None
-    _check(config)
+    _check(config, options)
     try:
         return learning.resolve(config, options)
     except InvalidRequest as e:
@@ -215,7 +215,8 @@ def _put(tree: dict[str, Any], place: str, value: object, *, over: bool = True) 
 # -- Values -----------------------------------------------------------------------------------------------------------
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, options: Mapping[str, object]) -> None:
+    given = {OPTIONS[name]: FLAG[name] for name, value in options.items() if value is not None}
     for place, r in limits.SETTINGS.items():
         value: Any = config
         for part in place.split("."):
@@ -223,10 +224,10 @@ def _check(config: Config) -> None:
         if value is None:
             continue
         if not (r.low <= value <= r.high) or not math.isfinite(value):
-            raise SettingsError(f"'{_shown(place)}' is {value}: it must lie {r}")
+            raise SettingsError(with_flag(f"'{_shown(place)}' is {value}: it must lie {r}", given.get(place)))
     names = [name for name, _ in (*config.adapters, *config.aliases)]
     for name in names:
-        limits.check_name(name, "adapter name")
+        limits.check_name(name, f"adapter name '{name}'")
     if twice := {name for name in names if names.count(name) > 1}:
         raise SettingsError(f"adapter '{min(twice)}' is named twice")
     aliases = Aliases()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mlx_tandem.cli import outputs
 from mlx_tandem.cli.console import fail, say
+from mlx_tandem.cli.options import with_flag
 from mlx_tandem.training.schedules import ScheduleKind
+
+if TYPE_CHECKING:
+    from mlx_tandem.errors import TandemError
 
 _DATA, _ADAPTER, _COURSE, _REPORT = "Data", "Adapter", "Course", "Report"
 
 
 def sft(
+    ctx: typer.Context,
     data: Annotated[
         Path,
         typer.Argument(
@@ -31,8 +36,12 @@ def sft(
         float | None, typer.Option(help="Share of DATA held out without --valid (0.1).", rich_help_panel=_DATA)
     ] = None,
     max_length: Annotated[
-        int, typer.Option(help="Tokens of one example; the rest is cut off.", rich_help_panel=_DATA)
-    ] = 2048,
+        int | None,
+        typer.Option(
+            help="Tokens of one example; the rest is cut off (2048).",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
     raw: Annotated[
         bool,
         typer.Option("--raw", help="Prompts and completions are plain text, not chat turns.", rich_help_panel=_DATA),
@@ -112,7 +121,11 @@ def sft(
     ] = 0,
     metrics_file: Annotated[
         Path | None,
-        typer.Option(help="JSONL file of metrics (metrics.jsonl in the adapter's folder).", rich_help_panel=_REPORT),
+        typer.Option(
+            callback=outputs.checked,
+            help="JSONL file of metrics (metrics.jsonl in the adapter's folder).",
+            rich_help_panel=_REPORT,
+        ),
     ] = None,
     report_to: Annotated[
         str, typer.Option(help="Trackers: tensorboard, wandb, trackio; with commas.", rich_help_panel=_REPORT)
@@ -120,31 +133,31 @@ def sft(
     samples: Annotated[
         int, typer.Option(help="Held-out examples answered at each evaluation.", rich_help_panel=_REPORT)
     ] = 0,
-    json_out: Annotated[Path | None, typer.Option(help="Write all figures here.", rich_help_panel=_REPORT)] = None,
+    json_out: Annotated[
+        Path | None, typer.Option(callback=outputs.checked, help="Write all figures here.", rich_help_panel=_REPORT)
+    ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the losses into this .png or .svg file (matplotlib).", rich_help_panel=_REPORT),
+        typer.Option(
+            callback=outputs.picture,
+            help="Draw the losses into this .png or .svg file (matplotlib).",
+            rich_help_panel=_REPORT,
+        ),
     ] = None,
 ) -> None:
     """Teach an adapter from examples (supervised fine-tuning). The state that does best on held-out examples is
     kept.
     """
-    from mlx_tandem import demo
     from mlx_tandem.cli import hub
-    from mlx_tandem.cli.bench.plot import SUFFIXES, MissingLibrary, require
-    from mlx_tandem.cli.finetune import Adapter, Data, Job, Records, draw
+    from mlx_tandem.cli.finetune import Adapter, Data, Job, Records, default_out, draw
     from mlx_tandem.errors import TandemError
     from mlx_tandem.training.metrics.writer import trackers
     from mlx_tandem.training.sft import SftConfig
 
-    if plot is not None and plot.suffix not in SUFFIXES:
-        raise typer.BadParameter(f"'{plot.name}' ends neither in .png nor in .svg", param_hint="--plot")
     if valid is not None and valid_share is not None:
         raise typer.BadParameter("held-out examples come from a file or from DATA, not both", param_hint="--valid")
+    job = None
     try:
-        if plot is not None:
-            require()
-        base = str(demo.MODEL_PATH) if model is None else str(hub.find(model, "model").folder)
         config = SftConfig(
             epochs=epochs, batch_size=batch_size, batch_tokens=batch_tokens, accumulate=accumulate,
             learning_rate=learning_rate, schedule=schedule, rate_floor=rate_floor, warmup_share=warmup_share,
@@ -158,8 +171,8 @@ def sft(
         share = 0.0 if valid is not None else 0.1 if valid_share is None else valid_share
         job = Job(
             Data(data, valid, share, max_length, raw),
-            base,
-            adapter_out or Path(f"{data.stem}-adapter"),
+            model,
+            adapter_out or default_out(data),
             Adapter(asked, init_from),
             dtype,
             config,
@@ -171,11 +184,24 @@ def sft(
         if json_out is not None:
             from mlx_tandem.cli.bench.machine import describe
 
-            json_out.write_text(json.dumps(describe() | found, indent=2) + "\n", encoding="utf-8")
+            outputs.write_json(json_out, describe() | found)
         if plot is not None:
             draw(found, plot)
-    except (TandemError, hub.HubError, MissingLibrary, OSError) as e:
+    except TandemError as e:
+        fail(_with_option(ctx, e))
+    except hub.HubError as e:
+        fail(f"{e} (--model)")
+    except OSError as e:
         fail(str(e))
     except KeyboardInterrupt:
-        say("stopped; the same command with --resume continues")
+        say("stopped" if job is None else job.stopped())
         raise SystemExit(130) from None
+
+
+def _with_option(ctx: typer.Context, error: TandemError) -> str:
+    """Return the message of an error with the option that it is about, if it names none."""
+    flags: dict[str | None, str] = {
+        param.name: param.opts[0] for param in ctx.command.params if param.opts[0].startswith("-")
+    }
+    flag = flags.get("max_grad_norm" if error.param == "grad_norm" else error.param)
+    return with_flag(error.message, flag)

@@ -46,15 +46,19 @@ class Gone(Exception):
     """The server cannot be watched, or no longer; the message says why."""
 
 
-async def looks(url: str, key: str, interval: float) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+async def looks(
+    url: str, key: str, interval: float, cacert: str | None = None
+) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield a server's status and history again and again. Raises Gone.
+
+    `cacert` is a file of certificates to trust, as that of `Connection.to`.
 
     The history is asked for when the status says that something was learned since.
     """
     try:
-        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None)
+        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None, cacert)
     except HttpError as e:
-        raise Gone(str(e)) from e
+        raise Gone(f"{e} (--url)") from e
 
     async def get(path: str) -> dict[str, Any]:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -76,7 +80,7 @@ async def looks(url: str, key: str, interval: float) -> AsyncIterator[tuple[dict
             yield status, history
             await asyncio.sleep(interval)
     except HttpError as e:
-        raise Gone(str(e)) from e
+        raise Gone(f"{e} (--url)") from e
     except TimeoutError as e:
         raise Gone(f"{url} has not answered for {ANSWER_SECONDS:g} seconds") from e
     finally:

@@ -17,8 +17,8 @@ PLAIN = frozenset({"", "application/x-www-form-urlencoded"})
 Reads = Literal["json", "steering", "prompts", "texts"]
 """The way in which the body of a route is read.
 
-json: only when the engine is ready. steering: the same, but the body and its content type may be absent. prompts: only
-when the request would be admitted. texts: within the limits for texts to tokenise.
+json: only when the engine is ready. steering: the same, but the body may be absent. prompts: only when the request
+would be admitted. texts: within the limits for texts to tokenise.
 """
 
 

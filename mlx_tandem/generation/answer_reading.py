@@ -35,15 +35,14 @@ _END_TOKENS = 32
 class AnswerReading:
     """The forms of one model's thoughts and tool calls."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None, *, calls: str = AUTO, thoughts: str = AUTO):
+    def __init__(self, tokenizer: Tokenizer, template: str, *, calls: str = AUTO, thoughts: str = AUTO):
         """Choose the forms by name, or with "auto" by the chat template. Raises ModelError for an unknown name."""
         self._tokenizer = tokenizer
-        source = template or ""
-        self.calls = _chosen(CALL_ALIASES.get(calls, calls), parser_for(source), PARSERS, "tool_call_parser")
-        self.thoughts = _chosen(THOUGHT_ALIASES.get(thoughts, thoughts), form_for(source), FORMS, "reasoning_parser")
-        self._knows_tools = knows_tools(source)
+        self.calls = _chosen(CALL_ALIASES.get(calls, calls), parser_for(template), PARSERS, "tool_call_parser")
+        self.thoughts = _chosen(THOUGHT_ALIASES.get(thoughts, thoughts), form_for(template), FORMS, "reasoning_parser")
+        self._knows_tools = knows_tools(template)
         self._parser = PARSERS.get(self.calls)
-        code = COMMENT.sub("", source)
+        code = COMMENT.sub("", template)
         self.switches = tuple(name for name, pattern in _SWITCHES.items() if pattern.search(code))
         """The template's variables that switch thoughts on and off."""
         self.knows_effort = "reasoning_effort" in code

@@ -51,6 +51,7 @@ class Chat:
     budget: ThoughtBudget | None = None
     thought: Thought | None = None  # that may come before an answer with a constraint
     images: tuple[Image, ...] = ()
+    stops: tuple[str, ...] = ()  # texts that end an answer, besides those of the request
 
     @property
     def most_calls(self) -> int | None:
@@ -70,7 +71,8 @@ class Chat:
 
     def text(self, options: TextOptions) -> TextOptions:
         """Return the options for turning tokens into the text that the parser reads."""
-        return replace(options, shown=self.shown)
+        ends = frozenset(self.stops).difference(options.stops)
+        return replace(options, shown=self.shown, stops=(*options.stops, *ends), ends=ends)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class ChatRequest:
         parser = front.reading.parser(self.tools, opened=opened)
         budget = front.reading.budget(self.thinking.budget, opened=opened)
         shown, thought = front.reading.shown(self.tools), front.reading.thought(prompt, opened=opened)
-        return Chat(prompt, parser, self.tools, shown, budget, thought, images)
+        return Chat(prompt, parser, self.tools, shown, budget, thought, images, front.prompts.template.stops)
 
     async def listing(self, front: Front, *, pieces: bool = False) -> Listing:
         """Return the token ids of the prompt as JSON, with their pieces of the vocabulary if `pieces` is set."""

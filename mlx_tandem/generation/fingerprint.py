@@ -82,7 +82,7 @@ class Fingerprints:
                 [engine.dtype, engine.kv_bits, self._config.engine.cache.kv_group_size, engine.max_model_len],
                 [server.default_max_tokens, server.max_prompt_tokens, server.max_generation_tokens],
                 sorted(self._defaults.items()),
-                "" if self._prompts.template is None else self._prompts.template.source,
+                self._prompts.template.source,
             ]
         )
 

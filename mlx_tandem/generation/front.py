@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 import time
@@ -36,6 +37,7 @@ from mlx_tandem.generation.tokenizing.listing import Listing, listing
 from mlx_tandem.generation.tool_history import Message
 from mlx_tandem.generation.vision.client import Images
 from mlx_tandem.generation.vision.placing import with_runs, with_texts
+from mlx_tandem.log import log
 from mlx_tandem.types import EngineInfo, Image
 
 T = TypeVar("T")
@@ -55,10 +57,9 @@ class Front:
         server = config.server
         self.prompts = Prompts(folder, template=server.chat_template, template_seconds=server.chat_template_timeout_s)
         self.tokenizer = self.prompts.tokenizer
-        template = self.prompts.template
         self.reading = AnswerReading(
             self.tokenizer,
-            None if template is None else template.source,
+            self.prompts.template.source,
             calls=server.tool_call_parser,
             thoughts=server.reasoning_parser,
         )
@@ -98,6 +99,9 @@ class Front:
         """Check the chat template, then start the engine. Raises ModelError when the template does not work."""
         self._loop = asyncio.get_running_loop()
         await self.prompts.check()
+        if self.prompts.template.is_plain:
+            event = "this model has no chat template: before each message of a chat stands its role, as in 'User: '"
+            log(event, logging.WARNING, instead="--chat-template")
         await self.client.start()
 
     async def bring_up(self) -> None:

@@ -15,6 +15,7 @@ class TextOptions:
     """Options for turning the tokens of a choice into its text."""
 
     stops: tuple[str, ...] = ()
+    ends: frozenset[str] = frozenset()  # those stops that belong to the chat template, and are not reported
     include_stop: bool = False  # the stop string or token that ended the choice is part of its text
     show_special: bool = False
     shown: frozenset[int] = frozenset()  # special tokens that are shown for a parser
@@ -43,6 +44,7 @@ class ChoiceText:
     __slots__ = (
         "_decode",
         "_decoder",
+        "_ends",
         "_hidden_ends",
         "_hit",
         "_min_tokens",
@@ -58,6 +60,7 @@ class ChoiceText:
         self._decoder = tokenizer.decoder(show_special=options.show_special, shown=options.shown)
         self._decode = self._decoder.push
         self._stops = options.scanner()
+        self._ends = options.ends
         self._hit: str | None = None
         self._hidden_ends = () if options.include_stop else end_ids
         self._min_tokens = min_tokens
@@ -69,8 +72,9 @@ class ChoiceText:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that has ended the choice; None if no stop string did."""
-        return self._hit if self._stops is None else self._stops.hit
+        """The request's stop string that has ended the choice; None if none did."""
+        hit = self._hit if self._stops is None else self._stops.hit
+        return None if hit in self._ends else hit
 
     def stop_here(self, stop: str | None = None) -> None:
         """End the choice, although the engine has not ended it. `stop` is the stop string that ends it, if one does."""

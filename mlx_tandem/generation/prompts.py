@@ -27,8 +27,9 @@ class Prompts:
     def __init__(self, folder: Path, *, template: str = "", template_seconds: float = 1.0):
         """Load the tokenizer and the chat template. Raises ModelError.
 
-        `template` is a file's path or the text of a template; if it is empty, the model's own template is used. The
-        template may take `template_seconds` of CPU time for one conversation.
+        `template` is a file's path or the text of a template; if it is empty, the model's own template is used, or the
+        plain one for a model without a template. The template may take `template_seconds` of CPU time for one
+        conversation.
         """
         self.tokenizer = Tokenizer.load(folder)
         seconds = template_seconds
@@ -41,13 +42,11 @@ class Prompts:
 
     async def check(self) -> None:
         """Raise ModelError when the chat template cannot be used."""
-        if self.template is not None:
-            await self.template.check()
+        await self.template.check()
 
     async def close(self) -> None:
         """End the processes."""
-        if self.template is not None:
-            await self.template.close()
+        await self.template.close()
         await self._long.close()
 
     async def text(self, text: str, param: str, *, begins: bool = True, total: int | None = None) -> Sequence[int]:
@@ -64,8 +63,6 @@ class Prompts:
 
     async def rendered(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[Part]:
         """Return the text of a conversation. Only the template's own parts may encode to special tokens."""
-        if self.template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         if self.tokenizer.has_normalized_specials:
             await self._refuse_hidden_specials(messages, options or {})
         return await self.template.render(messages, options)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from mlx_tandem.adapters import refuse_adapter
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.generation.parts import Part
 from mlx_tandem.small_files import read_object
@@ -110,6 +111,7 @@ class Tokenizer:
         """Return the tokenizer in `folder`. Raises ModelError naming the file that is missing or broken."""
         path = folder / "tokenizer.json"
         if not path.is_file():
+            refuse_adapter(folder)
             raise ModelError(f"{path} is missing: a model folder needs its tokenizer in this format", param=path.name)
         with _contained(lambda why: ModelError(f"{path} is not a tokenizer: {why}", param=path.name)):
             backend = Backend.from_file(str(path))

@@ -23,6 +23,8 @@ from mlx_tandem.model import compiler, device, footprint, probe
 from mlx_tandem.model.attention import fused
 from mlx_tandem.model.choices import Choices, Kept, Subject
 from mlx_tandem.model.clone import clone
+from mlx_tandem.model.deterministic import mode
+from mlx_tandem.model.deterministic.mode import Deterministic
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import everything
@@ -101,6 +103,9 @@ class Built:
     image_columns: Callable[[Image], int]
     """Returns the columns of an image, as `engine/images.py` takes them."""
 
+    deterministic: Deterministic | None
+    """The arithmetic of `--deterministic`, which trainers use, too; None without that option."""
+
 
 def build(
     config: EngineConfig,
@@ -165,20 +170,18 @@ def _build(
     subject = _check_fit(config, limit, model, given)
     again = kept.find(subject) if kept is not None and given is None else None
     given = given or again
-    _read_weights(model, report)
+    _read_weights(config, model, report)
     candidates = fused.available() if backends is None else backends
-    merged = merge(find_groups(model.module)) if candidates else []
+    merged = merge(find_groups(model.module)) if candidates and not config.deterministic else []
     twin = clone(model.module)  # before anything of the served tree is changed
     found, kernels = everything.choose(config, model, merged, candidates, report, given.kernels if given else None)
-    if again is not None:
-        report("checking kernels", 0.0)
-        if problem := everything.problem(config, model, twin, found, kernels):
-            raise _WrongKernels(problem, subject)
-    adapters = LoraState(model.module, config.lora, model.dtype, kernels.adapters.chosen, kernels.products.chosen)
+    if again is not None and (problem := _problem(config, model, twin, found, kernels, report)):
+        raise _WrongKernels(problem, subject)
+    exact, adapters = _adapters(config, model, found, kernels, twin, candidates)
     memory = _divide(config, limit, needs := _needs(config, limit, model, found, adapters))
     step_limits = _limit_steps(model, kernels, needs, memory, whole or memory)
     tuned = _tune(config, model, memory, report, given)
-    runner = _runner(config, model, found, kernels, adapters, weights, memory, step_limits, tuned)
+    runner = _runner(config, model, found, exact, kernels, adapters, weights, memory, step_limits, tuned)
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
     linears = adapters.linears() | adapters.head()
 
@@ -208,7 +211,21 @@ def _build(
         verifies=verifies_drafts(model, found),
         image_room=0 if model.encoder is None else model.encoder.room(ROOM_BYTES),
         image_columns=_no_columns if model.encoder is None else model.encoder.columns,
+        deterministic=exact,
     )
+
+
+def _problem(
+    config: EngineConfig,
+    model: LoadedModel,
+    twin: nn.Module,
+    found: probe.Examined,
+    kernels: Kernels,
+    report: Report,
+) -> str:
+    """Return what is wrong with kernels that an earlier start has chosen; empty if nothing is."""
+    report("checking kernels", 0.0)
+    return everything.problem(config, model, twin, found, kernels)
 
 
 def _memory_in_use(runner: MLXRunner) -> MemoryInUse:
@@ -226,10 +243,26 @@ def build_draft(config: EngineConfig, served: EngineInfo, report: Report) -> Bui
     return built
 
 
+def _adapters(
+    config: EngineConfig,
+    model: LoadedModel,
+    found: probe.Examined,
+    kernels: Kernels,
+    twin: nn.Module,
+    candidates: Sequence[fused.Fused],
+) -> tuple[Deterministic | None, LoraState]:
+    """Return the arithmetic of `--deterministic`, where that is asked for, and the adapters of a model."""
+    exact = mode.of(config, model, found, twin, candidates) if config.deterministic else None
+    chosen = kernels.adapters.chosen, kernels.products.chosen
+    tiled = None if exact is None else exact.deltas
+    return exact, LoraState(model.module, config.lora, model.dtype, *chosen, tiled)
+
+
 def _runner(
     config: EngineConfig,
     model: LoadedModel,
     found: probe.Examined,
+    exact: Deterministic | None,
     kernels: Kernels,
     adapters: LoraState,
     weights: Mapping[str, AdapterWeights],
@@ -252,7 +285,7 @@ def _runner(
             limits,
             tuned.rows,
         ),
-        kernels.attention.layers,
+        kernels.attention.layers if exact is None else exact.attention,
         kernels.sampling.chosen,
         found.states,
     )
@@ -276,12 +309,18 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     return memory, min(model.max_model_len, *(group.longest for group in groups))
 
 
-def _read_weights(model: LoadedModel, report: Report) -> None:
-    """Read all weights into memory, and lay them out as a CPU is quickest with."""
+def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> None:
+    """Read all weights into memory, and lay them out as a CPU is quickest with.
+
+    Under `--deterministic` the model's products are in tiles from here on.
+    """
     read_weights(model, report)
     for module in (model.module, model.mtp) if device.is_cpu() else ():
         if module is not None:
             lay_out(module)
+    if config.deterministic:
+        report("checking products", 0.0)
+        mode.prepare(config, model)
 
 
 def _load_unread(config: EngineConfig, limit: Limit, report: Report) -> LoadedModel:
@@ -363,12 +402,12 @@ def _tune(
 ) -> Tuned:
     """Time the model's products on a GPU, unless another process did.
 
-    On a CPU their time is proportional to their size, and nothing is timed.
+    On a CPU their time is proportional to their size, and nothing is timed. Nor is it where products are in tiles.
     """
     if given is not None:
         tuning.use(model.module, given.tuned)
         return given.tuned
-    if device.is_cpu():
+    if device.is_cpu() or config.deterministic:
         return Tuned()
     report("timing products", 0.0)
     return tune(model.module, model.dtype, most_rows=config.scheduler.max_num_seqs, activations=memory.activations)
@@ -410,6 +449,7 @@ def _describe(
         products_reason=kernels.products.reason,
         load_seconds=load_seconds,
         vision=model.vision,
+        deterministic=config.deterministic,
         memory=memory,
         attention_reason="; blocks run their own code: ".join(filter(None, (attention.reason, kernels.own_blocks))),
     )

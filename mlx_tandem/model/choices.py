@@ -79,7 +79,7 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
             [(str(layer.keys), str(layer.values), layer.window) for layer in layers],
             [str(state) for state in states],
             vocab_size,
-            (config.cache, config.lora, config.scheduler.max_num_seqs),
+            (config.cache, config.lora, config.scheduler.max_num_seqs, config.deterministic),
         )
         digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
         return Subject(device.describe(), _driver(), version("mlx"), _sources(), digest)

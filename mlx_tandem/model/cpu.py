@@ -146,12 +146,18 @@ _with_gradient: Any = mx.custom_function(_gated_at_once)
 _with_gradient.vjp(_gated_vjp)
 
 
+_alike_with_gradient: Any = mx.custom_function(lambda gate, x: list(_gated(gate, x)))
+_alike_with_gradient.vjp(_gated_vjp)
+
 _original_swiglu: Any = activations.swiglu
 _serving = False
+_alike = False
 
 
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     if gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape:
+        if _alike:
+            return _gated(gate, x)[0] if _serving else _alike_with_gradient(gate, x)[0]
         if _serving and gate.size >= SMALL:
             return gate / (1.0 + exp(-gate)) * x
         if gate.size >= LARGE:
@@ -177,3 +183,14 @@ def serving() -> Iterator[None]:
         yield
     finally:
         _serving = False
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Compute the activation of every number in the same way while a forward is traced, however many there are."""
+    global _alike
+    _alike = True
+    try:
+        yield
+    finally:
+        _alike = False

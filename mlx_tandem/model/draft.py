@@ -40,6 +40,7 @@ def draft_settings(config: EngineConfig, num_blocks: int) -> EngineConfig:
         lora=LoraConfig(max_loras=0),
         duty=DutyConfig(),
         speculation=SpeculationConfig(),
+        deterministic=False,  # drafts change no answer
     )
 
 

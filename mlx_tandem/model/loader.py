@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes, load_model
 from safetensors import SafetensorError, safe_open
 
-from mlx_tandem.adapters import CONFIG as ADAPTER_CONFIG
+from mlx_tandem.adapters import refuse_adapter
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.mtp import PredictionHead, load_head
@@ -238,12 +238,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not a folder", param="model")
     file = path / CONFIG
     settings = read_object(file)
-    if settings is None and (path / ADAPTER_CONFIG).is_file():
-        raise ModelError(
-            f"{path} is an adapter, not a model: it is served beside its base model, with --adapter NAME {path}; "
-            "'tandem adapters inspect' says what is in it",
-            param="model",
-        )
+    refuse_adapter(path)
     if settings is None:
         raise ModelError(f"{file} is missing", param="model")
     eos = (read_object(path / "generation_config.json") or {}).get("eos_token_id")

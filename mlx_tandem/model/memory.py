@@ -84,9 +84,14 @@ def parse_vm_stat(said: str) -> int | None:
     return int(page[1]) * (usable + min(max(files, 0) * active // kept, active))
 
 
+def machine_bytes() -> int:
+    """Return the bytes of memory that the machine has, in use or not."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def available_on_linux() -> int:
     """Return the bytes that the machine has free, or fewer if this process's container has fewer left."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = machine_bytes()
     if (available := _fields("/proc/meminfo").get("MemAvailable:")) is not None:
         total = min(total, available * 1024)
     for limit, used, stat, cached in (

@@ -24,8 +24,10 @@ from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateShape
 from mlx_tandem.model.cache.turns import HeldStates
+from mlx_tandem.model.deterministic.attention import OrderedAttention
+from mlx_tandem.model.deterministic.mode import compiles
 from mlx_tandem.model.kernels.gate import IN_ORDER
-from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step import pauses
@@ -105,7 +107,7 @@ class MLXRunner:
         lora: LoraState,
         weights: Mapping[str, AdapterWeights],
         sizes: RunnerSizes,
-        attention: Sequence[LayerKernels | None] = (),
+        attention: Sequence[LayerKernels | OrderedAttention | None] = (),
         pickers: Pickers = MLX_PICKERS,
         states: Sequence[StateShape] = (),
     ):
@@ -118,10 +120,9 @@ class MLXRunner:
         self._seats = Seats(sizes.max_num_seqs, sizes.vocab_size)
         self._order = lora.order  # adapters' slots are written in place as well
         self._pool = KVPools(layers, sizes.num_blocks, sizes.block_size, self._order, states)
-        windows = self._pool.windows
-        fused_length = MOST_QUERIES if layers and all(attention) else 0
+        windows, fused = self._pool.windows, _fused_length(attention)
         self.rectangles = Rectangles(
-            sizes.block_size, windows[0], fused_length, sizes.limits, sizes.row_counts, unpadded=bool(states)
+            sizes.block_size, windows[0], fused, sizes.limits, sizes.row_counts, unpadded=bool(states)
         )
         mtp = model.mtp is not None
         self._index_arrays = IndexArrays(sizes.max_num_seqs, sizes.block_size, self._pool.firsts, windows)
@@ -146,7 +147,7 @@ class MLXRunner:
             states=[StateCache(shape) for shape in states],
         )
         self.rectangles.gathered_share = self._forward.gathered_share
-        self.rectangles.groups = any(own is not None and own.grouped is not None for own in attention)
+        self.rectangles.groups = any(isinstance(own, LayerKernels) and own.grouped is not None for own in attention)
         # A step that draws several tokens a row holds the gathered keys and values of all layers at once.
         limits = sizes.limits
         most = min(limits.positions // max(len(layers), 1), limits.pairs // LONGEST_READ)
@@ -158,6 +159,7 @@ class MLXRunner:
         self.queue, self.pauses, self.dispatches_ahead = DispatchQueue(), pauses.of_device(limits, len(layers)), True
         self.builds_ahead = self.inputs.packed and inplace.writing().store is not None
         self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
+        _keep_order(self, caches)
 
     @property
     def pool_bytes(self) -> int:
@@ -489,6 +491,25 @@ class MLXRunner:
         gathers = key.length > self.rectangles.fused_length
         positions = key.rows // key.each * max(key.widths) * self._index_arrays.block_size if gathers else 0
         return self.pauses.of(key.rows, key.length, positions)
+
+
+def _keep_order(runner: MLXRunner, caches: Sequence[PagedCache]) -> None:
+    """Leave out what would compute a number differently in another step, if the caches keep an order of sums."""
+    if not any(cache.keeps_order for cache in caches):
+        return
+    runner.queue.every_core = True
+    runner.rectangles.common_offsets = False
+    if not compiles():
+        runner.compiled.compiles, runner.compiled.untraced = False, 0
+
+
+def _fused_length(attention: Sequence[LayerKernels | OrderedAttention | None]) -> int:
+    """Return up to how many tokens per row kernels of all layers read the pool in place."""
+    if not attention or not all(attention):
+        return 0
+    if any(isinstance(own, OrderedAttention) for own in attention):
+        return EVERYTHING if all(isinstance(own, OrderedAttention) and own.kernel for own in attention) else 0
+    return MOST_QUERIES
 
 
 def _dispatch(results: Any) -> None:

@@ -13,6 +13,7 @@ from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import device
 from mlx_tandem.model.choices import Pace
+from mlx_tandem.model.deterministic.check import check
 from mlx_tandem.model.loader import Report
 from mlx_tandem.model.overlap import decide_overlap, tables_of
 from mlx_tandem.model.runner import MLXRunner
@@ -63,7 +64,7 @@ def warm_up(
     """Run the first steps, fit `cost` to the times of prompt chunks and decodes, and decide whether steps may overlap.
 
     Return the times and the decision. With those of another process, `given`, each step runs once, so that it is
-    compiled, and nothing is timed.
+    compiled, and nothing is timed. Under `--deterministic` the bits of a few steps are checked first (ModelError).
 
     Args:
         runner: The runner, whose pool is empty.
@@ -74,6 +75,8 @@ def warm_up(
         given: The pace of another process that runs the same model on the same kind of device.
         method: Where the drafts come from that steps will verify, as in `SpeculationConfig`.
     """
+    if info.deterministic:
+        check(runner, info)
     if given is None:
         chunks, decodes = tuple(_time_chunks(runner, info, report)), tuple(_time_decodes(runner, info))
         _sample_once(runner, info)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Scope
 from mlx_tandem import __version__
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
-from mlx_tandem.dialects.route import PLAIN, Route
+from mlx_tandem.dialects.route import Route
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.explain import explain
 from mlx_tandem.limits import MAX_RECEIVED_BYTES
@@ -83,6 +83,7 @@ class DialectRoute(HttpRoute):
     def __init__(self, route: Route, endpoint: Endpoint):
         super().__init__(route.path, endpoint, methods=[route.method])
         self._header = None if route.header is None else route.header.encode()
+        self.needs_body = route.needs_body
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Return how well the route matches a request, and what the path says."""
@@ -116,11 +117,10 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
                 front.check_open()
             else:
                 front.client.check_ready()
-            steers = route.reads == "steering"
-            others = PLAIN if steers else route.media
+            optional = route.reads == "steering"
             with limit.receiving.body() as incoming:
                 value = await read_json(
-                    request, body, limit, incoming, others=others, optional=steers, prepare=route.prepare
+                    request, body, limit, incoming, others=route.media, optional=optional, prepare=route.prepare
                 )
                 return await _handled(front, route, [*values, value])
         return await _handled(front, route, values)

@@ -39,13 +39,14 @@ async def read_json(
 
     The content type has to be application/json, which a web page cannot send to another origin without a preflight, or
     one of `others`. A web page can send PLAIN without a preflight, but then its request has an Origin header, and such
-    a request is refused. With `optional`, a missing body counts as {}.
+    a request is refused. With `optional`, a missing body counts as {} and needs no content type.
 
     Raises UnsupportedMedia, ReceiveTimeout, TooLarge, Overloaded, InvalidRequest, and ClientDisconnect when the client
     leaves.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json" and not (media in others and "origin" not in request.headers):
+    named = media == "application/json" or (media in others and "origin" not in request.headers)
+    if not named and not (optional and not media and "origin" not in request.headers):
         raise UnsupportedMedia("Content-Type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("compressed bodies are not supported")
@@ -56,6 +57,8 @@ async def read_json(
         if incoming.lost is not None:
             raise incoming.lost from None
         raise ReceiveTimeout(f"the body did not come within {limit.seconds:g} s") from None
+    if body and not named:
+        raise UnsupportedMedia("Content-Type must be application/json")
     if not body and not optional:
         message = "the body is empty: send JSON, with a Content-Length header or Transfer-Encoding: chunked"
         raise InvalidRequest(message, code="invalid_json")

@@ -42,12 +42,12 @@ def error_handlers(front: ServerFront) -> Mapping[Any, Handler]:
         if error.status_code == 404:
             wrapped: TandemError = NotFound(f"there is no {request.method} {path}")
         else:
-            methods = _methods(request)
+            takes = _takes(request)
             wrapped = InvalidRequest(
-                f"{path} does not take {request.method}: send {_how(methods)}", code="method_not_allowed"
+                f"{path} does not take {request.method}: send {_how(takes)}", code="method_not_allowed"
             )
             wrapped.status = error.status_code
-            extra = [(b"allow", ", ".join(methods).encode())]
+            extra = [(b"allow", ", ".join(takes).encode())]
         note(front.metrics, wrapped, request.scope)
         return ErrorReply(wrapped, extra, request.scope.get(ERRORS, error_body))
 
@@ -65,16 +65,19 @@ def header_value(value: bytes) -> bytes:
     return _NOT_IN_HEADERS.sub(lambda found: b"\\x%02x" % found[0][0], value)[:MOST_HEADER]
 
 
-def _methods(request: Request) -> list[str]:
-    """Return the methods that the request's path accepts, in alphabetical order."""
+def _takes(request: Request) -> dict[str, bool]:
+    """Return the methods that the request's path accepts, in alphabetical order, and whether each needs a body."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in routes for method in route.methods})
+    return {
+        method: any(getattr(route, "needs_body", False) for route in routes if method in route.methods)
+        for method in sorted({method for route in routes for method in route.methods})
+    }
 
 
-def _how(methods: list[str]) -> str:
-    """Return in words which request to send instead."""
-    with_body = {"POST", "PUT"}
-    return " or ".join(f"{m} with a JSON body" if m in with_body else m for m in methods if m != "HEAD")
+def _how(takes: Mapping[str, bool]) -> str:
+    """Return in words which request to send instead, of methods of which it is known whether they need a body."""
+    shown = {method: needs_body for method, needs_body in takes.items() if method != "HEAD"}
+    return " or ".join(f"{method} with a JSON body" if needs_body else method for method, needs_body in shown.items())
 
 
 class Guard:

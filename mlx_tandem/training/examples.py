@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Struct)
 class Codec(Protocol):
     """A model's way of writing text as token ids."""
 
-    chats: bool  # it has a chat template
+    chats: bool  # the model has a chat template of its own
     end: int  # what ends a text
     ends: frozenset[int]  # what ends an answer
 
@@ -123,8 +123,6 @@ def conversation(codec: Codec, messages: Sequence[Message], tools: Sequence[Any]
     once the conversation has gone on. Raises InvalidRequest when nothing is left to teach, or when the template hides
     where the last answer begins.
     """
-    if not codec.chats:
-        raise InvalidRequest("this model has no chat template; give prompt and completion", param="messages")
     turns = for_template(messages)
     taught = [i for i, m in enumerate(messages) if i and m.role == "assistant" and m.weight]
     if not taught:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from mlx_tandem.engine.learning import BatchResult, Datum, LossConfig, StepDone
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.schedules import Schedule
-from mlx_tandem.training.sft import EPOCHS, MOST_EPOCHS, PATIENCE_EPOCHS, SftConfig, batches
+from mlx_tandem.training.sft import BATCH_SIZE, EPOCHS, MOST_EPOCHS, PATIENCE_EPOCHS, SftConfig, batches
 
 
 class Learner(Protocol):
@@ -68,14 +68,7 @@ class Course:
     valid: Sequence[Datum]
 
     def __post_init__(self) -> None:
-        config = self.config
-        if config.patience and not self.valid:
-            raise InvalidRequest("patience needs examples that are held out", param="patience")
-        if self.is_open and config.schedule not in (None, "constant"):
-            raise InvalidRequest(
-                f"the schedule {config.schedule} needs a number of epochs, without which the number of steps is open",
-                param="schedule",
-            )
+        _check_end(self.config, len(self.valid))
 
     @property
     def is_open(self) -> bool:
@@ -100,6 +93,47 @@ class Course:
         if self.config.patience:
             return exam.without_fall >= self.config.patience
         return self.is_open and epoch_steps is not None and step - exam.fell_at >= PATIENCE_EPOCHS * epoch_steps
+
+
+def check_plan(config: SftConfig, learned: int, held: int) -> int | None:
+    """Return the most steps of a course before its examples are tokens; None if their number depends on the tokens.
+
+    `learned` examples at most will be learned, and `held` at least will be held out. Raises InvalidRequest naming the
+    setting that does not go with them. The default of `batch_size` goes with any number of examples.
+    """
+    _check_end(config, held)
+    if config.batch_size > max(learned, BATCH_SIZE):
+        raise InvalidRequest(
+            f"batch_size is {config.batch_size}, but there are {learned} examples to learn", param="batch_size"
+        )
+    if config.batch_tokens:
+        return None
+    in_epoch = math.ceil(learned / config.batch_size)
+    if config.accumulate > in_epoch:
+        raise InvalidRequest(
+            f"accumulate is {config.accumulate}, but an epoch of {learned} examples has {in_epoch} batches",
+            param="accumulate",
+        )
+    epochs = config.epochs or (MOST_EPOCHS if held else EPOCHS)
+    steps = epochs * math.ceil(in_epoch / config.accumulate)
+    if config.eval_every > steps:
+        raise InvalidRequest(
+            f"eval_every is {config.eval_every}, but the training has at most {steps} steps", param="eval_every"
+        )
+    return steps
+
+
+def _check_end(config: SftConfig, held: int) -> None:
+    """Raise InvalidRequest for settings of the end of training that do not go with `held` examples that are held
+    out.
+    """
+    if config.patience and not held:
+        raise InvalidRequest("patience needs examples that are held out", param="patience")
+    if config.epochs is None and held and config.schedule not in (None, "constant"):
+        raise InvalidRequest(
+            f"the schedule {config.schedule} needs a number of epochs, without which the number of steps is open",
+            param="schedule",
+        )
 
 
 def rate(config: SftConfig, step: int, steps: int | None, epoch_steps: int = 0) -> float:

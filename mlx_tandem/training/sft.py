@@ -28,11 +28,17 @@ LEAST_FALL = 1e-3
 PATIENCE_EPOCHS epochs, and after MOST_EPOCHS at the latest."""
 
 
+BATCH_SIZE = 8
+"""Examples of one batch if nobody says how many."""
+
+TOO_FEW = "there are too few different examples to hold some out"
+
+
 class SftConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of a fine-tuning. Ranges are those of `limits.LEARNING`."""
 
     epochs: int | None = None  # None: until the held-out loss no longer falls
-    batch_size: int = 8  # examples of one batch
+    batch_size: int = BATCH_SIZE  # examples of one batch
     batch_tokens: int = 0  # of one batch, if that is fewer examples; 0: no such limit
     accumulate: int = 1  # batches of one step
     learning_rate: float = 2e-4  # the highest
@@ -143,11 +149,30 @@ def split(data: Sequence[Datum], share: float, seed: int) -> tuple[list[Datum], 
     if not share:
         return list(data), []
     kinds = list(dict.fromkeys(data))
-    held = set(random.Random(seed).sample(kinds, min(max(round(share * len(kinds)), 1), len(kinds))))
+    held = set(random.Random(seed).sample(kinds, _held(len(kinds), share)))
     learned = [datum for datum in data if datum not in held]
     if not learned:
-        raise InvalidRequest("there are too few different examples to hold some out", param="valid_share")
+        raise InvalidRequest(TOO_FEW, param="valid_share")
     return learned, [datum for datum in data if datum in held]
+
+
+def count_split(lines: Sequence[Line], share: float) -> tuple[int, int]:
+    """Return how many of these examples `split` will leave to be learned at most, and will hold out at least.
+
+    Raises InvalidRequest when there are too few.
+    """
+    if not share:
+        return len(lines), 0
+    different = len({msgspec.json.encode(line.example) for line in lines})
+    held = _held(different, share)
+    if held == different:
+        raise InvalidRequest(TOO_FEW, param="valid_share")
+    return len(lines) - held, held
+
+
+def _held(different: int, share: float) -> int:
+    """Return how many of so many different examples are held out."""
+    return min(max(round(share * different), 1), different)
 
 
 def batches(data: Sequence[Datum], config: SftConfig, epoch: int) -> list[list[Datum]]:

@@ -50,6 +50,12 @@ class RunFolder:
                 f"{self.path} has a run that was not finished: --resume continues it; else remove the folder"
             )
 
+    def saved_step(self) -> int | None:
+        """Return the number of steps that the newest state is after; None if no state was saved."""
+        states = self._states()
+        match = _STATES.fullmatch(states[-1].name) if states else None
+        return int(match[1]) if match else None
+
     def begin(self) -> None:
         """Make the folder, or take over that of an unfinished run. Raises StorageError when another process has it."""
         with files.storage(self.path):

@@ -21,6 +21,7 @@ import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.cli import daemon
+from tests.privileges import drop_privileges
 from tests.waiting import until
 
 pytestmark = pytest.mark.restarts
@@ -95,6 +96,11 @@ def engine_pid(server: int) -> int:
         if int(parent) == server and "mlx_tandem.engine_main" in args
     ]
     return pid
+
+
+def children(parent: int) -> list[int]:
+    found = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid, its in map(str.split, found.splitlines()) if int(its) == parent]
 
 
 def models(port: str, key: str = "") -> list[str]:
@@ -202,6 +208,48 @@ def test_what_fails_is_said_as_in_the_foreground(machine: Machine) -> None:
         assert said in last
     assert not machine.files()
     assert not [*(machine.home / "cache").rglob("*.log")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="drops privileges by Linux's capabilities")
+def test_a_user_without_a_home_is_told_before_anything_is_started(machine: Machine) -> None:
+    closed = machine.home / "closed"
+    closed.mkdir(mode=0o500)
+    variables = ("HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
+    env = {name: value for name, value in machine.env.items() if name not in variables}
+    for words in (("serve", "nowhere", "--daemon", "--port", "0"), ("stop",), ("restart",)):
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_tandem", *words],
+            capture_output=True, text=True, check=False, env=env | {"HOME": str(closed)}, preexec_fn=drop_privileges,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == (
+            f"tandem: {closed}/.cache/mlx-tandem/run cannot be used ({closed}/.cache): Permission denied; "
+            "servers in the background need it: set XDG_CACHE_HOME or HOME to a folder of yours\n"
+        )
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_it_starts_leaves_nothing(machine: Machine, times: int) -> None:
+    """Neither a process nor a file; the command says that it stops the server, and what holds then."""
+    words = [sys.executable, "-m", "mlx_tandem", "serve", "--daemon", "--port", "0", "--max-model-len", "1024"]
+    with subprocess.Popen(words, env=machine.env, cwd=machine.home, stderr=subprocess.PIPE, text=True) as run:
+        logs = machine.home / "cache" / "mlx-tandem" / "log"
+        until(lambda: any("checking the model" in log.read_text() for log in logs.glob("starting-*.log")))
+        (server,) = children(run.pid)
+        engine = engine_pid(server)
+        assert run.stderr is not None
+        run.send_signal(signal.SIGINT)
+        said = run.stderr.readline()
+        if times == 2:
+            run.send_signal(signal.SIGINT)
+        said += run.stderr.read()
+    assert run.returncode == 130
+    assert said.splitlines() == [
+        "tandem: stopping the server that was starting … (again: at once)",
+        "tandem: nothing is running: the server was stopped before it was ready",
+    ]
+    until(lambda: not daemon.born(server) and not daemon.born(engine))
+    assert not machine.files() and not [*logs.iterdir()]
 
 
 def test_another_process_with_the_number_is_left_alone(machine: Machine) -> None:

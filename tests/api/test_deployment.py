@@ -22,6 +22,7 @@ from mlx_tandem.server.checks import check
 from mlx_tandem.server.sockets import UnixListener, bind
 from tests.api.scripted import scripted_server
 from tests.serving import RunningServer, demo_config, serving
+from tests.unit.cli_tools import tandem as command
 from tests.waiting import until
 
 TLS = Path(__file__).parents[1] / "tls"
@@ -171,6 +172,38 @@ def test_https_with_the_certificate_that_is_given():
             assert lines[-1] == "[DONE]"
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{server.url}/health")
+        check_commands(f"https://{host}:{port}")
+
+
+def check_commands(url: str) -> None:
+    """The commands that ask a running server reach one whose certificate they are told to trust."""
+    cert = str(TLS / "cert.pem")
+    asked = ("--num-requests", "1", "--repeats", "1", "--concurrency", "1", "--max-tokens", "2")
+    commands = {
+        ("adapters", "ls"): "shout",
+        ("learn", "watch"): f"{url} does not learn",
+        ("checkpoints", "rollback", "--yes"): f"{url} answered with ",
+        ("bench", "serve", *asked): "1 at once",
+    }
+    for words, said in commands.items():
+        done = command(*words, "--url", url, "--cacert", cert)
+        assert said in done.stdout + done.stderr, done.stderr
+        done = command(*words, "--url", url)
+        line = f"tandem: the certificate of {url.removeprefix('https://')} is not trusted: self-signed certificate; "
+        assert done.returncode == 1 and done.stderr.startswith(line) and "--cacert" in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1
+    assert command("adapters", "ls", "--url", url, env={"SSL_CERT_FILE": cert}).returncode == 0
+    assert (
+        "one with --ssl-certfile is at https://" in command("adapters", "ls", "--url", url.replace("s:", ":", 1)).stderr
+    )
+    for file, said in (("nowhere", "nowhere cannot be read"), (str(TLS / "key.pem"), "key.pem holds no certificate")):
+        done = command("adapters", "ls", "--url", url, "--cacert", file)
+        assert done.returncode == 1 and said in done.stderr and "--cacert" in done.stderr
+
+
+def test_a_server_without_tls_is_not_at_https(server: RunningServer) -> None:
+    done = command("adapters", "ls", "--url", server.url.replace("http:", "https:"))
+    assert done.returncode == 1 and "does not speak TLS" in done.stderr and "try http://" in done.stderr
 
 
 def test_certificates_that_cannot_be_served_with(tmp_path):

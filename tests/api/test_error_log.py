@@ -163,6 +163,8 @@ def test_get_on_a_post_route_says_what_to_do(server, path):
     ("method", "path", "allow", "how"),
     [
         ("POST", "/health", "GET, HEAD", "GET"),
+        ("GET", "/training/checkpoint", "POST", "POST"),
+        ("GET", "/model/switch-lora", "POST", "POST with a JSON body"),
         ("PUT", "/v1/adapters", "GET, HEAD, POST", "GET or POST with a JSON body"),
         ("POST", "/v1/aliases/x", "DELETE, GET, HEAD, PUT", "DELETE or GET or PUT with a JSON body"),
     ],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from mlx_tandem import demo
 from tests import tiny_models
@@ -40,8 +43,16 @@ def test_the_check_refuses_what_a_start_refuses(tmp_path: Path) -> None:
     assert "'gpt_bigcode' is not supported yet" in done.stderr
 
 
-def test_an_adapter_is_no_model_and_is_called_one() -> None:
+@pytest.mark.parametrize(
+    "words",
+    ["models {}", "serve {} --port 0", "serve {} --dry-run", "train sft lessons.jsonl --model {}", "bench engine {}"],
+)
+def test_an_adapter_is_no_model_and_is_called_one(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": text}) for text in ("one", "two", "three")]
+    Path("lessons.jsonl").write_text("\n".join(lines))
     folder = str(demo.ADAPTER_PATHS["shout"])
-    done = models(folder)
+    done = tandem(*words.format(folder).split())
     assert done.returncode == 1 and not done.stdout
-    assert f"{folder} is an adapter, not a model: it is served beside its base model" in done.stderr
+    assert f"tandem: {folder} is an adapter, not a model: it is served beside its base model" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -277,3 +277,26 @@ def test_embeddings(engine: Engine) -> None:
     with pytest.raises(InvalidRequest) as refused:
         engine.embed("a dog", dimensions=8000)
     assert refused.value.param == "dimensions"
+
+
+def test_a_deterministic_engine_answers_and_learns_with_the_same_bits():
+    prompts = [[223, 20, 223, 26, 223, 27], list(range(40, 80)), [90]]
+    ask = partial(Engine.generate, adapter="down", max_tokens=12, temperature=0.9, seed=4, logprobs=2)
+    with Engine(num_blocks=65, max_model_len=256, max_num_seqs=4, deterministic=True) as engine:
+        assert engine.info.deterministic
+        together = ask(engine, prompts)
+        alone = [ask(engine, [prompt])[0] for prompt in prompts]
+        assert [(a.token_ids, a.logprobs) for a in alone] == [(a.token_ids, a.logprobs) for a in together]
+        data = [
+            {
+                "prompt": prompt,
+                "completion": list(answer.token_ids),
+                "logprobs": [each.sampled for each in answer.logprobs],
+                "temperature": 0.9,
+            }
+            for prompt, answer in zip(prompts, together, strict=True)
+        ]
+        result = engine.trainer("policy", init_from="down").forward(data, "importance_sampling")
+    for answer, model, sampled in zip(together, result.model_logprobs, result.logprobs, strict=True):
+        assert list(model) == [each.model for each in answer.logprobs]
+        assert list(sampled) == [each.sampled for each in answer.logprobs]

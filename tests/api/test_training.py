@@ -271,7 +271,19 @@ def test_what_curl_sends_of_itself(learner):
             assert client.post(path, headers={"origin": origin}).status_code == 415
     text = {"content-type": "text/plain"}
     assert client.post("/model/switch-lora", content=version, headers=text).status_code == 415
-    assert client.post("/v1/training/update", content="{}", headers=form).status_code == 415
+
+
+@pytest.mark.parametrize("path", ["update", "start", "stop", "checkpoint", "rollback"])
+def test_bodies_under_training_are_json_as_everywhere(learner, path):
+    for types in ({}, {"content-type": ""}, {"content-type": "application/x-www-form-urlencoded"}):
+        reply = learner.client.post(f"/v1/training/{path}", content='{"unknown": 1}', headers=types)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
+    reply = learner.client.post(f"/v1/training/{path}", json={"unknown": 1})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "unknown")
+
+
+def test_a_request_without_a_body_needs_no_content_type(learner):
+    assert learner.client.post("/v1/training/start").status_code == 200
 
 
 def test_the_loop_stops_and_starts(learner):

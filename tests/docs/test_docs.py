@@ -8,6 +8,7 @@ importing what they need takes most of the time of each.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import io
@@ -55,9 +56,6 @@ TANDEM = [sys.executable, "-m", "mlx_tandem"]
 SHORT = {
     "bench serve": ["--num-requests", "1", "--repeats", "1", "--concurrency", "1", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
-    "doctor": ["--only", "packages"],  # all of it is run by test_doctor.py
-    "models": [],
-    "train sft": ["--epochs", "1", "--batch-size", "2", "--max-length", "64"],
     "benchmarks/peers.py": [*("--shapes", "0.13m", "--concurrency", "1", "--repeats", "1", "--max-tokens", "4")],
     "benchmarks/adapters.py": [
         *("--shape", "0.13m", "--adapters", "2", "--concurrency", "2", "--repeats", "1", "--max-tokens", "4")
@@ -72,7 +70,6 @@ SHORT = {
         *("--shape", "0.13m", "--prompt-tokens", "80", "--turns", "2", "--streams", "2", "--max-tokens", "20"),
         *("--repeats", "1"),
     ],
-    "benchmarks/make_model.py": [],
     "benchmarks/http_share.py": [
         *("--shape", "0.13m", "--streams", "2", "--num-requests", "4", "--prompt-tokens", "8", "--max-tokens", "4"),
         *("--repeats", "1"),
@@ -103,14 +100,34 @@ SHORT = {
     "benchmarks/train_together.py": ["--examples", "8", "--repeats", "1"],
     "benchmarks/disk_cache.py": ["--blocks", "4", "--block-kb", "64", "--repeats", "1", "--records", "100"],
     "benchmarks/step_parts.py": ["--batch", "2", "--context", "20", "--steps", "4", "--repeats", "1"],
+    "benchmarks/near_ties.py": ["--positions", "1"],
+    "benchmarks/deterministic.py": [
+        *(
+            "--rounds",
+            "1",
+            "--lengths",
+            "5,9",
+            "--answers",
+            "2",
+            "--decode",
+            "1x16",
+            "--prompts",
+            "1x16",
+            "--steps",
+            "2",
+        )
+    ],
     "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1", "--completions", "2"],
 }
+"""Options of what measures that replace or follow those of a page, so that little is measured. All other commands are
+run as they are printed."""
 
 ELSEWHERE = {
     "tandem demo": "tests/api/test_cli_serve.py",
     "tandem demo --seconds 5": "tests/api/test_cli_serve.py",
     "tandem demo learn": "tests/api/test_cli_terminal.py",
     "tandem bench report": "tests/unit/cli/test_bench_report.py",
+    "tandem doctor": "tests/unit/cli/test_doctor.py",
     "tandem doctor --report": "tests/unit/cli/test_doctor.py",
     "tandem doctor --mac": "tests/unit/cli/test_doctor_mac.py",
 }
@@ -221,6 +238,11 @@ def shortened(words: list[str], options: list[str]) -> list[str]:
         else:
             kept.append(word)
     return kept + options
+
+
+def measures(words: list[str]) -> str:
+    """The key of SHORT for a command; empty for one that is run as it is printed."""
+    return next((kind for kind in SHORT if " ".join(words[1:]).startswith(kind)), "")
 
 
 @pytest.fixture(scope="module")
@@ -396,8 +418,8 @@ def test_commands_that_end(
         filled(folder / "kv-cache", 2)
         assert here.tandem(words[1:], folder)
         return
-    kind = next(k for k in SHORT if " ".join(words[1:]).startswith(k))
-    words = shortened(words, SHORT[kind])
+    kind = measures(words)
+    words = shortened(words, SHORT.get(kind, []))
     if tuple(words) in ran:
         return
     ran.add(tuple(words))
@@ -409,6 +431,40 @@ def test_commands_that_end(
         assert run([sys.executable, *words[1:]], folder)
     if "--json-out" in words:
         assert json.loads((folder / words[words.index("--json-out") + 1]).read_text())["machine"]
+
+
+class Understood(Exception):
+    """A program has taken its command line."""
+
+
+@pytest.mark.parametrize("line", lines(lambda words: bool(measures(words)) and " ".join(words) not in ELSEWHERE))
+def test_what_is_shortened_is_understood_as_printed(
+    line: str, folder: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No command works by an option of SHORT alone: without these, every command gets as far as its work."""
+
+    def work(*args: object, **options: object) -> None:
+        raise Understood
+
+    def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+        raise Understood(parse_args(parser))
+
+    parse_args = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    for module in ("serve", "engine"):
+        monkeypatch.setattr(f"mlx_tandem.cli.bench.{module}.run", work)
+    words = commands()[line]
+    with pytest.raises(Understood):
+        if words[0] == "tandem":
+            here.tandem(words[1:], folder)
+        else:
+            monkeypatch.setattr(sys, "argv", words[1:])
+            monkeypatch.syspath_prepend(ROOT / "benchmarks")
+            runpy.run_path(words[1], run_name="__main__")
+
+
+def test_only_what_measures_is_shortened() -> None:
+    assert {kind.split()[0].split("/")[0] for kind in SHORT} == {"bench", "benchmarks"}
 
 
 def test_the_doctor_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

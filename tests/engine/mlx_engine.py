@@ -137,6 +137,7 @@ def make_engine(
     attention_backend: Literal["auto", "portable", "cuda", "metal"] = "auto",
     backends: Sequence[Fused] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    deterministic: bool = False,
     unpack_weights: bool = False,
     kept: Kept | None = None,
     method: Literal["none", "mtp"] = "none",
@@ -153,6 +154,7 @@ def make_engine(
         ),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_chunk_tokens=max_chunk_tokens),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
+        deterministic=deterministic,
         speculation=SpeculationConfig(method),
     )
     return Engine(build(config, weights, lambda stage, fraction: None, backends, kept=kept), weights)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +16,7 @@ import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
-from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig, SpeculationConfig
+from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, ModelConfig, SpeculationConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_outbound
@@ -155,6 +157,34 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", SHAPES["0.13m"])
     given = EngineConfig(ModelConfig(str(demo.MODEL_PATH)), speculation=SpeculationConfig("draft", str(other)))
     assert f"{other} cannot draft for {demo.MODEL_PATH}" in fatal(given).message
+
+
+class Started(Channel):
+    """Closes when the engine has started."""
+
+    def receive(self, wait: float) -> list[m.Inbound]:
+        raise WireError("over")
+
+
+@pytest.mark.parametrize("ends", [[0], [2, 0]])
+def test_a_draft_model_with_other_ends_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: list[int]
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(demo.DRAFT_PATH, draft)
+    (draft / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    model = ModelConfig(str(demo.MODEL_PATH), max_model_len=240)
+    given = EngineConfig(model, CacheConfig(num_blocks=64), speculation=SpeculationConfig("draft", str(draft)))
+
+    def engine() -> None:
+        with suppress(WireError):
+            serve(Started(), given, False)
+
+    thread = Thread(target=engine)
+    thread.start()
+    thread.join()
+    said = f"{draft} ends texts with the tokens [0], and the model with [0, 2]"
+    assert (said in caplog.text) == (ends == [0])
 
 
 def test_a_draft_model_has_to_be_named() -> None:

@@ -229,7 +229,7 @@ def test_an_update_stays_within_what_learning_has(several: bool) -> None:
 def test_what_is_kept_of_steps_is_bounded(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever shapes and sampling come: compiled steps, and arrays as wide as the vocabulary."""
     runner = built.runner
-    assert runner.compiled.most == compiled.kept_steps(built.layers)
+    assert runner.compiled.most == compiled.kept_steps(built.layers, memory.machine_bytes())
     monkeypatch.setattr(runner.compiled, "most", 3)
     runner.reset()
     for rows in (1, 2, 3, 4, 6, 1):
@@ -245,12 +245,26 @@ def test_what_is_kept_of_steps_is_bounded(built: Built, monkeypatch: pytest.Monk
     )
 
 
-@pytest.mark.parametrize(("layers", "steps"), [(1, 256), (6, 152), (12, 76), (36, 64), (80, 64)])
-def test_compiled_steps_of_deep_models_are_fewer(layers: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("layers", "gigabytes", "steps"),
+    [
+        (1, 16, 256),
+        (6, 16, 152),
+        (12, 16, 76),
+        (36, 16, 64),
+        (80, 16, 64),
+        (6, 128, 256),
+        (36, 128, 173),
+        (80, 128, 78),
+    ],
+)
+def test_compiled_steps_of_deep_models_are_fewer(layers: int, gigabytes: int, steps: int) -> None:
     """They take no more memory than is meant for them, unless too few of them would be left."""
-    assert compiled.kept_steps(layers) == steps
+    memory = gigabytes << 30
+    assert compiled.kept_steps(layers, memory) == steps
+    most = max(compiled.COMPILED_BYTES, compiled.COMPILED_SHARE * memory)
     if compiled.FEWEST_COMPILED < steps < compiled.MOST_COMPILED:
-        assert 0.98 * compiled.COMPILED_BYTES <= steps * layers * compiled.LAYER_BYTES <= compiled.COMPILED_BYTES
+        assert 0.98 * most <= steps * layers * compiled.LAYER_BYTES <= most
 
 
 def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,12 @@ import itertools
 import json
 import random
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,9 @@ from mlx_tandem.training.sft import (
     split,
 )
 from mlx_tandem.training.sft_runs import RunFolder, RunState, digest
+from tests.commands import curl, free_port, running
 from tests.engine.learning import finish
+from tests.unit.cli_tools import tandem
 from tests.unit.text_tools import render_with
 
 CONFIG = SftConfig(epochs=1, batch_size=8, learning_rate=2e-3, eval_every=5)
@@ -394,20 +399,35 @@ def test_the_defaults_teach_a_simple_skill_from_60_examples(tmp_path):
         ("--report-to paper", "there is no tracker 'paper'"),
         ("--init-from nowhere", "nowhere cannot be used"),
         ("--resume", "there is no unfinished run in "),
+        ("--schedule linear", "needs a number of epochs"),
+        ("--patience 2 --valid-share 0", "patience needs examples that are held out"),
+        ("--batch-size 9", "batch_size is 9, but there are 2 examples to learn"),
+        ("--batch-size 1 --accumulate 3", "an epoch of 2 examples has 2 batches"),
+        ("--epochs 2 --eval-every 3", "the training has at most 2 steps"),
+        ("--epochs 2 --save-every 3", "the training has at most 2 steps"),
+        ("--max-length 9000", "the model sees 8192 tokens at most"),
+        ("--adapter-out base", "'base' is the name of the base model"),
+        ("--adapter-out .hidden", "must be 1 to 64 letters"),
+        ("--adapter-out 'my skill'", "must be 1 to 64 letters"),
+        ("--model made --adapter-out taught/made", "'made' is the name of the base model"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, words, said):
     lessons(tmp_path, 3)
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    (tmp_path / "made").mkdir()
+    for file in demo.MODEL_PATH.iterdir():
+        (tmp_path / "made" / file.name).symlink_to(file)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mlx_tandem.cli.finetune.Engine", lambda *_, **options: pytest.fail("the model is loaded"))
     with pytest.raises(SystemExit) as ended:
-        main(["train", "sft", "down.jsonl", *words.split()])
+        main(["train", "sft", "down.jsonl", *shlex.split(words)])
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out) == (1, "")
     assert printed.err.startswith("tandem: ") and printed.err.count("\n") == 1
     assert said in printed.err
-    assert {p.name for p in tmp_path.iterdir()} == {"down.jsonl", "bad.jsonl"}
+    assert any(word in printed.err for word in words.split() if word[:2] == "--" or "." in word), "names no option"
+    assert {p.name for p in tmp_path.iterdir()} == {"down.jsonl", "bad.jsonl", "made"}
 
 
 def inside(words: str) -> int:
@@ -458,6 +478,60 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(whole, monkeypatch,
     assert [last[n] for n in range(1, 9)] == [loss for loss, *_ in courses[0]]
     samples = [row for row in rows if row["kind"] == "sample"]
     assert {row["step"] for row in samples} == {0, 3, 6, 8} and all(row["expected"] for row in samples)
+
+
+@contextmanager
+def training(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
+    """A training of up to 360 steps in a process of its own, and what it says."""
+    start = [sys.executable, "-m", "mlx_tandem", "train", "sft", "down.jsonl", "--adapter-out", "cut", *words]
+    with subprocess.Popen(start, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
+        assert run.stderr is not None
+        yield run, run.stderr
+        run.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "when", "said"),
+    [
+        ("--save-every 300", "tandem: loading ", "stopped before a state was saved; the same command begins anew"),
+        ("--save-every 300", "tandem: step 8 ", "stopped before a state was saved that could be continued; cut has "),
+        ("", "tandem: step 8 ", "stopped; the same command with --resume continues after step "),
+    ],
+)
+def test_ctrl_c_says_what_holds(tmp_path, words, when, said):
+    lessons(tmp_path, 36)
+    command = ["--epochs", "90", *words.split()]
+    with training(tmp_path, *command) as (run, lines):
+        assert any(line.startswith(when) for line in lines)
+        run.send_signal(signal.SIGINT)
+        *_, last = lines
+        assert run.wait() == 130
+    assert last.startswith(f"tandem: {said}")
+    if "cut has" in said:
+        assert inspect(tmp_path / "cut").problems == ()
+        return
+    with training(tmp_path, *command, *["--resume"] * ("--resume" in said)) as (run, lines):
+        assert any(("resuming after step " if "--resume" in said else "examples to learn") in line for line in lines)
+
+
+@pytest.mark.parametrize("words", ["--adapter-out 'my runs/it' --rank 80", "--model 'the model'"])
+def test_the_command_that_is_hinted_at_runs(tmp_path, monkeypatch, words):
+    """Its paths are quoted, its name is legal, and the server takes an adapter of this rank."""
+    lessons(tmp_path, 3).rename(tmp_path / "my 1st lessons.jsonl")
+    (tmp_path / "the model").symlink_to(demo.MODEL_PATH)
+    monkeypatch.chdir(tmp_path)
+    done = tandem("train", "sft", "my 1st lessons.jsonl", "--epochs", "1", *shlex.split(words))
+    assert done.returncode == 0, done.stderr
+    program, *hint = shlex.split(done.stdout.splitlines()[-1].partition("try it: ")[2])
+    assert program == "tandem" and ("my 1st lessons" in words or "my-1st-lessons-adapter" in hint or "it" in hint)
+    port = free_port()
+    command = [sys.executable, "-m", "mlx_tandem", *hint, "--port", str(port), "--max-model-len", "240"]
+    with running([*command, "--num-blocks", "64"], port, tmp_path) as server:
+        name = hint[hint.index("--adapter") + 1]
+        ask = {"model": name, "prompt": "a", "max_tokens": 1}
+        words = ["curl", "http://localhost:8000/v1/completions", "-H", "Content-Type: application/json"]
+        assert json.loads(curl([*words, "-d", json.dumps(ask)], port))["model"].startswith(name)
+        assert server.stop() == 0
 
 
 def test_training_begins_with_an_adapter(whole, monkeypatch):

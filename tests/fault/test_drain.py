@@ -130,11 +130,18 @@ def test_a_second_signal_stops_at_once():
     """The stream would go on for as long as the drain may take, since its engine stands still."""
     with serving(demo_config(drain_seconds=DRAIN)) as server:
         thread, lines = start(server, 1000)
-        os.kill(server.engine_pid(), signal.SIGSTOP)
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
         server.process.send_signal(signal.SIGINT)
         until(lambda: server.client.get("/readyz").status_code != 200)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        try:
+            assert server.process.wait(20) == 0
+            with pytest.raises(ProcessLookupError):  # an engine that hangs is not left behind
+                os.kill(engine, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
         thread.join()
         assert "data: [DONE]" not in lines
 

@@ -9,110 +9,27 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from mlx_tandem import demo
 from tests.commands import curl, free_port, running
-from tests.fake_hub import Hub, fake_hub
-
-ROOT = Path(__file__).parents[2]
-MODELS = [
-    "mlx-community/Qwen3.5-9B-MLX-4bit",
-    "mlx-community/Qwen3-4B-4bit",
-    "mlx-community/Qwen3-0.6B-4bit",
-]
-PROGRAMS = {
-    "./.venv/bin/python": [sys.executable],
-    "python": [sys.executable],
-    "mola": [sys.executable, "-m", "mola.cli"],
-    "mlx_parallm_serve": [
-        sys.executable,
-        "-c",
-        "from mlx_tandem.cli.programs import mlx_parallm_serve as main; main()",
-    ],
-    "mlx_parallm_train": [
-        sys.executable,
-        "-c",
-        "from mlx_tandem.cli.programs import mlx_parallm_train as main; main()",
-    ],
-    "./.build/arm64-apple-macosx/release/mlx-server": [
-        sys.executable,
-        "-c",
-        "from mlx_tandem.cli.programs import mlx_server as main; main()",
-    ],
-    "tandem": [sys.executable, "-m", "mlx_tandem"],
-}
-SMALL = ["--num-blocks", "512"]
-"""Beside every printed command: a pool that suits a test machine."""
-SHORT = ["--max-model-len", "240"]
-"""Beside those that name no context of their own: a server with a short one starts sooner."""
-CONTEXTS = {"--ctx-size", "--max-kv-size"}
-
-
-@dataclass
-class Workplace:
-    """A folder in which what the commands name exists, and a hub that has the models."""
-
-    folder: Path
-    hub: Hub
-    env: dict[str, str] = field(default_factory=dict)
-
-    def words(self, command: str, port: int) -> list[str]:
-        first, *rest = shlex.split(command.replace("\\\n", " "))
-        rest = [w.replace("8000", str(port)).replace("8080", str(port)) for w in rest]
-        return [*PROGRAMS[first], *rest]
-
-    def run(self, command: str, port: int, *more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*self.words(command, port), *more],
-            cwd=self.folder,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=150,
-        )
-
-    def serve(self, command: str, *more: str) -> running:
-        port = free_port()
-        words = self.words(command, port)
-        given = [] if "--port" in words else ["--port", str(port)]
-        given += [] if CONTEXTS & set(words) else SHORT
-        return running([*words, *given, *SMALL, *more], port, self.folder, self.env)
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
-    folder = tmp_path_factory.mktemp("servers")
-    for name, content in (("rust", "shout"), ("sql", "json"), ("support", "down"), ("medical", "shout")):
-        shutil.copytree(demo.ADAPTER_PATHS[content], folder / "path" / "to" / f"{name}-adapter")
-    (folder / "models").mkdir()
-    (folder / "models" / "Llama-3-8B").symlink_to(demo.MODEL_PATH)
-    (folder / "path" / "to" / "model").symlink_to(demo.MODEL_PATH)
-    with fake_hub(dict.fromkeys(MODELS, demo.MODEL_PATH)) as hub:
-        env = hub.environment(folder / "home", PYTHONPATH=str(ROOT))
-        env |= {"XDG_RUNTIME_DIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-        yield Workplace(folder, hub, env)
-
-
-def ask(command: str, port: int) -> bytes:
-    """A printed curl against the server on `port`; whatever it asks for must be answered with success."""
-    return curl(shlex.split(command.replace("\\\n", " ")), port)
-
-
-def events(content: bytes) -> list[dict[str, object]]:
-    *data, last = content.decode().strip().split("\n\n")
-    assert last == "data: [DONE]"
-    return [json.loads(d.removeprefix("data: ")) for d in data]
-
+from tests.seeds.workplace import (
+    MLX_SERVER,
+    MODELS,
+    MOLA_ADAPTERS,
+    MOLA_EXPLICIT,
+    PARALLM_FILE,
+    PARALLM_LEARNS,
+    SHORT,
+    SMALL,
+    Workplace,
+    ask,
+    events,
+)
 
 CHAT = """curl http://localhost:8000/v1/chat/completions \
   -H "Content-Type: application/json" \
@@ -121,32 +38,16 @@ CHAT = """curl http://localhost:8000/v1/chat/completions \
 
 # --- MOLA --------------------------------------------------------------------------------------------------------
 
-MOLA_ADAPTERS = """--model mlx-community/Qwen3.5-9B-MLX-4bit \
-  --adapter rust ./path/to/rust-adapter \
-  --adapter sql ./path/to/sql-adapter """
-MOLA_EXPLICIT = f"""./.venv/bin/python -m mola.cli -v serve \
-  {MOLA_ADAPTERS} \
-  --adapter support ./path/to/support-adapter \
-  --max-inflight-tokens 131072 \
-  --max-batch-size 128 \
-  --prefill-batch-size 32 \
-  --enable-routed-decode-reference \
-  --strict-routed-decode-reference \
-  --routed-decode-backend gather-mm \
-  --enable-mixed-decode-migration \
-  --prestep-mixed-decode-migration \
-  --cache-routed-decode-sessions \
-  --detached-shared-decode-owner \
-  --port 8000"""
-MOLA_BENCH = """tandem bench serve \
+MOLA_BENCH = """./.venv/bin/python scripts/bench_server.py \
   --routed-validation \
   --concurrency 1,16,64 \
   --repeats 3 \
   --json-out ./mola-bench.json"""
+MOLA_RUNNER = "./.venv/bin/python devtools/run_mola_current_architecture.py"
 
 
 def test_mola(workplace: Workplace) -> None:
-    with workplace.serve(MOLA_EXPLICIT, "--adapter-root", "path/to") as server:
+    with workplace.serve(MOLA_EXPLICIT) as server:
         port = server.port
         body = {"model": "rust", "messages": [{"role": "user", "content": "What is 12 + 5?"}], "stream": True}
         streamed = events(ask(CHAT % json.dumps(body), port))
@@ -162,28 +63,35 @@ def test_mola(workplace: Workplace) -> None:
         assert json.loads(ask("curl -X DELETE http://localhost:8000/v1/adapters/medical", port))
         with pytest.raises(OSError, match="404"):
             ask(CHAT % json.dumps(body | {"model": "nobody"}), port)
-        short = [*("--num-requests", "4", "--max-tokens", "4", "--prompt-tokens", "8", "--adapters", "rust,sql")]
-        url = ["--url", f"http://127.0.0.1:{port}", "--mode", "same,mixed"]
-        done = workplace.run(
-            MOLA_BENCH.replace("1,16,64", "1,2").replace("--repeats 3", "--repeats 1"), port, *short, *url
-        )
+        short = [*("--num-requests", "2", "--max-tokens", "4", "--prompt-tokens", "8", "--adapters", "rust,sql")]
+        bench = MOLA_BENCH.replace("1,16,64", "1,2").replace("--repeats 3", "--repeats 1")
+        done = workplace.run(bench, port, *short, "--url", f"http://127.0.0.1:{port}")
         assert done.returncode == 0, done.stderr
+        for shown in ("same", "mixed", "skew", "long-decode-mixed", "change", "p95"):
+            assert shown in done.stdout
+        assert "asked again: 20 of 20, 0 different" in done.stderr
         result = json.loads((workplace.folder / "mola-bench.json").read_text())
         assert result["machine"]
+        assert result["validation"]["checked"] == 20
+
+
+def test_the_step_of_mola_s_installation_says_that_nothing_is_needed(workplace: Workplace) -> None:
+    done = workplace.run("./.venv/bin/python devtools/apply_mlx_lm_detached_batch_api.py", 0)
+    assert (done.returncode, done.stdout[:13]) == (0, "nothing to do")
 
 
 def test_mola_in_the_background(workplace: Workplace) -> None:
     port = free_port()
-    start = workplace.run(f"mola start {MOLA_ADAPTERS} --port 8000", port, *SMALL)
+    start = workplace.run(f"{MOLA_RUNNER} start {MOLA_ADAPTERS} --port 8000", port, *SMALL, *SHORT)
     assert start.returncode == 0, start.stderr
     try:
         models = {m["id"] for m in json.loads(ask("curl http://localhost:8000/v1/models", port))["data"]}
         assert {"rust", "sql", MODELS[0]} <= models
-        restart = workplace.run("mola restart --port 8000", port)
+        restart = workplace.run(f"{MOLA_RUNNER} restart --port 8000", port)
         assert restart.returncode == 0, restart.stderr
         assert json.loads(ask("curl http://localhost:8000/health", port))["status"] == "ok"
     finally:
-        assert workplace.run("mola stop --port 8000", port).returncode == 0
+        assert workplace.run(f"{MOLA_RUNNER} stop --port 8000", port).returncode == 0
     with pytest.raises(OSError):
         ask("curl http://localhost:8000/health", port)
 
@@ -199,38 +107,6 @@ def test_parallm_serves(workplace: Workplace) -> None:
         for later in ({"collect_trajectory": True}, {"scoring_function": "gsm8k"}, {"lora_adapter": "checkpoint-500"}):
             with pytest.raises(OSError, match=r"40[04]"):
                 curl([*words, "-d", json.dumps(body | later)], server.port)
-
-
-PARALLM_LEARNS = """mlx_parallm_serve \
-  --model-path models/Llama-3-8B \
-  --enable-rl-training \
-  --lora-rank 16 \
-  --atropos-url http://localhost:8001 \
-  --port 8000"""
-PARALLM_FILE = """
-server:
-  mode: "inference_and_training"
-  max_batch_size: 128
-
-model:
-  base_model_path: "models/Llama-3-8B"
-  lora_rank: 16
-  lora_alpha: 32
-  lora_target_modules: ["q_proj", "v_proj"]
-
-rl_training:
-  enabled: true
-  trajectory_buffer_size: 1000
-  update_frequency: 100
-  scoring_batch_size: 32
-  atropos_url: "http://localhost:8001"
-  environment: "gsm8k"
-
-checkpointing:
-  interval: 500
-  keep_n_checkpoints: 10
-  checkpoint_dir: "./checkpoints"
-"""
 
 
 @pytest.mark.parametrize("command", [PARALLM_LEARNS, "mlx_parallm_serve --config parallm.yaml"])
@@ -372,8 +248,6 @@ def test_one_device_is_said(workplace: Workplace, options: str) -> None:
 
 # --- Jan's MLX Server --------------------------------------------------------------------------------------------
 
-MLX_SERVER = "./.build/arm64-apple-macosx/release/mlx-server"
-
 
 @pytest.mark.parametrize(
     "options",
@@ -406,6 +280,29 @@ def test_jans_server(workplace: Workplace, options: str) -> None:
         if "--ctx-size" in options:
             assert (health["engine"]["max_num_seqs"], health["engine"]["block_size"]) == (1, 16)
         assert ask("curl http://localhost:8080/metrics", port)
+
+
+@pytest.fixture(scope="module")
+def jans_server(workplace: Workplace) -> Iterator[running]:
+    with workplace.serve(f'{MLX_SERVER} --model "path/to/model" --port 8080') as server:
+        yield server
+
+
+def test_jans_benchmarks(workplace: Workplace, jans_server: running) -> None:
+    short = ("--num-requests", "1", "--prompt-tokens", "8", "--url", f"http://127.0.0.1:{jans_server.port}")
+    done = workplace.run("python3 performance_bench.py", 0, *short, "--repeats", "1", below="scripts")
+    assert done.returncode == 0, done.stderr
+    for shown in ("temp=0.7, 50 tokens", "temp=0.7, 100 tokens", "temp=0.1, 50 tokens", "tok/s"):
+        assert shown in done.stdout
+    nobody = f"127.0.0.1:{free_port()}"
+    done = workplace.run("python3 simple_bench.py", 0, "--url", f"http://{nobody}", below="scripts")
+    assert (done.returncode, done.stderr) == (1, f"tandem: no server answers at {nobody}: Connection refused\n")
+
+
+def test_jans_quick_benchmark(workplace: Workplace, jans_server: running) -> None:
+    done = workplace.run("./quick_bench.sh 8080 2 4", jans_server.port)
+    assert done.returncode == 0, done.stderr
+    assert "4 tokens each" in done.stdout
 
 
 def test_the_programs_are_installed() -> None:

@@ -134,3 +134,14 @@ def test_the_cache_folder_is_the_user_s_own(tmp_path: Path, monkeypatch: pytest.
         assert files.cache_folder() == tmp_path / ".cache" / "mlx-tandem"
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert files.cache_folder() == Path("/elsewhere/mlx-tandem")
+
+
+def test_a_user_without_a_home_has_a_cache_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch):
+    """What can do without it goes on, since it only sees that a folder cannot be made."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert files.cache_folder() == files.NO_HOME / ".cache" / "mlx-tandem"

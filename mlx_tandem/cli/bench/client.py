@@ -187,7 +187,7 @@ class Client:
         """Return the i-th connection, which carries one request at a time."""
         headers = {"Authorization": f"Bearer {self.load.api_key}"} if self.load.api_key else None
         while len(self._connections) <= i:
-            self._connections.append(Connection.to(self.load.url, headers))
+            self._connections.append(Connection.to(self.load.url, headers, self.load.cacert))
         return self._connections[i]
 
     @property

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
+from mlx_tandem.cli import outputs
+from mlx_tandem.cli.adapters import CaCert
 from mlx_tandem.cli.help import Command, group
 
 bench = group("Measure a running server, or the engine alone.")
@@ -31,12 +33,6 @@ def _modes(text: str) -> tuple[str, ...]:
     return with_baselines(modes)
 
 
-def _picture(path: Path | None) -> Path | None:
-    if path is not None and path.suffix not in (".png", ".svg"):
-        raise typer.BadParameter(f"'{path.name}' ends neither in .png nor in .svg", param_hint="--plot")
-    return path
-
-
 def _batches(text: str, prompt_tokens: int) -> list[tuple[int, int]]:
     """Return the (rows, prompt tokens) of each batch in a list such as 1,64,32x4096."""
     found = []
@@ -56,6 +52,7 @@ def bench_serve(
         str | None, typer.Option(help="The server's key; --api-key-file or TANDEM_API_KEY do not show in `ps`.")
     ] = None,
     api_key_file: Annotated[str | None, typer.Option(help="File whose first line is the key.")] = None,
+    cacert: CaCert = None,
     mode: Annotated[
         str,
         typer.Option(
@@ -123,18 +120,23 @@ def bench_serve(
         int | None, typer.Option(min=1, help="Repeat at most so many requests.", rich_help_panel=_CHECKS)
     ] = None,
     json_out: Annotated[
-        Path | None, typer.Option(help="Write everything measured here.", rich_help_panel=_REPORT)
+        Path | None,
+        typer.Option(callback=outputs.checked, help="Write everything measured here.", rich_help_panel=_REPORT),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw it into this .png or .svg file (needs matplotlib).", rich_help_panel=_REPORT),
+        typer.Option(
+            callback=outputs.picture,
+            help="Draw it into this .png or .svg file (needs matplotlib).",
+            rich_help_panel=_REPORT,
+        ),
     ] = None,
 ) -> None:
     """Measure a running server: throughput, request, first-token and inter-token times, and what adapters cost."""
     from mlx_tandem.cli import keys
     from mlx_tandem.cli.console import fail
 
-    modes, levels, picture = _modes(mode), tuple(_numbers(concurrency, "--concurrency")), _picture(plot)
+    modes, levels = _modes(mode), tuple(_numbers(concurrency, "--concurrency"))
     from mlx_tandem.cli.bench.serve import run
     from mlx_tandem.cli.bench.workloads import Load
     from mlx_tandem.errors import InvalidRequest
@@ -163,9 +165,10 @@ def bench_serve(
             validate=routed_validation,
             validation_sample=validation_sample,
             api_key=key,
+            cacert=cacert,
         ),
         json_out,
-        picture,
+        plot,
     )
 
 
@@ -250,11 +253,17 @@ def bench_engine(
     ] = False,
     json_out: Annotated[
         Path | None,
-        typer.Option(help="Write everything measured here, after each round.", rich_help_panel=_REPORT),
+        typer.Option(
+            callback=outputs.checked, help="Write everything measured here, after each round.", rich_help_panel=_REPORT
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw it into this .png or .svg file (needs matplotlib).", rich_help_panel=_REPORT),
+        typer.Option(
+            callback=outputs.picture,
+            help="Draw it into this .png or .svg file (needs matplotlib).",
+            rich_help_panel=_REPORT,
+        ),
     ] = None,
 ) -> None:
     """Measure the engine without HTTP, and compare it with mlx-lm's BatchGenerator and with this device's memory
@@ -266,7 +275,7 @@ def bench_engine(
         raise typer.BadParameter("give either a model's folder or --shape", param_hint="MODEL")
     if (adapters or bits) and shape is None:
         raise typer.BadParameter("goes with --shape", param_hint="--adapters" if adapters else "--bits")
-    batches, picture = _batches(batch, prompt_tokens), _picture(plot)
+    batches = _batches(batch, prompt_tokens)
     from mlx_tandem.cli.bench.engine import Batch, EngineLoad, run
     from mlx_tandem.config import CacheConfig
 
@@ -293,7 +302,7 @@ def bench_engine(
         ),
         max_chunk_tokens=max_chunk_tokens,
         json_out=json_out,
-        picture=picture,
+        picture=plot,
     )
 
 

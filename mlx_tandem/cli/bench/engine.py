@@ -7,6 +7,7 @@ requests in, notes when their tokens come out, and gives the device to the peer 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sys
 import tempfile
@@ -23,14 +24,15 @@ from mlx_tandem.cli.bench.floor import Floor
 from mlx_tandem.cli.bench.left import Left
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.script import Answers, Script, Work, run_script
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.sides import BASE, DRAFTS, MIXED, PEER, SAME, Rounds, line, summary
 from mlx_tandem.cli.bench.timeline import Timeline
 from mlx_tandem.cli.bench.workloads import GREEDY, SAMPLING, Sampling
 from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.outputs import write_json
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.errors import TandemError
+from mlx_tandem.files import StorageError
 from mlx_tandem.generation.prompts import Prompts
 from mlx_tandem.types import AdapterRef, AdapterSource, EngineInfo, Request, SamplingParams
 
@@ -109,13 +111,6 @@ def run(
     picture: Path | None,
 ) -> None:
     """Measure, write the JSON file after each round, show a table, and draw the picture."""
-    if picture is not None:
-        from mlx_tandem.cli.bench.plot import MissingLibrary, require
-
-        try:
-            require()
-        except MissingLibrary as e:
-            fail(str(e))
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
         folders: list[Path] = []
         if shape is not None:
@@ -136,7 +131,8 @@ def run(
         def keep(found: dict[str, Any]) -> None:
             result.update(found)
             if json_out:
-                write(json_out, result)
+                with contextlib.suppress(StorageError):  # the last time, the error is reported
+                    write_json(json_out, result)
 
         try:
             chats = asyncio.run(_chats(Path(model))) if load.text == "chat" else ()
@@ -146,10 +142,15 @@ def run(
     from mlx_tandem.cli.bench.report import engine_table
 
     show(engine_table(result))
-    if picture is not None:
-        from mlx_tandem.cli.bench.plot import plot_engine
+    try:
+        if json_out:
+            write_json(json_out, result)
+        if picture is not None:
+            from mlx_tandem.cli.bench.plot import plot_engine
 
-        plot_engine(result, picture)
+            plot_engine(result, picture)
+    except StorageError as e:
+        fail(e.message)
 
 
 async def _chats(folder: Path) -> list[tuple[int, ...]]:

@@ -6,31 +6,19 @@ side by batch.
 
 from __future__ import annotations
 
-import importlib.util
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_tandem.cli.bench.sides import NAMES, label
+from mlx_tandem.cli.outputs import write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
-"""Suffixes of the files that can be drawn."""
-
 WIDTH = 0.8
 """Width of a group of bars, where the distance of groups is 1."""
-
-
-class MissingLibrary(Exception):
-    """Plots need a library that is not installed; the message says how to install it."""
-
-
-def require() -> None:
-    """Raise MissingLibrary unless plots can be drawn here."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingLibrary("--plot needs matplotlib: pip install matplotlib")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -86,6 +74,12 @@ def _finish(figure: Figure, left: Axes, right: Axes, ticks: list[str], below: st
         axes.spines[["top", "right"]].set_visible(False)
     handles = left.get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=min(4, len(handles[0])), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG or SVG file, by the suffix of `path`. Raise StorageError."""
     undated = {"Date": None} if path.suffix == ".svg" else None  # so that equal results give equal files
-    figure.savefig(path, dpi=150, metadata=undated)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:], dpi=150, metadata=undated)
+    write(path, drawn.getvalue())

@@ -6,7 +6,6 @@ that other load on the machine affects them alike and their ratios are fair.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,6 +20,8 @@ from mlx_tandem.cli.bench.stats import median
 from mlx_tandem.cli.bench.validation import Validation
 from mlx_tandem.cli.bench.workloads import Load, Phase, phases
 from mlx_tandem.cli.http import HttpError
+from mlx_tandem.cli.outputs import write_json
+from mlx_tandem.files import StorageError
 
 
 def run(load: Load, json_out: Path | None, plot_out: Path | None = None) -> None:
@@ -29,33 +30,26 @@ def run(load: Load, json_out: Path | None, plot_out: Path | None = None) -> None
     End the process with status 1 if nothing could be measured, or if an answer under load differs from the answer
     alone.
     """
+    from mlx_tandem.cli.bench.plot import plot
     from mlx_tandem.cli.bench.report import serve_table
     from mlx_tandem.cli.console import fail, show
 
-    if plot_out:
-        from mlx_tandem.cli.bench.plot import MissingLibrary, plot, require
-
-        try:
-            require()  # checked before a long measurement and not after it
-        except MissingLibrary as e:
-            fail(str(e))
     try:
         result = measure(load, progress=lambda line: print(line, file=sys.stderr, flush=True))
-    except (BenchError, HttpError) as e:
+    except BenchError as e:
         fail(str(e))
-    if json_out:
-        write(json_out, result)
+    except HttpError as e:
+        fail(f"{e} (--url)")
     show(serve_table(result))
-    if plot_out:
-        plot(result, plot_out)
+    try:
+        if json_out:
+            write_json(json_out, result)
+        if plot_out:
+            plot(result, plot_out)
+    except StorageError as e:
+        fail(e.message)
     if (checked := result["validation"]) and checked["different"]:
         fail(f"{checked['different']} of {checked['checked']} answers differ from their adapter alone")
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Write the results as a JSON file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def measure(load: Load, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:

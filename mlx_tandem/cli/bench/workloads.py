@@ -48,6 +48,7 @@ class Load:
     validate: bool = False
     validation_sample: int | None = None  # most answers that are checked, chosen at random
     api_key: str = ""
+    cacert: str | None = None  # file of certificates to trust at an https:// address
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mlx_tandem.cli import outputs
 from mlx_tandem.cli.help import Command, group
 
 demo = group(
@@ -32,7 +33,9 @@ def learn(
     updates: Annotated[int, typer.Option(min=1, help="Updates of the adapter, of 64 answers each.")] = 30,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the questions and of the adapter's first weights.")] = 0,
     streams: Annotated[int, typer.Option(min=0, max=64, help="Requests of others that are always under way.")] = 3,
-    plot: Annotated[Path, typer.Option(help="Save the curve in this file.")] = Path("tandem-learn.svg"),
+    plot: Annotated[Path, typer.Option(callback=outputs.svg, help="Save the curve in this .svg file.")] = Path(
+        "tandem-learn.svg"
+    ),
 ) -> None:
     """Watch the built-in model learn the skill it is weak at while it answers others, then stop."""
     from mlx_tandem.cli.demo.learn import learn as show

@@ -20,6 +20,8 @@ from mlx_tandem.cli.demo import chart, traffic
 from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, SKILL, Curve, Learner, TeachingError
 from mlx_tandem.cli.demo.server import started_server
 from mlx_tandem.cli.http import HttpError, once
+from mlx_tandem.cli.outputs import write
+from mlx_tandem.files import StorageError
 
 PROBE = SKILL.format("5 3 9 1 7")
 """Question whose answer is shown for each version."""
@@ -101,8 +103,13 @@ def learn(steps: int, seed: int, streams: int, plot: Path) -> None:
     seconds = view.curve.steps[-1].seconds
     said = f"mean reward {first:.2f} → {last:.2f} in {len(view.curve.steps)} updates and {seconds:.0f} s"
     beside = f"{view.traffic.answers} answers to others meanwhile, {view.traffic.errors} errors"
-    plot.write_text(chart.svg(view.curve.rewards, title=f"{SKILL.format('…')}: {said}", below=beside), encoding="utf-8")
-    console.print(f"{said}; {beside}. The curve: {plot}", soft_wrap=not console.is_terminal, highlight=False)
+    drawn = chart.svg(view.curve.rewards, title=f"{SKILL.format('…')}: {said}", below=beside)
+    try:
+        write(plot, drawn.encode())
+        where = f" The curve: {plot}"
+    except StorageError as e:
+        where = f" The curve is not saved: {e.message}"
+    console.print(f"{said}; {beside}.{where}", soft_wrap=not console.is_terminal, highlight=False)
 
 
 class _Lines:

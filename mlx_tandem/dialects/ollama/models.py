@@ -59,7 +59,7 @@ def show(front: Front, body: ShowBody) -> dict[str, Any]:
     return {
         "modelfile": "",
         "parameters": "\n".join(f"{name} {value}" for name, value in sorted(front.defaults.items())),
-        "template": "" if template is None else template.source,
+        "template": template.source,
         "details": _details(front, entry),
         "model_info": described,
         "capabilities": _capabilities(front),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mlx_tandem.dialects.parallm.perplexity import PerplexityBody, plan_perplexity
-from mlx_tandem.dialects.route import Route
+from mlx_tandem.dialects.route import PLAIN, Route
 from mlx_tandem.dialects.training import handlers as training
 from mlx_tandem.dialects.training.bodies import CheckpointBody, SwitchBody
 
 ROUTES = (
     Route("POST", "/v1/perplexity", plan_perplexity, PerplexityBody, reads="prompts"),
-    Route("POST", "/training/checkpoint", training.checkpoint, CheckpointBody, reads="steering"),
-    Route("POST", "/model/switch-lora", training.switch, SwitchBody, reads="steering"),
+    Route("POST", "/training/checkpoint", training.checkpoint, CheckpointBody, reads="steering", media=PLAIN),
+    Route("POST", "/model/switch-lora", training.switch, SwitchBody, reads="steering", media=PLAIN),
     Route("GET", "/debug/training", training.debug),
 )

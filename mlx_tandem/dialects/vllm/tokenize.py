@@ -44,7 +44,7 @@ def tokenizer_info(front: Front) -> bytes:
     return dumps(
         {
             **{name: texts.get(name) for name in ("bos_token", "eos_token", "pad_token")},
-            "chat_template": None if template is None else template.source,
+            "chat_template": template.source,
         }
     )
 

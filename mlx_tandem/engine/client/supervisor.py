@@ -120,7 +120,8 @@ class Supervisor(ABC):
         self.begin_drain()
         self._fail_all(EngineUnavailable("the server is shutting down"))
         if self._supervisor is not None:
-            self._supervisor.cancel()
+            if not self._supervisor.cancelling():  # a second one would keep it from killing an engine that hangs
+                self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
 
     # -- supervision --------------------------------------------------------------------------------------------

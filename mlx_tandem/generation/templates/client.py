@@ -10,6 +10,7 @@ from typing import Any
 from mlx_tandem import small_files
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.generation.parts import Part
+from mlx_tandem.generation.templates import plain
 from mlx_tandem.generation.templates.call_forms import CONVERSATION, FORMS, TOOLS, CallForm, prints_call
 from mlx_tandem.generation.templates.contents import GREETING, ContentForm, form_of, in_form
 from mlx_tandem.generation.templates.messages import Failed, Rendered, Setup, decode_answer
@@ -48,9 +49,21 @@ class ChatTemplate:
     its time and memory.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, *, seconds: float = 1.0, where: str = "chat_template"):
-        """Prepare the processes. A conversation may take `seconds` of CPU time. `where` names the file in errors."""
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        *,
+        seconds: float = 1.0,
+        where: str = "chat_template",
+        stops: tuple[str, ...] = (),
+    ):
+        """Prepare the processes. A conversation may take `seconds` of CPU time. `where` names the file in errors.
+
+        `stops` are texts that end an answer.
+        """
         self.source = source
+        self.stops = stops
         self._where = where
         self._limits = {"seconds": seconds, "megabytes": MAX_TEMPLATE_MEMORY >> 20}
         try:
@@ -83,8 +96,8 @@ class ChatTemplate:
         return cls(given, tokenizer, seconds=seconds, where="the text of --chat-template")
 
     @classmethod
-    def load(cls, folder: Path, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate | None:
-        """Return the template in the first of FILES that is there; None when there is none.
+    def load(cls, folder: Path, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate:
+        """Return the template in the first of FILES that is there, or the plain one when there is none.
 
         Raises ModelError naming the file. Only `check` finds out whether the template works.
         """
@@ -100,11 +113,18 @@ class ChatTemplate:
                 named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
                 source = named.get("default")
         if source is None:
-            return None
+            begins = tokenizer.encode("a", add_special_tokens=True) != tokenizer.encode("a", add_special_tokens=False)
+            source = plain.BEGINNING * begins + plain.SOURCE
+            return cls(source, tokenizer, seconds=seconds, where="the plain template", stops=plain.STOPS)
         if not isinstance(source, str):
             problem = "chat_template is neither text nor a list of named texts"
             raise ModelError(f"{path}: {problem}", param="chat_template")
         return cls(source, tokenizer, seconds=seconds, where=str(path))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the plain template, because the model has none."""
+        return self.stops == plain.STOPS
 
     async def check(self) -> None:
         """Find the forms in which the template reads contents, calls and turns, before it renders conversations.

@@ -21,6 +21,7 @@ from mlx_tandem.model.attention import portable
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import after, write, zero_of
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.deterministic.attention import OrderedAttention
 from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
 from mlx_tandem.model.kernels.rotary import Norms, Rotary
@@ -257,9 +258,11 @@ class PagedCache:
     captured.
     """
 
-    def __init__(self, shape: LayerShape, fused: LayerKernels | None = None):
+    def __init__(self, shape: LayerShape, attention: LayerKernels | OrderedAttention | None = None):
+        """Create it. `attention`: the kernels for few queries, or all of the layer's attention in a fixed order."""
         self.shape = shape
-        self._fused = fused
+        self._ordered = attention if isinstance(attention, OrderedAttention) else None
+        self._fused = None if isinstance(attention, OrderedAttention) else attention
         self._arrays: list[mx.array] = []
         self._view: StepView | None = None
         self._fetched: tuple[mx.array, ...] = ()
@@ -268,7 +271,12 @@ class PagedCache:
     @property
     def reads_in_place(self) -> bool:
         """Whether kernels read the pool for few queries, so that nothing is gathered."""
-        return self._fused is not None
+        return self._fused is not None or (self._ordered is not None and self._ordered.kernel is not None)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether attention is computed in an order of sums that follows from a query's own position."""
+        return self._ordered is not None
 
     def bind(self, arrays: Sequence[mx.array], view: StepView) -> None:
         """Bind the cache for a forward. `arrays`: those of the lines of keys, then those of values."""
@@ -343,6 +351,8 @@ class PagedCache:
         v = self._view
         assert v is not None
         fetched = len(self._fetched) == 2 and keys is self._fetched[0] and values is self._fetched[1]
+        if self._ordered is not None and self._ordered.kernel is not None:
+            return self._ordered.paged(queries, self._arrays, after(self._after, v.tables), v.offset, scale)
         if self._fused is not None and fetched and queries.shape[2] <= MOST_QUERIES:
             window = v.window(mask)
             if window is not None and queries.dtype == self.shape.keys.dtype:
@@ -350,7 +360,22 @@ class PagedCache:
         complete = v.each > 1 and len(queries) % v.each == 0  # a gather needs whole groups
         if complete and fetched and isinstance(mask, mx.array) and v.window(mask) is not None:
             return self._attend_together(queries, scale, mask, sinks, v)
-        return portable.attend(queries, keys, values, scale, mask, sinks)
+        return self._over_gathered(queries, keys, values, scale, mask, sinks)
+
+    def _over_gathered(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: mx.array | str | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Return attention over keys and values that were gathered."""
+        if self._ordered is None:
+            return portable.attend(queries, keys, values, scale, mask, sinks)
+        assert isinstance(mask, mx.array)
+        return self._ordered.gathered(queries, keys, values, scale, mask)
 
     def _answer(
         self,
@@ -384,7 +409,7 @@ class PagedCache:
             for form, pool in zip(self.shape.halves, self._halves(), strict=True)
         )
         own = queries.reshape(-1, v.each, heads, dim).swapaxes(1, 2)
-        out = portable.attend(own, keys, values, scale, v.together(mask), sinks)
+        out = self._over_gathered(own, keys, values, scale, v.together(mask), sinks)
         return out.swapaxes(1, 2).reshape(rows, heads, 1, -1)
 
     # called by blocks with fused projections instead

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import cpu, delta_net, device, gated_delta, probe
-from mlx_tandem.model.attention import fused, hook
+from mlx_tandem.model.attention import fused, hook, portable
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
     AdapterLimits,
@@ -37,7 +37,7 @@ from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Forms
 from mlx_tandem.model.linears.transposed import use_views
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.step.sampler import Pickers
+from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,8 @@ def choose(
     """
     if given is not None:
         return _install(config, model, merged, candidates, given)
+    if config.deterministic:
+        return _without(config, model)
     delta_net.verdict.give(None)
     report("checking products", 0.0)
     merged = use_views(model.module, merged) if candidates else merged
@@ -116,6 +118,17 @@ def choose(
     return found, kernels
 
 
+def _without(config: EngineConfig, model: LoadedModel) -> tuple[probe.Examined, Kernels]:
+    """Check the model, which serves without any kernel that was chosen by timing."""
+    prepare()
+    found = examine(config, model)
+    why = "left out by --deterministic"
+    nothing: AttentionChoice = AttentionChoice(portable.NAME, why, (None,) * len(found.layers))
+    kernels = Kernels(Choice(None, why), nothing, "", Choice(None, why), Choice(MLX_PICKERS, why))
+    _log(kernels)
+    return found, kernels
+
+
 def _install(
     config: EngineConfig,
     model: LoadedModel,
@@ -127,7 +140,7 @@ def _install(
     inplace.given(given.store_problem)
     gated_delta.verdict.give(given.rule_problem)
     delta_net.verdict.give(given.own_delta_nets)
-    merged = use_views(model.module, merged) if candidates else merged
+    merged = use_views(model.module, merged) if candidates and not config.deterministic else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:
         few = skinny_check.made(forms_of(given.products.base), forms_of(given.products.adapted))

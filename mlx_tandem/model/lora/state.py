@@ -26,6 +26,7 @@ from mlx_tandem.config import LoraConfig
 from mlx_tandem.model import device
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Order
+from mlx_tandem.model.deterministic.products import TiledDeltas
 from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.linears.skinny import FewRows
 from mlx_tandem.model.lora.adapted import Target, adapt, find_head, find_targets
@@ -88,11 +89,13 @@ class LoraState:
         dtype: mx.Dtype,
         fused: GroupedDeltas | None = None,
         few: FewRows | None = None,
+        tiled: TiledDeltas | None = None,
     ) -> None:
         """Find the linears of `model` that can be adapted; nothing is changed before the first `install`.
 
         `fused` are the fused kernels if `model/kernel_checks/lora.py` has found them right and faster. `few` are the
-        products by the kernel for few rows, which must be told which steps have adapters.
+        products by the kernel for few rows, which must be told which steps have adapters. `tiled` computes the products
+        of adapters under `--deterministic`.
         """
         self.slots = config.max_loras
         self.max_rank = config.max_lora_rank
@@ -101,7 +104,7 @@ class LoraState:
         self.dtype = mx.float32 if on_cpu else dtype
         self.uploads = Uploads(self.dtype)
         self.rank = 0  # of the stacked arrays
-        self._fused, self._few = fused, few
+        self._fused, self._few, self._tiled = fused, few, tiled
         self._takes_flat = on_cpu  # elsewhere kernels and merged linears know an input by its shape and identity
         plain = config.backend if config.backend in ("gather", "windows") else "windows" if on_cpu else "gather"
         self.backend = "fused" if fused is not None else plain
@@ -181,7 +184,8 @@ class LoraState:
 
     def _grow(self, weights: AdapterWeights) -> None:
         """Make room for the rank and the modules of `weights`."""
-        rank = max(self.rank, bucket(weights.info.rank))
+        # A product's order of sums may depend on the rank of the arrays, so `--deterministic` never changes it.
+        rank = bucket(self.max_rank) if self._tiled is not None else max(self.rank, bucket(weights.info.rank))
         wider = rank > self.rank
         self.rank = rank
         if wider:
@@ -317,6 +321,8 @@ class LoraState:
                 return given
         a, b = bound.arrays[target.path]
         kind, rows = bound.layout.kind, bound.layout.rows
+        if self._tiled is not None:
+            return _in_tiles(self._tiled, bound, x.astype(self.dtype), plain(x), bound.ids.slots, target.path)
         if kind == "uniform":
             # Two dimensions throughout: each further axis costs a flatten and an unflatten per product.
             flat = bound.flat(x)
@@ -352,6 +358,8 @@ class LoraState:
             slots = slots if positions.picked is None or bound.layout.kind == "uniform" else slots[positions.picked]
         y = plain(x)
         a, b = bound.arrays[target.path]
+        if self._tiled is not None:
+            return _in_tiles(self._tiled, bound, x.astype(self.dtype), y, slots, target.path)
         x = x.astype(self.dtype)
         if bound.layout.kind == "uniform":
             delta = (x @ a) @ b
@@ -379,6 +387,7 @@ class LoraState:
             a, b = a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:])  # [slots x experts, …]
             which = slots * target.shape.experts + which
             in_order = False  # the entries are sorted by expert, but not by (slot, expert)
+        in_order = in_order and self._tiled is None
         u = mx.gather_mm(x.astype(self.dtype), a, rhs_indices=which, sorted_indices=in_order)
         return y + mx.gather_mm(u, b, rhs_indices=which, sorted_indices=in_order).astype(y.dtype)
 
@@ -397,6 +406,15 @@ class LoraState:
         """Forget the order of the block that `enter_block` entered last."""
         if self._bound is not None and self._bound.sorted_slots:
             self._bound.sorted_slots.pop()
+
+
+def _in_tiles(tiled: TiledDeltas, bound: _Bound, x: mx.array, y: mx.array, slots: mx.array, path: str) -> mx.array:
+    """Return y, the output of a linear for x, plus the deltas of the slots of x's rows."""
+    a, b = bound.arrays[path]
+    if bound.layout.kind == "uniform":
+        a, b, slots = a[None], b[None], mx.zeros((1,), mx.uint32)
+    delta = tiled(x.reshape(slots.shape[0], -1, x.shape[-1]), a, b, slots)
+    return y + delta.reshape(y.shape).astype(y.dtype)
 
 
 def _spread(bound: _Bound, shape: tuple[int, ...]) -> mx.array:

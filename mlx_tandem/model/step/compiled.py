@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_tandem.model import device
+from mlx_tandem.model.memory import machine_bytes
 from mlx_tandem.model.step.draw import Drawing
 from mlx_tandem.model.step.forward import Forward, Ranges, Step
 from mlx_tandem.model.step.inputs import Numbers, specs
@@ -18,9 +19,9 @@ from mlx_tandem.model.step.sampler import SamplingFlags
 LAYER_BYTES = 220_000
 """The host's memory that a compiled step takes for each layer, measured on the built-in model."""
 
-COMPILED_BYTES = 192 << 20
-"""Memory for compiled steps, the last used of which are kept. Shapes and sampling flags have few values each, but many
-combinations."""
+COMPILED_BYTES, COMPILED_SHARE = 192 << 20, 0.01
+"""Memory for compiled steps, the last used of which are kept: so many bytes, or this share of the machine's memory if
+that is more. Shapes and sampling flags have few values each, but many combinations."""
 
 FEWEST_COMPILED, MOST_COMPILED = 64, 256
 """Bounds of the number of compiled steps that are kept. A mix of requests has about as many kinds of steps as the lower
@@ -36,9 +37,10 @@ MET = 1024
 """Most rare kinds of steps that are counted."""
 
 
-def kept_steps(layers: int) -> int:
-    """Return how many compiled steps of a model with so many layers are kept."""
-    return min(max(COMPILED_BYTES // (LAYER_BYTES * max(layers, 1)), FEWEST_COMPILED), MOST_COMPILED)
+def kept_steps(layers: int, memory: int) -> int:
+    """Return how many compiled steps of a model with so many layers are kept on a machine with `memory` bytes."""
+    most = max(COMPILED_BYTES, int(COMPILED_SHARE * memory))
+    return min(max(most // (LAYER_BYTES * max(layers, 1)), FEWEST_COMPILED), MOST_COMPILED)
 
 
 class CompiledSteps:
@@ -49,12 +51,14 @@ class CompiledSteps:
         first_uses: Number of steps since the start that were traced, or that ran untraced since their kind is rare.
         untraced: Number of times that a kind of mixed steps runs before it is traced. On a CPU it is 0 unless the owner
             changes it, since tracing costs little there (docs/decisions/speculation.md).
+        compiles: Whether steps are compiled.
     """
 
     def __init__(self, forward: Forward):
         self.untraced = 0 if device.is_cpu() else USUAL
-        self.most = kept_steps(forward.num_layers)
+        self.most = kept_steps(forward.num_layers, machine_bytes())
         self.first_uses = 0
+        self.compiles = True
         self._forward = forward
         self._steps: OrderedDict[StepKey, Step] = OrderedDict()
         self._drawings: OrderedDict[tuple[SamplingFlags, int], Drawing] = OrderedDict()
@@ -79,7 +83,8 @@ class CompiledSteps:
         numbers: its inputs, whose specs follow from the key; pause: how it waits for the device while it is built;
         untraced: how often its kind runs before it is traced.
         """
-        if any(in_place) or key.common_offset or pause.layers or (untraced and not self._is_usual(key, untraced)):
+        eager = not self.compiles or any(in_place) or bool(key.common_offset) or bool(pause.layers)
+        if eager or (untraced and not self._is_usual(key, untraced)):
             self.first_uses += bool(untraced)
             return self._forward.step(key, specs(numbers), in_place, pause)
         found = self._steps.get(key)
@@ -99,7 +104,8 @@ class CompiledSteps:
         """Return the compiled function that draws with these flags by masks, of which the device lacks so many."""
         key = flags, num_new
         if key not in self._drawings:
-            self._drawings[key] = mx.compile(self._forward.drawing(flags, num_new))
+            draw = self._forward.drawing(flags, num_new)
+            self._drawings[key] = mx.compile(draw) if self.compiles else draw
             if len(self._drawings) > KEPT_DRAWINGS:
                 self._drawings.popitem(last=False)
         self._drawings.move_to_end(key)

@@ -7,6 +7,7 @@ nothing else holds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -151,8 +152,10 @@ class Forward:
         for recurrent in (recurrent_modules(module) or ()) if states else ():
             if not isinstance(recurrent, ServedRecurrent):
                 mix_in(recurrent, ServedRecurrent)
-        residual.install(module)
-        mlp.install(module, model.dtype)
+        self._alike = any(cache.keeps_order for cache in caches)
+        if not self._alike:
+            residual.install(module)
+            mlp.install(module, model.dtype)
         whole = sum(cache.shape.nbytes() for cache in states)
         self.gathered_share = gathered_bytes(module, [cache.shape for cache in states]) / whole if states else 0.0
         self._lora = lora
@@ -351,7 +354,7 @@ class Forward:
     def _output(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Return the output of the model for these tokens, and drop what its layers shared."""
         try:
-            with cpu.serving():
+            with cpu.serving(), cpu.alike() if self._alike else nullcontext():
                 output: mx.array = self._module(tokens, cache=caches)
         finally:
             if self._angles is not None:

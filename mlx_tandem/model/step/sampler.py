@@ -389,18 +389,28 @@ def _within_top_p(sums: mx.array, p: mx.array, tokens: mx.array, a: SamplingArra
     if some:
         sums, p, top_p, drawn = sums[at], p[at], top_p[at], tokens[at]
     most = top_p * p.sum(-1, keepdims=True)
+    own = _rounds(top_p[:, 0])  # so that no other row's top_p counts
     for i in range(flags.top_p_rounds):
         p_drawn = mx.take_along_axis(p, drawn[:, None], -1)
         inside = mx.where(p > p_drawn, p, 0.0).sum(-1, keepdims=True) < most
         if i + 1 < flags.top_p_rounds:
             # A row whose token is inside keeps its candidates, and so its token.
             sums = mx.where(inside | (p > p_drawn), sums, -mx.inf)
-            drawn = mx.argmax(sums, -1)
+            again = mx.argmax(sums, -1)
+            drawn = again if i + 1 < _TOP_P_ROUNDS[0][1] else mx.where(i + 1 < own, again, drawn)
     drawn = mx.where(inside[:, 0], drawn, mx.argmax(p, -1))
     if some:
         tokens[at] = drawn
         return tokens
     return drawn
+
+
+def _rounds(top_p: mx.array) -> mx.array:
+    """Return the rounds [rows] of rows with these top_p, as `SamplingFlags.rounds_for` does for one row."""
+    rounds = mx.full(top_p.shape, _TOP_P_ROUNDS[-1][1], mx.int32)
+    for bound, own in reversed(_TOP_P_ROUNDS[:-1]):
+        rounds = mx.where(top_p >= bound, own, rounds)
+    return rounds
 
 
 def _nucleus(p: mx.array, a: SamplingArrays) -> mx.array:

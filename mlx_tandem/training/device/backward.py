@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_tandem.engine.plan import Wait
 from mlx_tandem.training.device.layerwise import Layer, LayerwiseForward
-from mlx_tandem.training.device.logprobs import logprobs
+from mlx_tandem.training.device.logprobs import logprobs, model_logprobs, sampler_logprobs
 from mlx_tandem.training.device.slices import Slices, launched
 from mlx_tandem.training.device.tree import Dropout, Pair, Segment, Tree
 
@@ -210,6 +210,10 @@ class MicroBatch:
         with self._tree.bound(n, segments):
             logits = self._leave(h)
         target, temperature, truncation = chunk.target, chunk.temperature, chunk.truncation
+        if self._tree.exact is not None:
+            whole = sampler_logprobs(logits, target, temperature)
+            drawn = whole if truncation is None else sampler_logprobs(logits, target, temperature, truncation)
+            return drawn, whole, model_logprobs(logits, target)
         plain = logprobs(logits, target, None)
         whole = plain if temperature is None else logprobs(logits, target, temperature)
         return (whole if truncation is None else logprobs(logits, target, temperature, truncation)), whole, plain

@@ -8,10 +8,14 @@ Nothing that is not wanted is ever evaluated, since MLX computes only what is as
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_tandem.model.cache.states import arranged
+from mlx_tandem.model.deterministic.mode import Deterministic
 from mlx_tandem.model.mixin import mix_in
 
 Layer = Callable[[mx.array], mx.array]
@@ -42,9 +46,12 @@ class _Call(NamedTuple):
 class LayerwiseForward:
     """The forward of one model, in parts: `enter`, the layers, `leave`."""
 
-    def __init__(self, model: Any, layers: list[Any]):
-        """Prepare a model whose `layers` are called one after the other."""
+    def __init__(self, model: Any, layers: list[Any], exact: Deterministic | None = None):
+        """Prepare a model whose `layers` are called one after the other. `exact`: its arithmetic under
+        `--deterministic`.
+        """
         self._model = model
+        self._exact = exact
         self._layers = layers
         self._given: mx.array | None = None  # what the last layer hands out
         self._calls: list[_Call] | None = None  # while a forward is recorded
@@ -60,11 +67,14 @@ class LayerwiseForward:
         call its layers one after the other, or whose layers take more than one array of states.
         """
         calls = self._calls = []
+        if caches is None and self._exact is not None:
+            caches = arranged(self._model, self._exact.caches(len(tokens)), ())
         try:
-            if caches is None:
-                self._model(tokens)
-            else:
-                self._model(tokens, cache=caches)
+            with self._within():
+                if caches is None:
+                    self._model(tokens)
+                else:
+                    self._model(tokens, cache=caches)
             entry, self._entry = self._entry, None
         finally:
             self._calls = None
@@ -72,13 +82,22 @@ class LayerwiseForward:
             raise ValueError("this model does not call its layers one after the other")
         if any(call.takes(entry) for call in calls):
             raise ValueError("a layer takes more than one array of states")
-        return entry, [call.with_states for call in calls]
+        return entry, [partial(self._run, call) for call in calls]
+
+    def _run(self, call: _Call, x: mx.array) -> mx.array:
+        """Return what a layer computes for the states x."""
+        with self._within():
+            return call.with_states(x)
+
+    def _within(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._exact is None else self._exact.within()
 
     def leave(self, states: mx.array) -> mx.array:
         """Return the logits [1, n, vocabulary], float32, of states [n, dim] behind the last layer."""
         self._given, self._calls = states[None], []
         try:
-            logits: mx.array = self._model(mx.zeros((1, 1), mx.int32))
+            with self._within():
+                logits: mx.array = self._model(mx.zeros((1, 1), mx.int32))
         finally:
             self._given = self._calls = None
         return logits.astype(mx.float32)

@@ -44,6 +44,37 @@ def logprobs(
     return picked
 
 
+def sampler_logprobs(
+    logits: mx.array, target: mx.array, temperature: mx.array | None, truncation: mx.array | None = None
+) -> mx.array:
+    """Return what `logprobs` does, to the bit as the sampler computes the logprob of what it has drawn."""
+    plain = logprobs(logits, target, temperature, truncation)
+    scores = mx.stop_gradient(logits.squeeze(0))
+    scaled = scores - scores.max(-1, keepdims=True)
+    if temperature is not None:
+        scaled = scaled / temperature[:, None]
+    p = (cpu.exp if device.is_cpu() else mx.exp)(scaled)
+    chosen = target[:, None]
+    left = p
+    if truncation is not None:
+        left = mx.where(kept(p, truncation[:, :1], truncation[:, 1:2], truncation[:, 2:]), p, 0.0)
+    exact = mx.log(mx.take_along_axis(left, chosen, -1) / left.sum(-1, keepdims=True))[:, 0]
+    found: mx.array = _with_value(plain, exact)
+    return found
+
+
+def model_logprobs(logits: mx.array, target: mx.array) -> mx.array:
+    """Return the logprobs at temperature 1, to the bit as a step computes those of the model's own distribution."""
+    scores = mx.stop_gradient(logits.squeeze(0))
+    exact = mx.take_along_axis(scores, target[:, None], -1) - mx.logsumexp(scores, -1, keepdims=True)
+    found: mx.array = _with_value(logprobs(logits, target, None), exact[:, 0])
+    return found
+
+
+_with_value: Any = mx.custom_function(lambda plain, exact: exact + 0)
+_with_value.vjp(lambda primals, cotangent, _: (cotangent, mx.zeros_like(primals[1])))
+
+
 def _formula(scores: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
     """Return logprobs and the normaliser, which the gradient needs: at low temperatures a logprob is too coarse to
     compute it from.

@@ -32,6 +32,7 @@ from mlx_tandem.engine.trainers import PAUSE
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.model import footprint
 from mlx_tandem.model.cache.states import arranged, keeps_state, leaves
+from mlx_tandem.model.deterministic.mode import Deterministic
 from mlx_tandem.model.loader import first_line
 from mlx_tandem.model.step.inputs import Inputs, receive, specs
 from mlx_tandem.training.device import completions, losses, pages, rows
@@ -61,6 +62,7 @@ class MLXTrainers:
         most_tokens: int,
         cutting: Cutting = PLAIN,
         prepare: Callable[[AdapterWeights, dict[str, Pair]], None] = lambda weights, served: None,
+        exact: Deterministic | None = None,
     ):
         """Create a back end without trainers.
 
@@ -73,9 +75,10 @@ class MLXTrainers:
             cutting: The way in which passes are cut.
             prepare: Called on another thread with weights that are about to be published, and the same as a slot has
                 them.
+            exact: The arithmetic of the model under `--deterministic`.
         """
-        self._tree = Tree(model, dtype)
-        self._layerwise = LayerwiseForward(self._tree.model, self._tree.layers)
+        self._tree = Tree(model, dtype, exact)
+        self._layerwise = LayerwiseForward(self._tree.model, self._tree.layers, exact)
         self._vocab_size = vocab_size
         self.micro_batch_tokens = micro_batch_tokens
         self._most_tokens = most_tokens

@@ -17,6 +17,7 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import LinearShape
+from mlx_tandem.model.deterministic.mode import Deterministic
 from mlx_tandem.model.lora.adapted import Target, adapt, find_head, find_targets
 
 Pair = tuple[mx.array, mx.array]
@@ -53,9 +54,13 @@ class Segment(NamedTuple):
 class Tree:
     """The clone of a model, its layers, and the linears in them by path."""
 
-    def __init__(self, model: nn.Module, dtype: mx.Dtype):
-        """Prepare a clone whose adapters and their products have the type `dtype`, as the served ones have."""
+    def __init__(self, model: nn.Module, dtype: mx.Dtype, exact: Deterministic | None = None):
+        """Prepare a clone whose adapters and their products have the type `dtype`, as the served ones have.
+
+        exact: the arithmetic of the model under `--deterministic`.
+        """
         self.model: Any = model
+        self.exact = exact
         self.dtype = dtype
         self.layers: list[Any] = list(self.model.layers)
         self.has_experts = False
@@ -121,6 +126,10 @@ class Tree:
     def _add(self, y: mx.array, x: mx.array, path: str, segment: Segment) -> mx.array:
         """Add an adapter's delta as the served linear does, so that both agree where the same kernels run."""
         a, b = segment.pair
+        if self.exact is not None:
+            inputs = self._inputs(x, path, segment)
+            delta = self.exact.deltas.learning(inputs if inputs.ndim == 3 else inputs[None], a, b)
+            return y + delta.reshape(y.shape).astype(y.dtype)
         u = self._inputs(x, path, segment) @ a
         return mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
 
@@ -135,6 +144,6 @@ class Tree:
         if not segments:
             return y
         (segment,) = segments
-        a, b = segment.pair
+        a, b = segment.pair if self.exact is None else self.exact.deltas.widened(*segment.pair)
         u = mx.gather_mm(self._inputs(x, target.path, segment), a, rhs_indices=indices)
         return y + mx.gather_mm(u, b, rhs_indices=indices).astype(y.dtype)

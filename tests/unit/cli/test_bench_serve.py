@@ -257,9 +257,9 @@ def test_a_stream_keeps_text_and_token_ids_if_asked() -> None:
 
 def test_a_plot_without_the_library_says_so_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(plot.MissingLibrary, match="pip install matplotlib"):
-        plot.require()
-    done = bench("http://127.0.0.1:1", "--plot", "x.pdf")
+    done = tandem("bench", "serve", "--url", "http://127.0.0.1:1", "--plot", "x.svg")
+    assert (done.returncode, done.stderr) == (1, "tandem: --plot needs matplotlib: pip install matplotlib\n")
+    done = tandem("bench", "serve", "--url", "http://127.0.0.1:1", "--plot", "x.pdf")
     assert done.returncode == 2 and ".png" in done.stderr
 
 

@@ -341,6 +341,31 @@ def test_words_of_other_programs_lead_to_what_exists(word: str) -> None:
         assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0, command
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sevre", "'sevre'; did you mean 'tandem serve'?"),
+        ("chatt", "'chatt': 'tandem serve MODEL' starts a server"),
+        ("adapters list", "'list'; did you mean 'tandem adapters ls'?"),
+        ("adapters remove", "'remove'; did you mean 'tandem adapters unload'?"),
+        ("adapters show", "'show'; did you mean 'tandem adapters inspect'?"),
+        ("checkpoints restore", "'restore'; did you mean 'tandem checkpoints rollback'?"),
+        ("cache prune", "'prune'; did you mean 'tandem cache clear'?"),
+        ("train finetune", "'finetune'; did you mean 'tandem train sft'?"),
+        ("learn xyz", "'xyz'; there are watch."),
+        ("org/model", "'org/model': 'tandem serve org/model' serves a model."),
+        (".", "'.': 'tandem serve .' serves a model."),
+        ("quantum", "'quantum'; there are serve, stop, restart, models, doctor, adapters,"),
+    ],
+)
+def test_a_word_that_is_no_command_leads_to_the_nearest(words: str, said: str) -> None:
+    done = tandem(*words.split(), "more")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"Error: There is no command {said}" in " ".join(done.stderr.split())
+    if suggested := re.search(r"mean 'tandem ([a-z ]+)'", said):
+        assert tandem(*suggested[1].split(), "--help").returncode == 0
+
+
 def test_a_checkpoint_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
     """The start fails for the folder although there is no such model."""
     busy, file = tmp_path / "busy", tmp_path / "file"

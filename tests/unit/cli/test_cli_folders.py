@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -10,6 +15,7 @@ from mlx_tandem import demo
 from mlx_tandem.adapters.convert import convert, inspect
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.manifests import Manifest
+from tests.terminal import on_terminal
 from tests.unit.cli_tools import tandem
 
 
@@ -22,7 +28,8 @@ def test_inspect_and_convert(tmp_path: Path) -> None:
     assert "layers    0–5\n" in seen[shout]
     assert seen[mine] == seen[shout].replace("mlx-lm", "peft")
     again = tandem("adapters", "convert", shout, mine, "--to", "peft")
-    assert (again.returncode, again.stderr) == (1, "tandem: target: exists and is not an empty folder\n")
+    said = f"tandem: {mine}: exists and is not an empty folder: choose another OUT\n"
+    assert (again.returncode, again.stderr) == (1, said)
     broken = tandem("adapters", "inspect", str(tmp_path))
     assert broken.returncode == 1
     assert broken.stderr.startswith(f"tandem: {tmp_path} cannot be served: adapter_config.json")
@@ -73,7 +80,7 @@ def test_a_checkpoint_is_exported(kept: Path, tmp_path: Path) -> None:
         ("export checkpoint-300 out --checkpoint-dir {kept}", "there is no checkpoint 'checkpoint-300'"),
         ("export ../kept out --checkpoint-dir {kept}", "checkpoint must be 1 to 64 letters"),
         ("export checkpoint-100 {kept} --checkpoint-dir {kept}", "{kept} exists"),
-        ("rollback --url http://127.0.0.1:9", "no server answers at 127.0.0.1:9: Connection refused"),
+        ("rollback --yes --url http://127.0.0.1:9", "no server answers at 127.0.0.1:9: Connection refused"),
     ],
 )
 def test_what_cannot_be_done_with_a_checkpoint_is_one_line(kept: Path, words: str, said: str) -> None:
@@ -83,13 +90,57 @@ def test_what_cannot_be_done_with_a_checkpoint_is_one_line(kept: Path, words: st
     assert len(done.stderr.splitlines()) == 1
 
 
+class Training(BaseHTTPRequestHandler):
+    """A server that learns, as far as a rollback asks it."""
+
+    asked: ClassVar[list[str]] = []
+
+    def answer(self) -> None:
+        size = int(self.headers.get("Content-Length") or 0)
+        self.asked.append(f"{self.command} {self.path} {self.rfile.read(size).decode()}".strip())
+        body = b'{"current_lora": "policy@7", "training_enabled": true}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_rollback_asks_on_a_terminal_and_wants_yes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    went = 'POST /v1/training/rollback {"to": "5"}'
+    with ThreadingHTTPServer(("127.0.0.1", 0), Training) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        words = ("checkpoints", "rollback", "5", "--url", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+        done = tandem(*words)
+        assert (done.returncode, Training.asked) == (1, [])
+        assert done.stderr.endswith("without a terminal to ask on, confirm it with --yes\n")
+        assert tandem(*words, "--yes").stdout == "back at policy@7\n"
+        assert Training.asked == [went]
+        kept = "tandem: nothing was changed"
+        for key, last in (("n", kept), ("", kept), ("y", "back at policy@7")):
+            Training.asked.clear()
+            with on_terminal(*words, columns=80, rows=24) as terminal:
+                asked = " ".join(terminal.read_until(lambda lines: any("[y/N]" in line for line in lines)))
+                assert "serves and trains policy@7. Go back to 5?" in asked
+                terminal.type(f"{key}\n")
+                assert terminal.read_to_end()[-1].strip() == last
+                assert terminal.process.wait() == (key != "y")
+            assert (went in Training.asked) == (key == "y")
+        server.shutdown()
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [
         ("http://127.0.0.1:9", "no server answers at 127.0.0.1:9: Connection refused"),
         ("http://[::1]:9", "no server answers at [::1]:9: "),
-        ("http://localhost:x", "'http://localhost:x' is not an http:// address"),
-        ("https://localhost", "'https://localhost' is not an http:// address"),
+        ("http://localhost:x", "'http://localhost:x' is not an http:// or https:// address"),
+        ("ftp://localhost", "'ftp://localhost' is not an http:// or https:// address"),
     ],
 )
 def test_adapters_of_a_server_that_is_not_there(url: str, said: str) -> None:

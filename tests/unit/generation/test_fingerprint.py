@@ -23,7 +23,7 @@ def made(
     *,
     weights: str = "w",
     engine: EngineInfo = INFO,
-    template: str | None = "{{ messages }}",
+    template: str = "{{ messages }}",
     defaults: dict[str, float] | None = None,
     group: int = 64,
     random: bool = False,
@@ -36,7 +36,7 @@ def made(
     )
     client: Any = SimpleNamespace(info=engine)
     client.check_ready = lambda: client.info
-    prompts: Any = SimpleNamespace(template=None if template is None else SimpleNamespace(source=template))
+    prompts: Any = SimpleNamespace(template=SimpleNamespace(source=template))
     monkeypatch.setattr(fingerprint, "folder_digest", lambda folder, memory: weights)
     found: Any = Fingerprints(config, client, prompts, defaults or {})
     assert found.of(None) is None, "nothing is known yet"
@@ -48,7 +48,6 @@ def made(
 CHANGES: list[dict[str, Any]] = [
     {"weights": "other"},
     {"template": "{{ messages }} "},
-    {"template": None},
     {"defaults": {"temperature": 0.5}},
     {"defaults": {"temperature": 0.6}},
     {"defaults": {"top_p": 0.5}},

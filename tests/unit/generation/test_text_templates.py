@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.generation.prompts import Prompts
+from mlx_tandem.generation.templates import plain
 from mlx_tandem.generation.templates.client import ChatTemplate
 from mlx_tandem.generation.templates.messages import Failed, Setup
 from mlx_tandem.generation.templates.rendering import Renderer
@@ -168,11 +169,10 @@ def test_what_templates_in_the_wild_use():
 def test_where_the_template_is_found(tmp_path: Path):
     backend = byte_level()._backend
 
-    def load(config: Mapping[str, object]) -> str | None:
-        template = ChatTemplate.load(tmp_path, Tokenizer(backend, dict(config)))
-        return None if template is None else template.source
+    def load(config: Mapping[str, object]) -> str:
+        return ChatTemplate.load(tmp_path, Tokenizer(backend, dict(config))).source
 
-    assert load({}) is None
+    assert load({}) == plain.SOURCE
     assert load({"chat_template": "one"}) == "one"
     named = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
     assert load({"chat_template": named}) == "three"

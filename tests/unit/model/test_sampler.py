@@ -8,11 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.engine.plan import NOT_A_NUMBER
-from mlx_tandem.model.step.sampler import (
-    gumbel_noise,
-    row_key,
-)
+from mlx_tandem.engine.plan import NOT_A_NUMBER, Seating
+from mlx_tandem.model.step import sampler
+from mlx_tandem.model.step.sampler import SamplingFlags, gumbel_noise, row_key
+from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.types import SamplingParams
 from tests.unit.model.draws import (
     LOGITS,
@@ -284,3 +283,17 @@ def test_a_temperature_whose_noise_would_be_rounded_away_takes_the_likeliest() -
     logits[[5, 9]] = 30.0
     assert set(tokens(logits, [Case(params(temperature=9e-5, seed=seed)) for seed in range(60)])) == {5}
     assert set(tokens(logits, [Case(params(temperature=1e-4, seed=seed)) for seed in range(60)])) == {5, 9}
+
+
+def test_a_neighbour_s_top_p_gives_a_row_no_further_rounds() -> None:
+    """Seven tokens in turn are drawn and rejected: more than a row with this top_p has rounds for."""
+    p = mx.array([[0.5, 0.4, 0.05, 0.02, 0.01, 0.009, 0.006, 0.003, 0.002]])
+    sums = mx.array([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]])  # the least likely comes first
+    seats = Seats(1, p.shape[1])
+    seats.take(Seating(0, params(top_p=0.85), 0, 1, (0,)))
+    drawn = []
+    for least in (0.85, 0.1):  # of the batch
+        flags = SamplingFlags(noise=True, top_p_rounds=SamplingFlags.rounds_for(least), top_p_rows=1)
+        arrays = seats.arrays((0,), flags)
+        drawn.append(sampler._within_top_p(sums, p, mx.argmax(sums, -1), arrays, flags).item())
+    assert drawn == [0, 0]  # the likeliest; with more rounds it would be token 1

@@ -148,7 +148,10 @@ def test_other_media_types_are_those_of_the_route() -> None:
 def test_a_body_that_is_missing() -> None:
     assert read(b"", JSON)[0] == 400
     assert read(b"", JSON, others=PLAIN)[0] == read(b"", others=PLAIN)[0] == 400
-    assert read(b"", JSON, optional=True)[0] == read(b"", others=PLAIN, optional=True)[0] == {}
+    assert read(b"", JSON, optional=True)[0] == read(b"", optional=True)[0] == {}
+    assert read(b"{}", optional=True)[0] == 415, "a body needs its content type"
+    assert read(b"", (b"origin", b"http://x"), optional=True)[0] == 415, "a web page might have sent it"
+    assert read(b"", FORM, optional=True)[0] == 415
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from mlx_tandem import demo
 from mlx_tandem.api.data import ServedCodec, check_data, check_loss
 from mlx_tandem.engine.learning import Datum, LossConfig, Truncation
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.templates import plain
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.training.examples import conversation, cut, parse
 from mlx_tandem.training.fit import rate
@@ -32,7 +33,8 @@ def codec(template: str | None = None) -> ServedCodec:
 
 
 CODEC = codec()
-BARE = ServedCodec(TOKENIZER, None, vocab_size=1024, longest=256, eos_token_ids=(2, 0))
+PLAIN = render_with(plain.SOURCE, TOKENIZER)
+BARE = ServedCodec(TOKENIZER, PLAIN, vocab_size=1024, longest=256, eos_token_ids=(2, 0), chats=False)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
@@ -214,9 +216,10 @@ def test_what_is_no_example_is_refused_by_name(value, param):
     assert (e.value.param is None) == (param is None)
 
 
-def test_a_conversation_needs_a_template():
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        datum(chat("a", "b"), BARE)
+def test_a_model_without_a_template_learns_answers_of_plain_turns_with_the_end_of_a_text():
+    made = datum(chat("a", "b", "c", "d"), BARE)
+    assert TOKENIZER.decode(made.tokens, show_special=True).startswith("User: a\n\nAssistant: b<|im_end|>\n\nUser: c")
+    assert taught(made) == [" b<|im_end|>", " d<|im_end|>"]
 
 
 @given(st.integers(1, 6), st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=6), st.integers(2, 14))

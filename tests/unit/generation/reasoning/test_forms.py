@@ -15,7 +15,7 @@ from tests.unit.text_tools import byte_level
 
 
 def parser(name: str, *, opened: bool = False, calls: str = "none") -> Parser:
-    reading = AnswerReading(byte_level(), None, calls=calls, thoughts=name)
+    reading = AnswerReading(byte_level(), "", calls=calls, thoughts=name)
     make = reading.parser(TOOLS if calls != "none" else None, opened=opened)
     assert make is not None
     return make(0)
@@ -243,5 +243,5 @@ def test_the_template_tells_the_forms(template: str) -> None:
 
 
 def test_names_of_vllm_for_the_same_forms() -> None:
-    reading = AnswerReading(byte_level(), None, calls="glm47", thoughts="qwen3")
+    reading = AnswerReading(byte_level(), "", calls="glm47", thoughts="qwen3")
     assert (reading.calls, reading.thoughts) == ("glm45", "think")

@@ -1,0 +1,117 @@
+"""Products in tiles of rows: a row's result is the same bits whichever rows are beside it, and however many.
+
+A library for matrix products chooses another order of sums for another number of rows, and some choose it by a row's
+place, too. So rows are cut into tiles whose sizes give equal bits, with rows of zeros in the place of missing ones.
+Which sizes do is found out at start for each product, on the device and in the numbers of threads that serve: the
+order of sums does not depend on the numbers that are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model import device
+
+Tiled = Callable[[mx.array, Sequence[int]], mx.array]
+"""A product of rows [rows, inputs] in tiles of these sizes, which returns [rows, outputs]."""
+
+Product = Callable[[mx.array], mx.array]
+"""A function of rows [rows, inputs] that returns [rows, outputs]."""
+
+CANDIDATES = {"cpu": (1, 2, 4, 8, 16, 32, 64), "cuda": (1, 8, 16, 32, 64, 128, 256, 512), "metal": (1, 8, 32, 128, 512)}
+"""Sizes of tiles that are tried, by the kind of device, ascending."""
+
+SMALLEST = 64
+"""Most rows of the smallest size that is used: a step of one row computes as many."""
+
+
+_PADDED = 1.5
+"""Most rows of a tile for each row in it, where smaller tiles would do."""
+
+
+def cut(rows: int, sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of the tiles for so many rows, in their order; the last may have more rows than are left."""
+    tiles = []
+    while rows > 0:
+        below = max((size for size in sizes if size <= rows), default=0)
+        above = min((size for size in sizes if size >= rows), default=0)
+        tiles.append(above if above and (not below or above <= _PADDED * rows) else below)
+        rows -= tiles[-1]
+    return tiles
+
+
+def in_tiles(product: Product, x: mx.array, sizes: Sequence[int]) -> mx.array:
+    """Return the product for the rows of x [rows, inputs], a tile at a time."""
+    rows, tiles = x.shape[0], cut(x.shape[0], sizes)
+    padded = _padded(x, sum(tiles))
+    if len(tiles) == 1:
+        return product(padded)[:rows]
+    starts = np.cumsum([0, *tiles]).tolist()
+    parts = [product(padded[start : start + size]) for start, size in zip(starts, tiles, strict=False)]
+    return mx.concatenate(parts)[:rows]
+
+
+def matmul(x: mx.array, weights: mx.array, sizes: Sequence[int]) -> mx.array:
+    """Return x @ weights for x [..., rows, inputs] and weights [..., inputs, outputs], a tile of rows at a time.
+
+    The leading axes of both are alike. Every product of a tile is one of a batch, which a CPU computes one by one.
+    """
+    rows = x.shape[-2]
+    size = next((size for size in sizes if size >= rows), sizes[-1])
+    tiles = -(-rows // size)
+    padded = _padded(x, tiles * size)
+    y = padded.reshape(*x.shape[:-2], tiles, size, x.shape[-1]) @ mx.expand_dims(weights, -3)
+    return y.reshape(*y.shape[:-3], tiles * size, -1)[..., :rows, :]
+
+
+def _padded(x: mx.array, rows: int) -> mx.array:
+    """Return x [..., rows, inputs] with rows of zeros behind it, up to so many."""
+    missing = rows - x.shape[-2]
+    return mx.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) if missing else x
+
+
+def sizes_of(tiled: Tiled, inputs: int, dtype: mx.Dtype, what: str) -> tuple[int, ...]:
+    """Return the sizes of tiles that give a row of this product the same bits, in every place of a tile; ascending.
+
+    Of the sets of sizes that agree, it is the one with the largest size whose smallest one is at most SMALLEST. Raise
+    ModelError where no size gives the same bits in every place. `what` names the product in the error.
+    """
+    candidates = CANDIDATES[device.kind()]
+    agreeing: list[tuple[list[int], bytes]] = []
+    for size in candidates:
+        bits = keeps_places(tiled, inputs, dtype, size)
+        if not bits:
+            continue
+        known = next((sizes for sizes, own in agreeing if own == bits), None)
+        if known is None:
+            agreeing.append(([size], bits))
+        else:
+            known.append(size)
+    usable: list[list[int]] = [sizes for sizes, _ in agreeing if sizes[0] <= SMALLEST]
+    if not usable:
+        raise ModelError(
+            f"--deterministic: on this device {what} give a row other bits in another place", param="deterministic"
+        )
+    return tuple(sorted(usable, key=lambda sizes: sizes[-1])[-1])
+
+
+def keeps_places(tiled: Tiled, inputs: int, dtype: mx.Dtype, size: int) -> bytes:
+    """Return the bits of a product of some rows in tiles of this size; empty if a row's bits depend on its place."""
+    most = CANDIDATES[device.kind()][-1]
+    rng = np.random.default_rng(0)
+    x = mx.array(rng.standard_normal((most, inputs)).astype(np.float32)).astype(dtype)
+    found = _bits(tiled(x, (size,)))
+    for order in [rng.permutation(most).tolist(), [most - 1, *range(most - 1)]]:
+        if not np.array_equal(found[order], _bits(tiled(x[mx.array(order)], (size,)))):
+            return b""
+    return found.tobytes()
+
+
+def _bits(y: mx.array) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Return the bytes of the rows of y, [rows, bytes]."""
+    whole: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = np.array(mx.contiguous(y).view(mx.uint8))
+    return whole
