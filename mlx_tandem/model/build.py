@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -142,6 +143,8 @@ def build(
         if kept is not None:
             kept.drop(e.subject)
     everything.forget()
+    gc.collect()  # merged linears refer to each other
+    mx.clear_cache()
     # The first attempt has changed the model's modules, so the second one loads the model again.
     return _build(config, weights, report, backends, None, None, whole)
 
@@ -184,11 +187,12 @@ def _build(
     runner = _runner(config, model, found, exact, kernels, adapters, weights, memory, step_limits, tuned)
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
     linears = adapters.linears() | adapters.head()
+    chosen = kernels.choices(found.mask_axes)  # before another model is built in this process, such as a draft model
 
     def run_first_steps(cost: CostModel) -> Choices:
         method = config.speculation.method
         pace = warm_up(runner, info, cost, report, limit.size, given.pace if given else None, method=method)
-        choices = Choices(subject, kernels.choices(found.mask_axes), tuned, pace)
+        choices = Choices(subject, chosen, tuned, pace)
         if kept is not None and again is None:
             kept.keep(choices)
         return choices
@@ -324,8 +328,17 @@ def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> N
 
 
 def _load_unread(config: EngineConfig, limit: Limit, report: Report) -> LoadedModel:
-    model = load_unread(config.model, report, mtp=config.speculation.method == "mtp")
-    return unpack_for_cpu(model, config.model, limit.size)
+    """Return the model with its weights unread, and on a CPU unpacked where everything fits into `limit` then."""
+    mtp = config.speculation.method == "mtp"
+    packed = load_unread(config.model, report, mtp=mtp)
+    model = unpack_for_cpu(packed, config.model, limit.size)
+    if model is not packed:
+        try:
+            _estimate(config, limit, model)
+        except ModelError as e:
+            log.warning("its weights stay packed, which is slow on a CPU: unpacked, %s", e.message)
+            return load_unread(config.model, report, mtp=mtp)
+    return model
 
 
 def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Choices | None) -> Subject:
@@ -333,13 +346,7 @@ def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Ch
 
     It is called before any weight is read. Return the subject that choices are made for.
     """
-    found = examine(config, model, evaluate=False)
-    linears = footprint.linears(model.module)
-    _divide(
-        config,
-        limit,
-        footprint.needs(config, limit.size, model, found.layers, found.vocab_size, linears, model.dtype, found.states),
-    )
+    found = _estimate(config, limit, model)
     if config.speculation.method != "none" and not verifies_drafts(model, found):
         raise ModelError(
             f"model_type {model.model_type!r} {NO_DRAFTS}: it is served without --spec-decode", param="speculation"
@@ -348,6 +355,18 @@ def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Ch
     if given is not None:
         given.require(subject)
     return subject
+
+
+def _estimate(config: EngineConfig, limit: Limit, model: LoadedModel) -> probe.Examined:
+    """Return what the model caches. Raise ModelError if it and its adapters do not fit into `limit`."""
+    found = examine(config, model, evaluate=False)
+    linears = footprint.linears(model.module)
+    _divide(
+        config,
+        limit,
+        footprint.needs(config, limit.size, model, found.layers, found.vocab_size, linears, model.dtype, found.states),
+    )
+    return found
 
 
 def _needs(config: EngineConfig, limit: Limit, model: LoadedModel, found: probe.Examined, adapters: LoraState) -> Needs:

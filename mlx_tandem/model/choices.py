@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import platform
 from collections.abc import Sequence
 from functools import cache
@@ -17,6 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+import mlx.core as mx
+import mlx.nn as nn
 import msgspec
 from msgspec import Struct
 
@@ -26,7 +29,6 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.states import StateShape
-from mlx_tandem.model.footprint import linears
 from mlx_tandem.model.kernels.division import Division
 from mlx_tandem.model.kernels.skinny import Form
 from mlx_tandem.model.kernels.wgmma import WideForm
@@ -36,7 +38,7 @@ from mlx_tandem.model.loader import LoadedModel
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 """Version of the value; another one is refused."""
 
 MOST_KEPT = 64
@@ -70,19 +72,27 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
         states: Sequence[StateShape] = (),
     ) -> Subject:
         """Return the subject of a model that is served with these settings on this device."""
+        parts = [part for part in (model.module, model.mtp) if part is not None]
         facts = (
-            model.model_type,
+            model.settings,
             str(model.dtype),
             model.quantization,
-            sorted((path, str(shape)) for path, shape in linears(model.module).items()),
+            [_precision(path, module) for part in parts for path, module in part.named_modules()],
             # What a layer asks of attention is known only once the model has run, and follows from its type.
             [(str(layer.keys), str(layer.values), layer.window) for layer in layers],
             [str(state) for state in states],
             vocab_size,
             (config.cache, config.lora, config.scheduler.max_num_seqs, config.deterministic),
+            version("mlx-lm"),
         )
-        digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
+        digest = hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
         return Subject(device.describe(), _driver(), version("mlx"), _sources(), digest)
+
+
+def _precision(path: str, module: nn.Module) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """Return the path of a module, the shapes of its own arrays, and how its weight is packed."""
+    own = [(name, f"{array.shape} {array.dtype}") for name, array in module.items() if isinstance(array, mx.array)]
+    return path, own, [str(getattr(module, name, "")) for name in ("group_size", "bits", "mode")]
 
 
 def _driver() -> str:
@@ -163,11 +173,11 @@ class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
 
     adapters: AdapterLimits
     sampling: SamplingKernels
-    rule_problem: str = ""
-    """Why mlx-lm's functions compute the gated delta rule; empty if a kernel does or no layer needs it."""
+    rule_problem: str | None = None
+    """Why mlx-lm's functions compute the gated delta rule; empty if a kernel does, None if no layer needs it."""
 
-    own_delta_nets: str = ""
-    """Why gated delta nets run their own code; empty if they are on the fused path or cannot be."""
+    own_delta_nets: str | None = None
+    """Why gated delta nets run their own code; empty if they are on the fused path, None if there are none."""
 
 
 class Pace(Struct, frozen=True, forbid_unknown_fields=True):
@@ -248,6 +258,8 @@ class Kept:
         except (OSError, ModelError) as e:
             log.warning("the choices of the last start are not used: %s", e)
             return None
+        with contextlib.suppress(OSError):
+            os.utime(file)  # the file that was not used for longest goes first
         return found
 
     def keep(self, choices: Choices) -> None:
@@ -256,8 +268,7 @@ class Kept:
         try:
             files.make_folder(file.parent)
             choices.write(file)
-            for old in sorted(self._folder.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-MOST_KEPT]:
-                old.unlink(missing_ok=True)
+            self._drop_old()
         except OSError as e:
             log.warning("the choices of this start are not kept, so the next one takes as long: %s", e)
 
@@ -265,6 +276,15 @@ class Kept:
         """Remove the choices for this subject."""
         with contextlib.suppress(OSError):
             self._file(subject).unlink(missing_ok=True)
+
+    def _drop_old(self) -> None:
+        """Remove the files that were not used for longest, but for MOST_KEPT. Another process may do so, too."""
+        used: dict[Path, float] = {}
+        for file in self._folder.glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                used[file] = file.stat().st_mtime
+        for file in sorted(used, key=used.__getitem__)[:-MOST_KEPT]:
+            file.unlink(missing_ok=True)
 
     def _file(self, subject: Subject) -> Path:
         digest = hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:32]

@@ -63,26 +63,49 @@ def install(model: nn.Module) -> None:
     """Let the model's layers of known kinds take the fused path if this device can run it, its results are right, and,
     on Metal, it is faster.
     """
-    rule = gated_delta.kernel()
     layers = fusable(model)
-    if rule is None or not layers or inplace.writing().store is None:
+    kernels = _kernels() if layers else None
+    if kernels is None:
         return
-    (target,) = dialect.available()
-    kernels = Kernels.made(dialect.maker(target), rule)
 
     def find_problem() -> str:
-        own = check.seconds(layers[0][0]) if target == "metal" else None
-        use(layers, kernels)
-        problem = check.problem(layers[0][0], own)
-        for layer, _ in layers:
-            unmix(layer)
-        return problem
+        on_metal = "metal" in dialect.available()
+        return _problem(layers, kernels, check.seconds(layers[0][0]) if on_metal else None)
 
     if problem := verdict.reach(find_problem):
         log.warning("gated delta nets run their own code: %s", problem)
     else:
         use(layers, kernels)
         log.info("gated delta nets: the fused path is used")
+
+
+def wrong(model: nn.Module) -> str:
+    """Return what is wrong with the fused path that another process chose for this model; empty if nothing is."""
+    layers = fusable(model) if verdict.was_given else []
+    kernels = _kernels() if layers else None
+    return "" if kernels is None else _problem(layers, kernels, None)
+
+
+def _kernels() -> Kernels | None:
+    """Return the kernels of the fused path, if this device can run them."""
+    rule = gated_delta.kernel()
+    if rule is None or inplace.writing().store is None:
+        return None
+    (target,) = dialect.available()
+    return Kernels.made(dialect.maker(target), rule)
+
+
+def _problem(layers: Sequence[tuple[nn.Module, Parts]], kernels: Kernels, own: float | None) -> str:
+    """Return why layers must not take the fused path, which they are given for this check only; empty if they may.
+
+    own: the seconds of the first layer's own code, which the fused path has to beat; None: the path is not timed.
+    """
+    use(layers, kernels)
+    try:
+        return check.problem(layers[0][0], own)
+    finally:
+        for layer, _ in layers:
+            unmix(layer)
 
 
 def fusable(model: nn.Module) -> list[tuple[nn.Module, Parts]]:

@@ -56,6 +56,13 @@ def kernel() -> GatedDelta | None:
     return GatedDelta(make)
 
 
+def wrong(model: nn.Module) -> str:
+    """Return what is wrong with the kernel that another process chose for this model; empty if nothing is."""
+    if not verdict.was_given or not _is_used_by(model):
+        return ""
+    return "".join(check.problem(dialect.maker(target)) for target in dialect.available()[:1])
+
+
 def _problem(make: dialect.Make, target: dialect.Target) -> str:
     """Return why the kernel made by `make` must not be used on this target; empty if it may."""
     if target == "cuda":
@@ -78,11 +85,15 @@ def using_kernel(cache: StateCache) -> Iterator[None]:
 
 def install(model: nn.Module) -> None:
     """Replace mlx-lm's functions within `using_kernel`, if the model has layers that use them."""
-    if any(hasattr(sys.modules[type(m).__module__], "gated_delta_update") for m in model.modules()):
+    if _is_used_by(model):
         kernel()  # it is checked here, since no array can be evaluated while a step is traced
         on_metal = "metal" in dialect.available()
         gated_delta.gated_delta_ops = _replacing(_operations, only_in_pool=on_metal)
         gated_delta.gated_delta_kernel = _replacing(_kernel, only_in_pool=on_metal)
+
+
+def _is_used_by(model: nn.Module) -> bool:
+    return any(hasattr(sys.modules[type(m).__module__], "gated_delta_update") for m in model.modules())
 
 
 def _replacing(own: Rule, *, only_in_pool: bool) -> Rule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ from msgspec import structs
 
 from mlx_tandem import demo
 from mlx_tandem.adapters import formats
+from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import (
     CacheConfig,
     DutyConfig,
@@ -295,3 +297,15 @@ def test_a_draft_model_is_in_the_budget() -> None:
     assert memory.weights - alone.weights == draft.info.memory.weights
     assert memory.pool - alone.pool == draft.info.memory.pool == draft.runner.pool_bytes
     assert draft.info.num_blocks == 1025
+
+
+@pytest.mark.parametrize(("gigabytes", "unpacked"), [(5.5, False), (40.0, True)])
+def test_weights_are_unpacked_only_where_everything_else_fits_beside_them(
+    gigabytes: float, unpacked: bool, tmp_path: Path
+) -> None:
+    """Unpacked, the weights of this model take 2.4 GB instead of 0.3, and drawing tokens for 256 rows some more."""
+    shape = dataclasses.replace(SHAPES["4m"], hidden=1024, layers=28, intermediate=3072, vocab=151_936)
+    folder = write_model(tmp_path / "model", shape, weights=False, bits=4)
+    model = ModelConfig(str(folder), random_weights=True)
+    memory, _ = plan(EngineConfig(model, scheduler=SchedulerConfig(256), memory_limit_gb=gigabytes))
+    assert (memory.weights > 1e9) is unpacked

@@ -13,6 +13,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.errors import ModelError
@@ -218,6 +219,36 @@ def test_each_change_of_what_choices_depend_on_leads_to_others(tmp_path: Path) -
     assert kept.find(made.subject) == made
     for name in ("device", "driver", "mlx", "sources", "model"):
         assert kept.find(msgspec.structs.replace(made.subject, **{name: "another"})) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"bits": 4}, {"bits": 8}),
+        ({"bits": 4}, {}),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}),
+        ({}, {"rope_theta": 5e5}),
+        ({}, {"rms_norm_eps": 1e-4}),
+    ],
+)
+def test_models_that_differ_have_choices_of_their_own(
+    ours: dict[str, Any], theirs: dict[str, Any], tmp_path: Path
+) -> None:
+    folders = [tiny_models.make(tmp_path / str(i), "llama", **each) for i, each in enumerate((ours, theirs))]
+    own, other = (subject_of(config_of(folder)) for folder in folders)
+    assert own.model != other.model
+
+
+def test_groups_of_packed_weights_of_another_size_are_another_model(tmp_path: Path) -> None:
+    subjects = []
+    for group in (32, 64):
+        folder = write_model(tmp_path / str(group), SHAPES["0.13m"], weights=False)
+        settings = msgspec.json.decode((folder / "config.json").read_bytes())
+        settings["quantization"] = {"group_size": group, "bits": 4}
+        (folder / "config.json").write_bytes(msgspec.json.encode(settings))
+        config = msgspec.structs.replace(config_of(folder), model=ModelConfig(str(folder), random_weights=True))
+        subjects.append(subject_of(config))
+    assert subjects[0].model != subjects[1].model
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "folder"])

@@ -94,8 +94,8 @@ HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 """Heads of the states that are wide enough for the kernels."""
 
 
-def start_hybrid(tmp_path: Path) -> Engine:
-    engine = make_engine(tiny_models.make(tmp_path / "model", "qwen3_5", **HYBRID), num_blocks=24)
+def start_hybrid(tmp_path: Path, kept: Kept | None = None) -> Engine:
+    engine = make_engine(tiny_models.make(tmp_path / "model", "qwen3_5", **HYBRID), num_blocks=24, kept=kept)
     engine.built.warm_up(CostModel())
     return engine
 
@@ -202,6 +202,21 @@ def test_a_second_start_notices_that_a_kernel_has_become_wrong(
     start(tmp_path, kept)
     metal.faults[kernel] = WRONG[kernel]
     engine = start(tmp_path, kept)
+    assert "everything is checked anew" in caplog.text
+    assert_serves(engine, tmp_path)
+
+
+RULE = fake.instead("float(beta[token * HV + head])", "0.5f * float(beta[token * HV + head])")
+
+
+def test_a_second_start_of_a_hybrid_notices_that_the_rule_has_become_wrong(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept(tmp_path / "kept")
+    start_hybrid(tmp_path, kept)
+    metal.faults |= {"gated_delta": RULE, "gated_delta_in_place": RULE}
+    gated_delta.kernel.cache_clear()
+    engine = start_hybrid(tmp_path, kept)
     assert "everything is checked anew" in caplog.text
     assert_serves(engine, tmp_path)
 

@@ -72,8 +72,8 @@ class Kernels:
             own_blocks=self.own_blocks,
             adapters=limits,
             sampling=sampling.described(self.sampling),
-            rule_problem=gated_delta.verdict.problem,
-            own_delta_nets=delta_net.verdict.problem,
+            rule_problem=gated_delta.verdict.found,
+            own_delta_nets=delta_net.verdict.found,
         )
 
 
@@ -184,6 +184,7 @@ def problem(config: EngineConfig, model: LoadedModel, twin: nn.Module, found: pr
         wrong = ""
         if kernels.adapters.chosen is not None:
             wrong = lora.wrong_in_any_shape(model.module, kernels.adapters.chosen, model.dtype)
+        wrong = wrong or gated_delta.wrong(model.module) or delta_net.wrong(model.module)
         return wrong or sampling.wrong_once(kernels.sampling.chosen, model.dtype, found.vocab_size)
     except ModelError:
         raise

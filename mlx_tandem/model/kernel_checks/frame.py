@@ -36,21 +36,26 @@ class Rejected(Exception):
 class Verdict:
     """What a check at start found, which another process may have found for this one.
 
-    problem: why the kernels are not used; empty where they are, and while nothing has asked for the check.
+    found: why the kernels are not used; empty where they are, None while nothing has asked for the check.
     """
 
     def __init__(self) -> None:
-        self.problem = ""
+        self.found: str | None = None
         self._given: str | None = None
+
+    @property
+    def was_given(self) -> bool:
+        """Whether another process found that the kernels can be used."""
+        return self._given == ""
 
     def give(self, problem: str | None) -> None:
         """Take what another process found, so that nothing is checked; None: begin again."""
-        self.problem, self._given = "", problem
+        self.found, self._given = None, problem
 
     def reach(self, check: Callable[[], str]) -> str:
         """Return the problem: that of the other process, or what `check` returns."""
-        self.problem = check() if self._given is None else self._given
-        return self.problem
+        self.found = check() if self._given is None else self._given
+        return self.found
 
 
 def makers_of_device(given: Sequence[dialect.Make] | None) -> Sequence[dialect.Make]:

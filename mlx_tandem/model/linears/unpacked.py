@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
 from mlx_tandem.config import ModelConfig
@@ -50,9 +52,19 @@ def unpack_for_cpu(model: LoadedModel, config: ModelConfig, limit: int) -> Loade
     )
     for module in (model.module, model.mtp):
         if module is not None:
-            dequantize_model(module)
-            module.apply(lambda p: p.astype(model.dtype) if mx.issubdtype(p.dtype, mx.floating) else p)
+            _unpack(module, model.dtype)
     return dataclasses.replace(model, quantization=f"{model.quantization}, unpacked")
+
+
+def _unpack(module: nn.Module, dtype: mx.Dtype) -> None:
+    """Replace all modules that have packed weights by ones that have weights of this type."""
+    packed = [path for path, each in module.named_modules() if "scales" in each]
+    dequantize_model(module)
+    plain = dict(module.named_modules())
+    for path in packed:
+        each: Any = plain[path]
+        if "scales" not in each:
+            each.weight = each.weight.astype(dtype)
 
 
 def _name(dtype: mx.Dtype) -> str:
