@@ -303,6 +303,8 @@ def check_writable(file: Path) -> None:
     with storage(file):
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if file.is_socket():  # which cannot be opened by its name
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
         if file.exists():
             if not os.access(file, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -13,6 +13,7 @@ import typer
 from mlx_tandem.cli import keys
 from mlx_tandem.cli.console import fail, output
 from mlx_tandem.cli.help import Command, group
+from mlx_tandem.printable import printable
 
 if TYPE_CHECKING:
     from mlx_tandem.adapters.convert import Inspection
@@ -101,7 +102,7 @@ def inspect(folder: Annotated[Path, typer.Argument(metavar="FOLDER")]) -> None:
 
     found = run(folder)
     for line in _lines(found):
-        print(line)
+        print(printable(line))
     if found.problems:
         fail(f"{folder} cannot be served: {'; '.join(found.problems)}")
 
@@ -163,8 +164,8 @@ class Server:
 
 
 def ask(server: Server, method: str, path: str, body: object = None) -> dict[str, Any]:
-    """Return the server's answer to a request. End the process with one line and status 1 after an error of any
-    kind.
+    """Return the server's answer to a request; its texts are safe to show. End the process with one line and status 1
+    after an error of any kind.
     """
     import asyncio
 
@@ -187,7 +188,16 @@ def ask(server: Server, method: str, path: str, body: object = None) -> dict[str
         fail(str(e))
     if status >= 300 or not isinstance(answer, dict):
         fail(f"{server.url} answered with {status}: {message_of(answer)}")
-    return cast("dict[str, Any]", answer)
+    return cast("dict[str, Any]", _shown(answer))
+
+
+def _shown(answer: Any) -> Any:
+    """Return a JSON value with each text inside, except for the names of fields, as `printable` makes it."""
+    if isinstance(answer, dict):
+        return {name: _shown(value) for name, value in answer.items()}
+    if isinstance(answer, list):
+        return [_shown(value) for value in answer]
+    return printable(answer) if isinstance(answer, str) else answer
 
 
 def message_of(answer: object) -> str:

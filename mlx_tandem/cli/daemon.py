@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,35 +177,57 @@ def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> i
     """
     folder()  # now, and not once the server is ready
     log = log_folder() / f"starting-{os.getpid()}.log"
+    child: subprocess.Popen[bytes] | None = None
     ours, theirs = os.pipe()
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), "wb") as out:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mlx_tandem", *argv],
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            pass_fds=(theirs,),
-            start_new_session=True,
-            env=os.environ | {DETACHED: f"{theirs}:{'' if port is None else port}:{log}"},
-        )
-    os.close(theirs)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), "wb") as out, _interrupts():
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "mlx_tandem", *argv],
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                pass_fds=(theirs,),
+                start_new_session=True,
+                env=os.environ | {DETACHED: f"{theirs}:{'' if port is None else port}:{log}"},
+            )
+        os.close(theirs)
         with open(ours, encoding="utf-8") as waiting:
             text = waiting.read()
+        status = 0 if text else child.wait()
     except KeyboardInterrupt:
-        _give_up(child)
+        if child is not None:
+            _give_up(child)
         log.unlink(missing_ok=True)
         return INTERRUPTED
     if text:
         print(text, flush=True)
         return 0
-    status = child.wait()
     sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
     log.unlink()
     return status if status > 0 else 1
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back inside the block. From its end on each raises KeyboardInterrupt, at once if it came.
+
+    They are not blocked, since the process that is started inside would inherit that. A signal that is ignored stays
+    so. Only the main thread gets signals: in another one nothing is done.
+    """
+    came: list[int] = []
+    held: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        held = [sign for sign in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(sign) is not signal.SIG_IGN]
+    for sign in held:
+        signal.signal(sign, lambda sign, _: came.append(sign))
+    try:
+        yield
+    finally:
+        for sign in held:
+            signal.signal(sign, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _give_up(child: subprocess.Popen[bytes]) -> None:

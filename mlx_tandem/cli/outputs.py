@@ -60,16 +60,17 @@ def argument(text: str) -> Path:
 def write(path: Path, data: bytes) -> None:
     """Write a result, in missing folders if need be. Raise StorageError; `path` then holds what it held before.
 
-    Only a device or a pipe, and a file in a folder where no other can be made, is written in place.
+    Only a device or a pipe, a file that has lost its name, and a file in a folder where no other can be made are
+    written in place.
     """
-    target = Path(os.path.realpath(path))
     with files.storage(path):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        exists = target.exists()
-        if exists and not (target.is_file() and os.access(target.parent, os.W_OK | os.X_OK)):
-            target.write_bytes(data)
+        # Linux resolves /dev/stdout and >(…) to names such as pipe:[7], under which nothing can be opened.
+        target = Path(os.path.realpath(path))
+        if path.exists() and not (path.is_file() and target.exists() and os.access(target.parent, os.W_OK | os.X_OK)):
+            path.write_bytes(data)
             return
-        mode = stat.S_IMODE(target.stat().st_mode) if exists else 0o666 & ~_umask()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
         files.replace(target, data)
         target.chmod(mode)
 

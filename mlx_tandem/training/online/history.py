@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +20,8 @@ log = logging.getLogger(__name__)
 MOST = 1000
 """Most reports that are kept. The file has at most twice as many."""
 
-LINE_BYTES = 10_000
-"""Most bytes of a line. What is longer was not written here."""
+MOST_BYTES = 20_000_000
+"""Bytes of the file's end that are read. The next report has a file with more written anew."""
 
 
 class History:
@@ -35,6 +36,7 @@ class History:
         """Oldest first."""
         self._file = folder / "history.jsonl"
         self._writer = ThreadPoolExecutor(1, "tandem-history")
+        self._written: deque[UpdateReport] = deque(maxlen=MOST)  # without those that wait for the writer
         self._lines = 0  # of the file
         self._failed = False
 
@@ -50,32 +52,45 @@ class History:
             self._writer.submit(self._write, report)
 
     def _read(self) -> list[UpdateReport]:
-        past: deque[UpdateReport] = deque(maxlen=MOST)
         try:
             with self._file.open("rb") as file:
-                while line := file.readline(LINE_BYTES):
-                    self._lines += 1
-                    with contextlib.suppress(msgspec.MsgspecError):  # cut off by a crash, or of another version
-                        past.append(msgspec.json.decode(line, type=UpdateReport))
+                start = max(file.seek(0, os.SEEK_END) - MOST_BYTES, 0)
+                file.seek(start)
+                lines = file.read(MOST_BYTES).rsplit(b"\n", 2 * MOST + 1)
         except FileNotFoundError:
             return []
         except OSError as e:
             log.warning("the history of earlier updates cannot be read: %s", e.strerror or e)
-        return list(past)
+            return []
+        self._lines = 2 * MOST if start else len(lines) - 1
+        for line in lines:
+            # A crash cuts lines off, and other versions have other fields. ValueError is that of msgspec, too.
+            with contextlib.suppress(ValueError, RecursionError):
+                self._written.append(msgspec.json.decode(line, type=UpdateReport))
+        return list(self._written)
 
     def _write(self, report: UpdateReport) -> None:
+        self._written.append(report)
         try:
             if self._lines >= 2 * MOST:
-                files.replace(self._file, b"".join(map(_line, list(self.updates))))
-                self._lines = len(self.updates)
+                files.replace(self._file, b"".join(map(_line, self._written)))
+                self._lines = len(self._written)
             else:
-                with self._file.open("ab") as file:
-                    file.write(_line(report))
+                self._append(_line(report))
                 self._lines += 1
         except (OSError, files.StorageError) as e:
             if not self._failed:
                 log.warning("the history of updates is not written: %s", e)
             self._failed = True
+
+    def _append(self, line: bytes) -> None:
+        """Append a line to the file. Whatever a crash or a full drive has cut off there stays on a line of its own."""
+        with self._file.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    line = b"\n" + line
+            file.write(line)
 
 
 def _line(report: UpdateReport) -> bytes:

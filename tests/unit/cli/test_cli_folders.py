@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -94,17 +96,18 @@ class Training(BaseHTTPRequestHandler):
     """A server that learns, as far as a rollback asks it."""
 
     asked: ClassVar[list[str]] = []
+    says: ClassVar[dict[str, Any]] = {"current_lora": "policy@7", "training_enabled": True}
 
     def answer(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
         self.asked.append(f"{self.command} {self.path} {self.rfile.read(size).decode()}".strip())
-        body = b'{"current_lora": "policy@7", "training_enabled": true}'
+        body = json.dumps(self.says).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    do_GET = do_POST = answer
+    do_GET = do_POST = do_DELETE = answer
 
     def log_message(self, *_: object) -> None:
         pass
@@ -147,3 +150,46 @@ def test_adapters_of_a_server_that_is_not_there(url: str, said: str) -> None:
     done = tandem("adapters", "ls", "--url", url)
     assert done.returncode == 1
     assert done.stderr.startswith(f"tandem: {said}")
+
+
+EVIL = "a\x1b]0;owned\x07\x9b2J\r\u202e"
+ENTRY = {"id": EVIL, "rank": EVIL, "size_bytes": 1, "version": 1, "resident": True, "path": EVIL, "targets": [EVIL]}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("checkpoints rollback --yes", {"current_lora": EVIL}),
+        ("adapters load a", ENTRY),
+        ("adapters unload a", {"versions": [EVIL]}),
+        ("adapters ls", {"adapters": [ENTRY | {"requests": 0, "generated_tokens": 0}]}),
+        ("adapters ls", {"adapters": [{"version": None, "name": EVIL, "path": EVIL}]}),
+    ],
+)
+def test_a_server_s_text_does_not_steer_the_terminal(
+    words: str, says: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Training, "says", says)
+    monkeypatch.setattr(Training, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Training) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = tandem(*words.split(), "--url", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert done.returncode == 0
+    assert done.stdout.replace("\n", "").isprintable()
+    assert r"a\x1b]0;" in done.stdout
+
+
+def test_an_adapter_s_text_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(demo.ADAPTER_PATHS["shout"], folder)
+    (file,) = folder.glob("*.safetensors")
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = {name.replace("q_proj", EVIL): entry for name, entry in json.loads(raw[8 : 8 + size]).items()}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    done = tandem("adapters", "inspect", str(folder))
+    assert done.returncode == 0
+    assert done.stdout.replace("\n", "").isprintable()
+    assert r"self_attn.a\x1b]0;" in done.stdout

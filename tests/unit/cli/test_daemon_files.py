@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -94,6 +95,39 @@ def test_a_server_that_was_never_ready_is_a_failure_with_its_output(
     monkeypatch.setattr(daemon.subprocess, "Popen", start)
     assert daemon.start(["serve"]) == status
     assert capsys.readouterr().err == "it is broken\n"
+    assert not list((tmp_path / "mlx-tandem" / "log").iterdir())
+
+
+INTERRUPTED = """
+import os, signal, subprocess, sys
+from mlx_tandem.cli import daemon
+
+start = subprocess.Popen
+
+def interrupted(words, **options):
+    signal.raise_signal(signal.{early})
+    child = start([sys.executable, "-c", "import time; time.sleep(600)"], **options)
+    print(child.pid, flush=True)
+    signal.raise_signal(signal.{late})
+    return child
+
+daemon.subprocess.Popen = interrupted
+sys.exit(daemon.start(["serve"]))
+"""
+
+
+@pytest.mark.parametrize(("early", "late"), [("SIGWINCH", "SIGINT"), ("SIGWINCH", "SIGTERM"), ("SIGINT", "SIGWINCH")])
+def test_ctrl_c_at_the_moment_a_server_is_started_ends_it(early: str, late: str, tmp_path: Path) -> None:
+    """A signal before the process's number is known waits until it is."""
+    code = INTERRUPTED.format(early=early, late=late)
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    pid = int(done.stdout)
+    alive = born(pid) != ""
+    if alive:
+        os.kill(pid, signal.SIGKILL)
+    assert (done.returncode, alive) == (daemon.INTERRUPTED, False)
+    assert "nothing is running" in done.stderr
     assert not list((tmp_path / "mlx-tandem" / "log").iterdir())
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shlex
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,3 +182,32 @@ def test_a_pipe_gets_the_result(tmp_path: Path) -> None:
         assert reader.stdout is not None
         assert json.load(reader.stdout) == {"a": "ü"}
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("words", ["'{}' -c '{}' /dev/stdout | cat", "'{}' -c '{}' >(cat) | cat"])
+def test_a_pipe_without_a_path_of_its_own_gets_the_result(words: str) -> None:
+    """Linux shows where such a pipe leads as a name that no file has."""
+    code = (
+        "import sys; from pathlib import Path; from mlx_tandem import files; from mlx_tandem.cli import outputs; "
+        "path = Path(sys.argv[1]); files.check_writable(path); outputs.write_json(path, [1])"
+    )
+    bash = ["bash", "-o", "pipefail", "-c", words.format(sys.executable, code)]
+    done = subprocess.run(bash, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, json.loads(done.stdout)) == (0, "", [1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="opens descriptors through /proc")
+def test_a_removed_file_that_is_still_open_gets_the_result(tmp_path: Path) -> None:
+    with (tmp_path / "removed").open("w+b") as file:
+        (tmp_path / "removed").unlink()
+        outputs.write_json(Path(f"/proc/self/fd/{file.fileno()}"), [1])
+        assert json.load(file) == [1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_socket_is_refused_before_the_work() -> None:
+    """A file system's name of a socket cannot be opened, whoever may write to it."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{folder}/s")  # whose path has to be short
+        with pytest.raises(files.StorageError, match=os.strerror(errno.ENXIO)):
+            files.check_writable(Path(folder, "s"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,51 @@ def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     first, second = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(first + b'{"step": 9}\n\xff\n' + b"[" * 50_000 + b"\n" + second + first[:20])
     assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("line", [b"\xff", b'{"reason": "\xff"}', b'{"x": ' + b"[" * 9000])
+def test_a_damaged_line_does_not_stop_the_server(tmp_path: Path, line: bytes) -> None:
+    """The decoder has another error for text that is not UTF-8, and for what is nested too deeply."""
+    steps(tmp_path, 1)
+    with (tmp_path / "history.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    assert steps(tmp_path) == [1]
+
+
+def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path: Path) -> None:
+    steps(tmp_path, 1, 2)
+    file = tmp_path / "history.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    assert steps(tmp_path, 3, 4) == [1]
+    assert steps(tmp_path) == [1, 3, 4]
+
+
+def test_of_a_file_that_is_too_long_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(tmp_path, *range(9))
+    file = tmp_path / "history.jsonl"
+    monkeypatch.setattr(module, "MOST_BYTES", 2 * len(file.read_bytes()) // 9 + 10)
+    assert steps(tmp_path, 9) == [7, 8]
+    assert len(file.read_bytes().splitlines()) == 3  # it is written anew
+    file.write_bytes(b"\n" * 100_000 + file.read_bytes())
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "MOST", 3)
+    assert steps(tmp_path, 10) == [7, 8, 9]
+    assert len(file.read_bytes().splitlines()) == 3
+
+
+def test_reports_that_wait_for_the_drive_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST", 3)
+    steps(tmp_path, 1, 2, 3, 4, 5, 6)
+    history = History(tmp_path)
+    asyncio.run(history.read())
+    goes_on = threading.Event()
+    history._writer.submit(goes_on.wait)
+    for step in (7, 8, 9):
+        history.append(report(step))
+    goes_on.set()
+    history._writer.shutdown()
+    kept = [json.loads(line)["step"] for line in (tmp_path / "history.jsonl").read_bytes().splitlines()]
+    assert kept == [5, 6, 7, 8, 9]
 
 
 def test_a_drive_that_takes_nothing_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
