@@ -30,7 +30,7 @@ LAST_WORD_SECONDS = 5.0
 """Seconds between the second SIGTERM, which ends streams, and SIGKILL."""
 
 STOP_SECONDS = 30.0
-"""Seconds that a server which was still starting has to end."""
+"""Seconds in which a server that is ended during its start has to end."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -68,7 +68,7 @@ def log_folder() -> Path:
 
 
 def _made(path: Path) -> Path:
-    """Return a folder, which is made if need be. End the process with one line and status 1 if it cannot be used."""
+    """Return a folder, and make it if needed. End the process with one line and status 1 if it cannot be used."""
     try:
         with storage(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> i
     Its Ready text is printed, or its output if it failed. `port` overrides the port in ARGV. SIGINT and SIGTERM stop
     the server that is starting, too.
     """
-    folder()  # now, and not once the server is ready
+    folder()  # fails now rather than when the server is ready
     log = log_folder() / f"starting-{os.getpid()}.log"
     ours, theirs = os.pipe()
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), "wb") as out:

@@ -1,4 +1,6 @@
-"""Files that commands write their results to: checked before the work begins, and written whole or not at all."""
+"""Files to which commands write their results. They are checked before the work begins, and written whole or not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,10 @@ def argument(text: str) -> Path:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a result, in missing folders if need be. Raise StorageError; `path` then holds what it held before.
+    """Write a result, and make missing folders. Raise StorageError if that fails; `path` then keeps its old content.
 
-    Only a device or a pipe, and a file in a folder where no other can be made, is written in place.
+    A device or a pipe is written in place, and so is a file in a folder in which no other file can be made. These may
+    be left incomplete.
     """
     target = Path(os.path.realpath(path))
     with files.storage(path):

@@ -105,7 +105,9 @@ def _adapter(name: str, path: str) -> str:
 
 
 def _check_names(config: Config) -> None:
-    """Raise InvalidRequest for a name that nothing will have. With an adapter root or checkpoints, others may come."""
+    """Raise InvalidRequest for a name that no adapter will have. Adapters may be added later to
+    an adapter root or as checkpoints.
+    """
     if config.adapter_root or config.rl_training.enabled:
         return
     from mlx_tandem.generation.adapters.name_rules import base_names

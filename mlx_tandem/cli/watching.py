@@ -23,7 +23,7 @@ HEIGHT = 5
 """Lines of a curve."""
 
 UPDATES, LEAST_UPDATES, SAMPLES = 6, 2, 3
-"""Most and fewest of the last updates that are shown, and most of the last answers."""
+"""The most and the fewest updates that are shown, and the most answers. The last ones are shown."""
 
 ANSWER_LINES = 3
 """Most lines of an answer and its prompt."""
@@ -213,7 +213,7 @@ def guard(status: Data) -> str:
 
 
 def curves(updates: Sequence[Data], width: int) -> list[str]:
-    """Return the curves beside each other, each with its last value and its range, which includes 0, above it."""
+    """Return the curves beside each other. Above each curve are its last value and its range, which includes 0."""
     each = (width + 1) // len(CURVES) - 2
     columns = []
     for name, title in CURVES.items():

@@ -129,7 +129,7 @@ class Row(Struct, frozen=True, gc=False):
     piggybacked: bool = False
     slack: int = 0
     pooling: Pooling | None = None
-    source: DraftSource | None = None  # of a VERIFY row's drafts
+    source: DraftSource | None = None  # source of the drafts of a VERIFY row
     following: int = UNKNOWN
     images: tuple[Shown, ...] = ()
     shift: int = 0

@@ -40,7 +40,7 @@ FORMAT = 5
 """Version of the value; another one is refused."""
 
 MOST_KEPT = 64
-"""Most files with choices on the drive; the oldest goes first."""
+"""Most files with choices on the drive. Beyond that the oldest is removed."""
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -54,7 +54,7 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
 
     mlx: str
     sources: str
-    """A digest of the texts of this package that run on the device or check what does."""
+    """A digest of the source texts of this package that run on the device or check what runs there."""
 
     model: str
     """A digest of everything of the model and the settings that decides which functions there are to choose from."""
@@ -164,10 +164,10 @@ class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
     adapters: AdapterLimits
     sampling: SamplingKernels
     rule_problem: str = ""
-    """Why mlx-lm's functions compute the gated delta rule; empty if a kernel does or no layer needs it."""
+    """The reason why mlx-lm's functions compute the gated delta rule; empty if a kernel does or no layer needs it."""
 
     own_delta_nets: str = ""
-    """Why gated delta nets run their own code; empty if they are on the fused path or cannot be."""
+    """The reason why gated delta nets run mlx-lm's code; empty if they take the fused path, or no layer can."""
 
 
 class Pace(Struct, frozen=True, forbid_unknown_fields=True):
@@ -224,7 +224,7 @@ _SEAL_BYTES = 65
 
 
 def _seal(text: bytes) -> bytes:
-    """Return the first line of a file with this text, from which damage is noticed."""
+    """Return the first line of a file with this text. It reveals damage of the file."""
     return hashlib.sha256(text).hexdigest().encode() + b"\n"
 
 

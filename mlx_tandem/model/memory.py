@@ -80,7 +80,7 @@ def parse_vm_stat(said: str) -> int | None:
         return None
     usable = sum(counts.get(kind, 0) for kind in _USABLE_PAGES)
     active, files = counts.get("active", 0), counts.get("File-backed", 0) - counts.get("speculative", 0)
-    kept = max(active + counts.get("inactive", 0), 1)  # in either list
+    kept = max(active + counts.get("inactive", 0), 1)  # pages in one of the two lists
     return int(page[1]) * (usable + min(max(files, 0) * active // kept, active))
 
 

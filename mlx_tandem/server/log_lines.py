@@ -22,7 +22,8 @@ FIRST = (
     "request", "job", "adapter", "model", "checkpoint", "step", "version", "status", "code", "folder", "path", "reason",
     "error",
 )  # fmt: skip
-"""Fields that a short line always has, in this order: which request, adapter or version it was, and why."""
+"""Fields that a short line always shows if the event has them, in this order: the request, adapter or version, and the
+reason."""
 
 THEN = ("mean_reward", "loss")
 """Fields that come next, if there is room for them."""

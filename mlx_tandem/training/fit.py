@@ -96,7 +96,7 @@ class Course:
 
 
 def check_plan(config: SftConfig, learned: int, held: int) -> int | None:
-    """Return the most steps of a course before its examples are tokens; None if their number depends on the tokens.
+    """Return the most steps of a course, computed before its examples are tokenised; None if they depend on the tokens.
 
     `learned` examples at most will be learned, and `held` at least will be held out. Raises InvalidRequest naming the
     setting that does not go with them. The default of `batch_size` goes with any number of examples.

@@ -73,7 +73,7 @@ def folded(markdown: str) -> str:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return the outcome in one line, with the names of the checks that are not well."""
+    """Return the outcome in one line, with the names of the checks that failed or have a note."""
     named = [
         f"{what}: {', '.join(names)}."
         for status, what in (("failed", "Failed"), ("note", "With something to do"))

@@ -89,7 +89,7 @@ class ChildProcess:
     def _listen(self, pipe: IO[bytes]) -> None:
         """Keep and pass on the lines of standard error until its end; on a thread of its own."""
         with pipe:
-            begins = True  # whether a line begins, and not a further part of a long one
+            begins = True  # whether the next piece begins a line; else it continues a long one
             while line := pipe.readline(LINE_BYTES):
                 text = printable(line.rstrip(b"\n").decode("utf-8", "backslashreplace"))
                 self._said.append(text)

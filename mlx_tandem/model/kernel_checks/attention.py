@@ -51,7 +51,7 @@ WORTHWHILE = 0.95
 """Share of the first division's time below which another one replaces it; timing noise is smaller than that."""
 
 BEHIND = 1.1
-"""Time of the chosen back end, as a multiple of that over contiguous keys, beyond which the log warns."""
+"""Factor by which the chosen back end may take longer than attention over contiguous keys before the log warns."""
 
 Seconds = Callable[[LayerShape, LayerKernels | None, int, int, int], float]
 """Function that times one layer's part of a decode step, given the shape of the layer, its kernels (None: the portable

@@ -119,7 +119,7 @@ def choose(
 
 
 def _without(config: EngineConfig, model: LoadedModel) -> tuple[probe.Examined, Kernels]:
-    """Check the model, which serves without any kernel that was chosen by timing."""
+    """Examine a model, and return it with kernels of which none was chosen by timing."""
     prepare()
     found = examine(config, model)
     why = "left out by --deterministic"

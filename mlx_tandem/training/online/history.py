@@ -1,4 +1,4 @@
-"""The reports of the last updates, which a file beside the checkpoints keeps over restarts of the server."""
+"""The reports of the last updates. A file beside the checkpoints keeps them when the server is restarted."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MOST = 1000
 """Most reports that are kept. The file has at most twice as many."""
 
 LINE_BYTES = 10_000
-"""Most bytes of a line. What is longer was not written here."""
+"""Most bytes of a line that are read at once. This module writes no longer lines."""
 
 
 class History:
-    """Reports for those who watch, and nothing that learning depends on.
+    """The reports of updates, for people who watch the training. Learning does not depend on them.
 
-    A thread writes the file, so that no update waits for a drive. Reports that the drive did not take are missing after
-    a restart.
+    A thread writes the file, so that no update waits for the drive. A report that could not be written is missing
+    after a restart.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,14 +39,14 @@ class History:
         self._failed = False
 
     async def read(self) -> None:
-        """Read the reports of earlier servers. Call it once, when this process holds the folder."""
+        """Read the reports that earlier servers wrote. Call it once, when this process has locked the folder."""
         past = await asyncio.get_running_loop().run_in_executor(self._writer, self._read)
         self.updates.extendleft(reversed(past))
 
     def append(self, report: UpdateReport) -> None:
-        """Keep a report, and have it written."""
+        """Keep a report, and let the thread write it to the file."""
         self.updates.append(report)
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and threads take no more work
+        with contextlib.suppress(RuntimeError):  # at the interpreter's exit the thread takes no more work
             self._writer.submit(self._write, report)
 
     def _read(self) -> list[UpdateReport]:
