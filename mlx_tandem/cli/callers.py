@@ -34,7 +34,8 @@ class Caller:
     def options(self, given: Mapping[str, object]) -> Mapping[str, object]:
         """Return the options that were given, with the model's folder in place of a file in it.
 
-        Without a name for the model, it gets the one by which Jan knows it: its path below the folder `models`.
+        If no name for the model is given, the options get the name by which Jan knows it: its path below the folder
+        `models`.
         """
         model = given.get("model")
         if not self.weights_file or not isinstance(model, str) or not Path(model).is_file():

@@ -171,8 +171,8 @@ class Detached:
 def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> int:
     """Run `tandem ARGV` in the background and wait until it is ready or has ended; return the exit status.
 
-    Its Ready text is printed, or its output if it failed. `port` overrides the port in ARGV. SIGINT and SIGTERM stop
-    the server that is starting, too.
+    Print its Ready text, or its output if it failed. `port` overrides the port in ARGV. SIGINT and SIGTERM also stop
+    the server that is starting.
     """
     folder()  # fails now rather than when the server is ready
     log = log_folder() / f"starting-{os.getpid()}.log"

@@ -122,9 +122,7 @@ def _check_names(config: Config) -> None:
 
 
 def _check_files(config: Config) -> None:
-    """Check files and folders that the server writes or reads, and whose faults would only show once the model is
-    loaded.
-    """
+    """Check the server's files and folders whose faults would otherwise show only once the model is loaded."""
     if config.rl_training.enabled:
         prompts, folder = config.rl_training.validation_prompts, Path(config.checkpointing.checkpoint_dir)
         if prompts and not Path(prompts).is_file():

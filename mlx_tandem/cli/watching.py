@@ -51,9 +51,9 @@ async def looks(
 ) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield a server's status and history again and again. Raises Gone.
 
-    `cacert` is a file of certificates to trust, as that of `Connection.to`.
+    `cacert` is a file of certificates to trust, as in `Connection.to`.
 
-    The history is asked for when the status says that something was learned since.
+    The history is requested only when the status says that something was learned since the last request.
     """
     try:
         connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None, cacert)

@@ -312,7 +312,7 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
 def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> None:
     """Read all weights into memory, and give them the layout with which a CPU is fastest.
 
-    Under `--deterministic` the model's products are in tiles from here on.
+    Under `--deterministic` this also makes the model's products compute in tiles.
     """
     read_weights(model, report)
     for module in (model.module, model.mtp) if device.is_cpu() else ():
@@ -402,7 +402,7 @@ def _tune(
 ) -> Tuned:
     """Time the model's products on a GPU, unless another process did.
 
-    On a CPU their time is proportional to their size, and nothing is timed. Nor is it where products are in tiles.
+    Nothing is timed on a CPU, where their time is proportional to their size, or if products are computed in tiles.
     """
     if given is not None:
         tuning.use(model.module, given.tuned)

@@ -231,7 +231,7 @@ def _seal(text: bytes) -> bytes:
 class Kept:
     """The choices of earlier starts on the drive, each in a file that is named by its subject.
 
-    A folder that cannot be read or written costs time at the next start and nothing else.
+    If the folder cannot be read or written, the only effect is that the next start takes longer.
     """
 
     def __init__(self, folder: Path):

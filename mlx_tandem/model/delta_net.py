@@ -60,7 +60,7 @@ class Parts:
 
 
 def install(model: nn.Module) -> None:
-    """Let the model's layers of known kinds take the fused path if this device can run it, its results are right, and,
+    """Make the model's layers of known kinds take the fused path if this device can run it, its results are right, and,
     on Metal, it is faster.
     """
     rule = gated_delta.kernel()

@@ -2,8 +2,9 @@
 
 On CUDA mlx-lm has operations only: a loop over tokens, about ten operations each, most of them over the whole state.
 The kernel computes all rows there. On Metal mlx-lm has a kernel of its own, whose states are gathered from the pool and
-written back. It keeps rows that begin and long chunks, and the kernel in the pool computes short rows that go on. Only
-layers that are called within `using_kernel` use it; trainers keep mlx-lm's functions, which have a gradient.
+written back. There mlx-lm's kernel computes rows that begin a sequence and long chunks, and the kernel in the pool
+computes short rows that continue a sequence. Only layers that are called within `using_kernel` use the kernel in the
+pool; trainers use mlx-lm's functions, which have a gradient.
 """
 
 from __future__ import annotations

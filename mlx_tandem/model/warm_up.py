@@ -70,7 +70,7 @@ def warm_up(
         runner: The runner, whose pool is empty.
         info: What the engine is.
         cost: The model that is fitted.
-        report: Is told how far it is.
+        report: Function that is told the progress.
         device_bytes: The memory of the device.
         given: The pace of another process that runs the same model on the same kind of device.
         method: Where the drafts come from that steps will verify, as in `SpeculationConfig`.

@@ -72,9 +72,9 @@ def _cut(value: object) -> object:
 class ShortLines(logging.Formatter):
     """A formatter that writes each record as one short line for people.
 
-    The line has the time of day here, what happened, the fields in FIRST, and as many of the others as fit into the
-    terminal's width. A field whose name or value was said before is not named or told again. With `details` the places
-    in the code that an exception passed follow on lines of their own.
+    The line has the local time of day, the event, the fields in FIRST, and as many of the other fields as fit into the
+    terminal's width. A name or value that is already in the line is not repeated. With `details` the traceback of an
+    exception follows on lines of its own.
     """
 
     def __init__(self, details: bool = False):

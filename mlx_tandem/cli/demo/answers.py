@@ -136,7 +136,7 @@ class Board:
 def places(rows: int | None = None) -> list[Place]:
     """Return the places for a terminal with so many rows: as many short questions as fit beside the stories.
 
-    All of them without a number of rows.
+    If the number of rows is unknown, return all places.
     """
     most = len(SHORT) if rows is None else (rows - OTHER_LINES) // LINES
     count = min(max(most, 1), len(SHORT))

@@ -18,7 +18,7 @@ def data(
 ) -> dict[str, Any]:
     """Return the whole report as plain data.
 
-    `machine` is the result of `bench.machine.describe()`; of the paths in `hidden` only the last part is shown.
+    `machine` is the result of `bench.machine.describe()`. Only the last part of the paths in `hidden` is shown.
     """
     kept = {key: machine[key] for key in ("time", "commit", "machine", "environment", "versions")}
     counts = {status: sum(f.status == status for f in findings) for status in _WORDS}

@@ -175,7 +175,7 @@ def forget() -> None:
 def problem(config: EngineConfig, model: LoadedModel, twin: nn.Module, found: probe.Examined, kernels: Kernels) -> str:
     """Return what is wrong with the model's kernels, by one run of each beside plain operations; empty if nothing is.
 
-    `twin` is the model before anything of it was changed.
+    `twin` is the model without any changes.
     """
     try:
         error = probe.served_error(model, twin, found, kernels.attention.layers, config.cache.block_size)

@@ -24,8 +24,8 @@ COMPILED_BYTES, COMPILED_SHARE = 192 << 20, 0.01
 steps are kept. Shapes and sampling flags have few values each, but many combinations."""
 
 FEWEST_COMPILED, MOST_COMPILED = 64, 256
-"""Bounds of the number of compiled steps that are kept. A mix of requests has about as many kinds of steps as the lower
-one at a time, and a step that is traced again costs milliseconds."""
+"""Bounds of the number of compiled steps that are kept. A mix of requests has about FEWEST_COMPILED kinds of steps at a
+time. Tracing a step again takes milliseconds."""
 
 KEPT_DRAWINGS = 64
 """Most compiled functions for draws after a forward that are kept. The last used ones are."""

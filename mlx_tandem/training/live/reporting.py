@@ -47,7 +47,7 @@ class KeptSample(Struct, frozen=True):
 def said(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     """Return the text of a prompt for people: that of its messages, without the roles that the chat template writes.
 
-    A role is what a template writes alone, or on the first line, between two special tokens.
+    A role is the text that the template writes between two special tokens, alone or on the first line.
     """
     parts = []
     for is_special, ids in groupby(prompt, tokenizer.special_ids.__contains__):
