@@ -60,7 +60,7 @@ def rollback(
     api_key_file: KeyFile = None,
     cacert: CaCert = None,
 ) -> None:
-    """Make a running server go back to a version, which it serves and trains from then on. Ask the user first."""
+    """Make a running server go back to a version, which it serves and trains from then on. Without --yes, ask first."""
     server = Server(url, api_key, api_key_file, cacert)
     if not yes:
         _confirm(server, to)
