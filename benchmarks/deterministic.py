@@ -1,10 +1,10 @@
-"""What `--deterministic` holds and costs on this device: equal bits, and the time of steps with and without it.
+"""Count equal bits with `--deterministic` on this device, and time steps with and without it.
 
     python benchmarks/deterministic.py --shape qwen3-8b --decode 1x128,16x128,64x128 --prompts 1x1024 --json-out d.json
 
 - equal: a few prompts are answered alone, together, in small chunks beside rows that decode, and behind a beginning
-  that was read before; a trainer computes the logprobs of the answers, too. Each figure is the number of tokens whose
-  logprobs have other bits than those of the prompt alone, of `of`;
+  that was read before; a trainer computes the logprobs of the answers, too. Each figure is the number of tokens, out of
+  `of`, whose logprobs have other bits than those of the prompt alone;
 - decode, prompts: as in decode_steps.py, without and with the option. Small models are timed in turn, in `--rounds`.
 """
 
@@ -41,7 +41,7 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
 DRAWN = SamplingParams(max_tokens=1, temperature=1.0, logprobs=5, seed=7)
 RANK, SCALE = 16, 2.0
 SHARED = 32
-"""Tokens of a prompt that are not read again where its beginning is known."""
+"""Tokens at the beginning of a prompt that are not read again if they are known."""
 
 CHUNK = 24
 """Tokens of a small chunk."""
@@ -115,9 +115,9 @@ class Texts:
         return [answers[w] for w in who]
 
     def chunked(self, first: int = 0) -> list[Answer]:
-        """Return the answers of prompts that are read in chunks, each beside all rows that decode by then.
+        """Return the answers of prompts that are read in chunks, each chunk beside all rows that decode by then.
 
-        first: so many tokens of each prompt are not read again.
+        first: number of tokens at the beginning of each prompt that are not read again.
         """
         answers: dict[int, Answer] = {}
         for who, prompt in enumerate(self.prompts):
@@ -140,7 +140,7 @@ class Texts:
         return [answers[w] for w in range(len(self.prompts))]
 
     def learned(self, answers: Sequence[Answer]) -> list[Answer]:
-        """Return the logprobs that a trainer computes for what the prompts' rows have drawn at temperature 1."""
+        """Return the logprobs that a trainer computes for the tokens that the prompts' rows have drawn."""
         built = self.built
         trainers = MLXTrainers(
             built.twin,
@@ -184,7 +184,7 @@ def slot(who: int) -> int:
 
 
 def differing(one: Sequence[Answer], other: Sequence[Answer]) -> int:
-    """Return at how many tokens the two differ, in the token or in a bit of a logprob."""
+    """Return the number of tokens at which the two differ, in the token or in a bit of a logprob."""
     return sum(a != b for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True))
 
 

@@ -1,12 +1,12 @@
-"""Measure what the engine's process keeps under a mix of everything: does its memory stop growing?
+"""Measure whether the memory of the engine's process stops growing under a mix of all kinds of requests.
 
     python benchmarks/engine_memory.py --json-out benchmarks/results/engine_memory.json
 
 A server that learns gets cycles of the same mix of requests, whose texts, schemas and adapters are new in each: chats
 with many ways to draw, tools and grammars, long prompts, clients that leave, adapters that are loaded and removed, and
-answers that are learned from. After each cycle it is left alone until nothing is open. Reported are then the resident
-memory of the engine's process, the part of it that no file is behind, how many libraries it has open, and the engine's
-own counters. It reads /proc, which only Linux has.
+answers that are learned from. After each cycle the script waits until no request is open. It then reports the
+resident memory of the engine's process, the part of it that is not backed by a file, the number of open libraries, and
+the engine's own counters. It reads /proc, which only Linux has.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ AT_ONCE = 12
 """Most requests at once."""
 
 IDLE_SECONDS = 0.2
-"""Seconds between two looks at whether the server has nothing to do."""
+"""Seconds between two checks of whether the server has nothing to do."""
 
 
 class Mix:
-    """The requests of one cycle, by a seed."""
+    """The requests of one cycle, which a seed determines."""
 
     def __init__(self, url: str, seed: int, adapters: Path):
         self._url = url
@@ -108,7 +108,7 @@ class Mix:
         await self.send("/v1/chat/completions", self.body() | {"tools": [tool], "tool_choice": "required"})
 
     async def grammar(self) -> None:
-        """Answer a chat in a form of its own."""
+        """Answer a chat with a grammar of its own."""
         pattern = f"({'|'.join(self._rng.sample(WORDS, 4))}){{1,{self._rng.randint(1, 9)}}}"
         await self.send("/v1/chat/completions", self.body() | {"structured_outputs": {"regex": pattern}})
 

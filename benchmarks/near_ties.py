@@ -1,13 +1,13 @@
-"""How often company changes the likeliest token: a seeded search for near-ties in texts that the model writes itself.
+"""Count how often the batch changes the likeliest token, by a seeded search for near-ties in the model's own texts.
 
     python benchmarks/near_ties.py demo --positions 20000 --json-out benchmarks/results/near_ties-demo.json
 
 Eight rows write texts at temperature 1, together. Then each text is read alone, in one chunk and in chunks of 24
-tokens, and all of them are read together. Of each position the likeliest tokens and their logprobs are compared with
-those that were found while the text was written:
+tokens, and all of them are read together. For each position the likeliest tokens and their logprobs are compared with
+those of the step that wrote the text:
 
-- differ: positions whose likeliest token is another one, by the way of reading;
-- texts_differ: how many of the texts become others when each is written again alone, with the same seed;
+- differ: number of positions with another likeliest token, for each way of reading;
+- texts_differ: number of texts that change when each is written again alone, with the same seed;
 - largest: the largest difference of a logprob; gaps: how many positions have the two likeliest tokens closer than that.
 
 `demo` is the model of `tandem demo`; a name of a shape is a model of random weights; else a model folder.
@@ -47,7 +47,7 @@ class Reader:
         self.width = -(-LENGTH // built.info.block_size)
 
     def write(self, begins: Sequence[tuple[int, ...]], seeds: Sequence[int]) -> list[list[tuple[int, TokenLogprob]]]:
-        """Return what rows with these beginnings draw, and the likeliest tokens of each position."""
+        """Return the tokens that rows with these beginnings draw, and the likeliest tokens of each position."""
         params = [SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=seed, logprobs=2) for seed in seeds]
         who = range(len(begins))
         texts: list[list[tuple[int, TokenLogprob]]] = [[] for _ in who]
@@ -95,7 +95,7 @@ class Reader:
 
 
 class Counts:
-    """What a comparison with the written texts has found."""
+    """The counts of a comparison with the written texts."""
 
     def __init__(self) -> None:
         self.differ, self.largest = 0, 0.0
@@ -112,7 +112,7 @@ class Counts:
 
 
 def search(built: Built, positions: int, seed: int) -> Iterator[dict[str, object]]:
-    """Yield the figures of more and more positions."""
+    """Yield the figures repeatedly, each time for more positions."""
     reader, rng = Reader(built), np.random.default_rng(seed)
     counts = {way: Counts() for way in WAYS}
     done, count, changed = 0, 0, 0

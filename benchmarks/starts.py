@@ -1,10 +1,11 @@
-"""Measure how long a server takes from its process's start to its first answer: a first start, and the next ones.
+"""Measure the time from the start of a server's process to its first answer, for a first start and for later ones.
 
     python benchmarks/starts.py /path/to/model --json-out benchmarks/results/starts.json
     python benchmarks/starts.py --shape qwen3-8b --options "--max-loras 0"
 
-The first start has an empty cache folder of its own, so everything that a start keeps for the next one is missing. With
-`--shape` the weights are drawn at random. Each stage's seconds are those between two changes of what `/health` says.
+The first start has an empty cache folder of its own, so nothing is kept from an earlier start. With
+`--shape` the weights are drawn at random. The seconds of a stage are the time between two changes of
+`/health`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mlx_tandem.cli.outputs import argument
 QUESTION = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 8, "temperature": 0.0}
 
 POLL_SECONDS = 0.02
-"""Seconds between two looks at a server that starts."""
+"""Seconds between two requests to a server that starts."""
 
 
 def start(command: list[str], port: int, environment: dict[str, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the model's own
     max_model_len: int = 0  # 0: the model's own limit
     random_weights: bool = False  # draw weights at random from the folder's shapes, for benchmarks
-    unpack_weights: bool = True  # on a CPU, unpack 4-bit and 8-bit weights at start where half of the memory suffices
+    unpack_weights: bool = True  # on a CPU, unpack 4-bit and 8-bit weights at start if they then fit in half the memory
     images: bool = True  # serve images where the model's family and the installed packages allow it
 
 
@@ -65,7 +65,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Drafts of tokens, which a step verifies together; they change an answer as little as company does."""
+    """Drafts of tokens, which a step verifies together. They change an answer only by rounding."""
 
     # ngram: from prompt and answer; draft: by a smaller model; mtp: by the model's head for multi-token prediction
     method: Literal["none", "ngram", "draft", "mtp"] = "none"
@@ -115,7 +115,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lora: LoraConfig = field(default_factory=LoraConfig)
     duty: DutyConfig = field(default_factory=DutyConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    deterministic: bool = False  # the logits of a token depend on the tokens before it and on nothing else, to the bit
+    deterministic: bool = False  # no bit of a token's logits depends on other requests or on how steps are cut
     memory_limit_gb: float = 0.0  # device memory for this server; 0: by the device and what else runs on it
     heartbeat_seconds: float = 0.5  # time between two messages with statistics
     stall_seconds: float = 60.0  # a step that takes longer ends the engine

@@ -158,7 +158,7 @@ def _built(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
 
 
 def _kept_choices() -> Kept | None:
-    """Return the choices of earlier starts; None if nobody knows the user's folder for them."""
+    """Return the choices of earlier starts; None if the user has no folder for them."""
     from mlx_tandem.model.choices import Kept
 
     with suppress(RuntimeError):

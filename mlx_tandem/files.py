@@ -20,10 +20,10 @@ from typing import Protocol
 from mlx_tandem.errors import TandemError
 
 NO_HOME = Path("/nonexistent")
-"""Home of users who have none, as Debian calls it."""
+"""Debian's home folder for users without one."""
 
 MOST_NAME_BYTES = 240
-"""Bytes of the longest name of a result, which leaves room for that under which it is written."""
+"""Most bytes of the name of a result. They leave room for the longer name of the temporary file."""
 
 
 class StorageError(TandemError):
@@ -206,7 +206,7 @@ def _sync(path: Path, flags: int, ops: FileOps) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the user's own folder for files that this program can make again. It may be one that cannot be made."""
+    """Return the user's own folder for files that this program can make again. It may be impossible to make it."""
     try:
         home = Path.home()
     except RuntimeError:  # neither HOME nor the system's list of users has a home

@@ -305,7 +305,7 @@ class EngineInfo(Struct, frozen=True):
     micro_batch_tokens: int = 0  # tokens of one forward and backward of learning; 0: not decided
     hidden_size: int = 0  # numbers of a pooled hidden state; 0: requests may not ask for any
     vision: VisionInfo | None = None  # None: the folder has no part for images
-    deterministic: bool = False  # answers are the same bits whatever runs beside them
+    deterministic: bool = False  # answers have the same bits whatever runs beside them
 
 
 class DiskStats(Struct, frozen=True):
@@ -322,7 +322,7 @@ class DiskStats(Struct, frozen=True):
     misses: int  # reads that ended at a block that was missing or damaged
     written: int  # blocks
     written_bytes: int
-    dropped: int  # blocks that were to be written and were not
+    dropped: int  # blocks that should have been written and were not
     evicted: int  # blocks that were removed with their segments
     quarantined: int  # damaged records and segments that were set aside
     errors: int  # operations that the drive refused
@@ -343,8 +343,8 @@ class MemoryInUse(NamedTuple):
 
 
 DraftSource = Literal["prediction", "ngram", "draft", "mtp"]
-"""Where drafts come from: the request's prediction, the sequence's own earlier tokens, the draft model, or the head of
-the model itself."""
+"""The source of drafts: the request's prediction, the sequence's own earlier tokens, the draft model, or the model's
+own head."""
 
 
 class DraftCounts(Struct, frozen=True):
@@ -384,7 +384,7 @@ class SpeculationStats(Struct, frozen=True):
 
 
 class EngineStats(Struct, frozen=True):
-    """Counters since start and gauges of now; sent at each heartbeat, and when somebody wants to know."""
+    """Counters since start and present gauges; sent at each heartbeat, and when a client asks for them."""
 
     cached_blocks: int = 0  # blocks that a prompt may find, including free ones
     prefix_queries: int = 0  # tokens of prompts that were looked up, since start

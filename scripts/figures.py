@@ -40,15 +40,15 @@ def highlights() -> str:
         f"4M model, {min(levels)} to {max(levels)} streams: {faster}",
         f"{mixed['shape'].upper()} model, {crowd['concurrency']} streams over {len(mixed['load']['adapters'])} "
         f"adapters: {crowd['mixed/base']:.0%} of the base's speed",
-        f"first token after {first['prompt_tokens']:,} known ones: {first['hit_ms']:.0f} ms, "
-        f"not {first['cold_ms']:.0f}",
+        f"first token after {first['prompt_tokens']:,} cached tokens: {first['hit_ms']:.0f} ms "
+        f"instead of {first['cold_ms']:.0f}",
         f"`tandem demo learn`'s skill: mean reward {_rise(run)} in {run['seconds']:.0f} s",
         f"8B model on an {of_8b['engine']['device']}, {step['batch']} streams: "
         f"{step['tandem']['decode_tokens_per_s']:,.0f} tokens/s",
     )
     lines = "".join(f"- {text} ([data]({_link(name)}))\n" for text, name in zip(said, HIGHLIGHTS, strict=True))
     (cores,) = {each["machine"]["cores"] for each in (peer, mixed, known, taught)}
-    return f"On {cores} CPU cores if nothing else is said:\n\n{lines}"
+    return f"On {cores} CPU cores unless another device is named:\n\n{lines}"
 
 
 def figures() -> str:

@@ -359,12 +359,12 @@ def followed(told: str, build: Build) -> Build:
 HEAD = """\
 # Refusals
 
-Every field of the request schemas that OpenAI and Anthropic publish, and what becomes of it here. A field that asks for
-what cannot be done is a 400 that names it. "Accepted without effect" are labels, hints, and fields about a provider's
-caches, bills, storage and clients' own records: no answer here depends on them. Tools that only OpenAI or Anthropic can
-run, and what they said in a conversation that began there, are left out, and the reply's header
-`X-Tandem-Skipped` names them. null is accepted wherever the schemas allow it. A field of an object that is refused or
-left out as a whole has no line of its own.
+This page lists every field of the request schemas that OpenAI and Anthropic publish, and what the server does with
+it. A field that asks for something that the server cannot do gets a 400 that names the field. The fields that are
+"accepted without effect" are labels, hints, and fields about a provider's caches, bills, storage and clients' own
+records: no answer here depends on them. Tools that only OpenAI or Anthropic can run, and what they said in a
+conversation that began there, are left out, and the reply's header `X-Tandem-Skipped` names them. null is accepted
+wherever the schemas allow it. A field of an object that is refused or left out as a whole has no line of its own.
 
 `make clients` writes this page: it sends each field to a server with the built-in model. `[x]` is an entry of a list
 whose type or role is `x`, and `(x)` is an object of the type `x`.

@@ -12,7 +12,7 @@ CONFIG = "adapter_config.json"
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise ModelError if a folder is that of an adapter, which is served beside its base model."""
+    """Raise ModelError if a folder holds an adapter. An adapter is served beside its base model, not as a model."""
     if not (folder / MODEL_CONFIG).is_file() and (folder / CONFIG).is_file():
         raise ModelError(
             f"{folder} is an adapter, not a model: it is served beside its base model, with --adapter NAME {folder}; "

@@ -28,10 +28,10 @@ EXTRAS = ("weights", "advantages", "logprobs", "temperature", "anchor", "referen
 
 
 class ServedCodec:
-    """A model's tokenizer and chat template, for all threads but that of the front's loop.
+    """A model's tokenizer and chat template, for use on any thread except that of the front's loop.
 
-    `longest` is the most tokens of an example, `chats` whether the model has a chat template of its own, `end` the
-    token that ends a taught text, and `ends` all tokens that end one.
+    `longest` is the most tokens of an example, and `chats` says whether the model has a chat template of its own. `end`
+    is the token that ends a taught text, and `ends` are all tokens that end a text.
     """
 
     def __init__(

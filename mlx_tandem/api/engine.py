@@ -223,7 +223,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """The counters and gauges of the engine, which tell of all calls that have returned."""
+        """The counters and gauges of the engine, which include all calls that have returned."""
         if not self._loop.is_closed():
             self._call(self._front.client.refresh())
         return self._front.client.stats

@@ -6,9 +6,9 @@ from mlx_tandem.errors import TandemError
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the command line, that of this process unless `words` are given; the process ends with its exit status.
+    """Run the command line `words`, by default that of this process, and end the process with its exit status.
 
-    An error that no command has expected ends it with one line, too, if it is one of this program's own.
+    An error of this program that no command has handled also ends the process with one line.
     """
     try:
         from mlx_tandem.cli.app import app

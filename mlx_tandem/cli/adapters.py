@@ -155,7 +155,7 @@ def _spans(numbers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Server:
-    """A running server, as the options of a command name it."""
+    """A running server that the options of a command name."""
 
     url: str
     api_key: str | None

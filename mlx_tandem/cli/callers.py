@@ -11,7 +11,7 @@ from mlx_tandem.config import Config
 
 @dataclass(frozen=True)
 class Difference:
-    """A default of another program that does not apply here, for a reason. `says` is the rest of a sentence."""
+    """A default of another program that does not apply here for a reason. `says` is the end of a sentence about it."""
 
     is_so: Callable[[Config], bool]  # whether these settings differ from that program's
     says: str
@@ -24,17 +24,18 @@ class Caller:
     also_called: str = ""  # a further name of the base, which that program's clients use for any model
     defaults: Mapping[str, object] = field(default_factory=dict)  # that program's, by path of the setting in config.py
     differences: tuple[Difference, ...] = ()
-    ready: str = ""  # begins the line on standard output by which that program's callers know that it is ready
+    ready: str = ""  # beginning of the line on standard output from which that program's callers know that it is ready
     weights_file: bool = False  # whether that program's callers name the model by a file of its folder
 
     def said(self, config: Config) -> Iterator[str]:
-        """Yield what is different from that program under these settings."""
+        """Yield the defaults of that program that do not apply under these settings."""
         return (difference.says for difference in self.differences if difference.is_so(config))
 
     def options(self, given: Mapping[str, object]) -> Mapping[str, object]:
         """Return the options that were given, with the model's folder in place of a file in it.
 
-        Without a name for the model, it gets the one by which Jan knows it: its path below the folder `models`.
+        If no name for the model is given, the options get the name by which Jan knows it: its path below the folder
+        `models`.
         """
         model = given.get("model")
         if not self.weights_file or not isinstance(model, str) or not Path(model).is_file():

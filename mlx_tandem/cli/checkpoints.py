@@ -60,7 +60,7 @@ def rollback(
     api_key_file: KeyFile = None,
     cacert: CaCert = None,
 ) -> None:
-    """Have a running server go back to a version, which it serves and trains from then on. It asks before it does."""
+    """Make a running server go back to a version, which it serves and trains from then on. Without --yes, ask first."""
     server = Server(url, api_key, api_key_file, cacert)
     if not yes:
         _confirm(server, to)
@@ -69,7 +69,7 @@ def rollback(
 
 
 def _confirm(server: Server, to: str | None) -> None:
-    """Ask whether a server shall go back. End the process with one line and status 1 unless it shall."""
+    """Ask the user whether a server shall go back. If not, end the process with one line and status 1."""
     if not sys.stdin.isatty():
         fail("a rollback changes what is served and trained: without a terminal to ask on, confirm it with --yes")
     status = ask(server, "GET", "/v1/training/status")

@@ -45,7 +45,7 @@ class ServeCommand(Command):
     """A command that also accepts command lines written for other servers, and whose help names their defaults."""
 
     def note(self, ctx: Any, param: Any) -> str:
-        """Return the default of the program as which this one is called; empty where it has none of its own."""
+        """Return the default of the program under whose name this one was called; empty if it has none of its own."""
         called_as = ctx.obj.called_as if isinstance(ctx.obj, Root) else "tandem"
         value = CALLERS[called_as].defaults.get(OPTIONS.get(param.name, ""))
         if value is None:

@@ -31,7 +31,7 @@ LAST_WORD_SECONDS = 5.0
 """Seconds between the second SIGTERM, which ends streams, and SIGKILL."""
 
 STOP_SECONDS = 30.0
-"""Seconds that a server which was still starting has to end."""
+"""Seconds in which a server that is ended during its start has to end."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -69,7 +69,7 @@ def log_folder() -> Path:
 
 
 def _made(path: Path) -> Path:
-    """Return a folder, which is made if need be. End the process with one line and status 1 if it cannot be used."""
+    """Return a folder, and make it if needed. End the process with one line and status 1 if it cannot be used."""
     try:
         with storage(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -172,10 +172,10 @@ class Detached:
 def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> int:
     """Run `tandem ARGV` in the background and wait until it is ready or has ended; return the exit status.
 
-    Its Ready text is printed, or its output if it failed. `port` overrides the port in ARGV. SIGINT and SIGTERM stop
-    the server that is starting, too.
+    Print its Ready text, or its output if it failed. `port` overrides the port in ARGV. SIGINT and SIGTERM also stop
+    the server that is starting.
     """
-    folder()  # now, and not once the server is ready
+    folder()  # fails now rather than when the server is ready
     log = log_folder() / f"starting-{os.getpid()}.log"
     child: subprocess.Popen[bytes] | None = None
     ours, theirs = os.pipe()

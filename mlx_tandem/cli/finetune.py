@@ -42,7 +42,7 @@ RANK = 16
 """Rank of an adapter if none is asked for."""
 
 MAX_LENGTH = 2048
-"""Most tokens of an example if nothing is asked for and the model sees as many."""
+"""Most tokens of an example by default, if the model's context is as long."""
 
 START = "start"
 """Name in the engine of the adapter that training begins with."""
@@ -132,7 +132,7 @@ class Log:
 
 
 def default_out(data: Path) -> Path:
-    """Return the folder of the adapter that a file of examples makes if none is named. An adapter may have its name."""
+    """Return the default folder of the adapter that a file of examples trains. Its name can be an adapter's name."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", data.stem).lstrip("._-")[:48].rstrip("-")
     return Path(f"{stem}-adapter" if stem else "adapter")
 
@@ -154,7 +154,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self._run_folder = RunFolder(self.out)
-        self._folder = str(demo.MODEL_PATH)  # of the model, once it is found
+        self._folder = str(demo.MODEL_PATH)  # the model's folder, once it has been found
         self._is_done = False
 
     def run(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Job:
         data = self.data
         lines, held_lines = read(data.file), read(data.valid) if data.valid else []
         self._check_plan(lines, held_lines)
-        if not self.out.exists():  # these are checked now, so that a failure does not show after hours
+        if not self.out.exists():  # checked now, so that a failure does not show only after hours
             files.check_usable(self.out)
         files.check_usable(self._run_folder.path)
         self._find_model()
@@ -180,7 +180,7 @@ class Job:
         return self._report()
 
     def stopped(self) -> str:
-        """Return what an interrupted run leaves, and how it can be continued, in words."""
+        """Return a text that says what an interrupted run leaves on the drive, and how it can be continued."""
         if self._is_done:
             return f"stopped; the adapter in {self.out} is complete"
         if (step := self._run_folder.saved_step()) is not None:
@@ -208,7 +208,7 @@ class Job:
         return arguments
 
     def _check_plan(self, lines: Sequence[Line], held_lines: Sequence[Line]) -> None:
-        """Raise InvalidRequest for a course that these examples cannot have."""
+        """Raise InvalidRequest for settings of the course that do not fit these examples."""
         learned, held = count_split(lines, self.data.valid_share)
         steps = check_plan(self.config, learned, len(held_lines) or held)
         if steps is not None and self.save_every > steps:
@@ -217,7 +217,7 @@ class Job:
             )
 
     def _find_model(self) -> None:
-        """Find the model's folder, and check against it what needs no weights. Raise TandemError or HubError."""
+        """Find the model's folder, and check what can be checked without weights. Raise TandemError or HubError."""
         names: tuple[str, ...] = ()
         if self.model is not None:
             found = hub.find(self.model, "model")

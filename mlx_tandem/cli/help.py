@@ -40,17 +40,17 @@ OTHER_WORDS = {
     "sft": ("finetune", "lora"),
     "rl": ("grpo", "online"),
 }
-"""Other words for commands of groups, such as other programs have."""
+"""Other words for the commands of a group, as other programs have them."""
 
 
 class Group(TyperGroup):
     """A group of commands, whose help explains each of them by the whole first sentence of its description."""
 
     elsewhere: Mapping[str, str] = {}
-    """Words that are no commands here, and where to find what they mean elsewhere."""
+    """Words that are commands of other programs, with the command or option that replaces each of them here."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that is called, or end with what comes nearest to a word that is none."""
+        """Return the command that is called. If a word is no command, end the process and name the nearest one."""
         word = args[0] if args else ""
         if word and not word.startswith("-") and self.get_command(ctx, word) is None:
             ctx.fail(f"There is no command '{printable(word, 80)}'{self._hint(ctx, word)}")
@@ -98,7 +98,7 @@ ELSEWHERE |= {"start": ELSEWHERE["chat"], "finetune": ELSEWHERE["sft"], "lora": 
 
 
 class RootGroup(Group):
-    """The group of all commands, which knows some words of other programs and takes no model for a command."""
+    """The group of all commands. It knows some words of other programs, and reports a model in place of a command."""
 
     elsewhere = ELSEWHERE
 

@@ -29,7 +29,7 @@ class Connection(asyncio.Protocol):
     def __init__(
         self, host: str, port: int, headers: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None
     ):
-        """Name the server; `headers` go with every request. With `tls` the connection is encrypted."""
+        """Prepare requests to a server, each with these `headers`. With `tls` the connection is encrypted."""
         self._host = host
         self._port = port
         self._tls = tls
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection; the next request opens another."""
         if self._transport is not None:
-            # Ending TLS in form takes a round trip, for which the loops of commands do not wait.
+            # An orderly end of TLS takes a round trip, for which the loops of commands do not wait.
             end = self._transport.close if self._tls is None else self._transport.abort
             end()
             self._transport = None

@@ -406,7 +406,7 @@ OPTIONS: dict[str, str] = {option.name: option.place for panel in PANELS.values(
 
 
 def with_flag(message: str, flag: str | None) -> str:
-    """Return the message of an error with the option that it is about at its end, if it does not name it."""
+    """Return the message of an error, and append the option that it is about if the message does not name it."""
     return message if flag is None or flag in message else f"{message} ({flag})"
 
 

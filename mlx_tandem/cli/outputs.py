@@ -1,4 +1,6 @@
-"""Files that commands write their results to: checked before the work begins, and written whole or not at all."""
+"""Files to which commands write their results. They are checked before the work begins, and written whole or not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,10 @@ def argument(text: str) -> Path:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a result, in missing folders if need be. Raise StorageError; `path` then holds what it held before.
+    """Write a result, and make missing folders. Raise StorageError if that fails; `path` then keeps its old content.
 
-    Only a device or a pipe, a file that has lost its name, and a file in a folder where no other can be made are
-    written in place.
+    A device or a pipe, a file that has lost its name, and a file in a folder in which no other file can be made are
+    written in place. These may be left incomplete.
     """
     with files.storage(path):
         # Linux resolves /dev/stdout and >(…) to names such as pipe:[7], under which nothing can be opened.

@@ -33,7 +33,7 @@ _mola = group("Serve one model and many adapters: MOLA's commands, which mlx-tan
 def _root(
     ctx: typer.Context, verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")] = False
 ) -> None:
-    """Handle the option that stands before the command."""
+    """Accept the option that comes before the command."""
     ctx.obj = Root(verbose, "mola")
 
 
@@ -90,7 +90,7 @@ def _training(mode: str) -> list[str]:
 
 
 def mola_benchmark() -> None:
-    """Run MOLA's `scripts/bench_server.py --routed-validation …` as `tandem bench serve` with what it measures."""
+    """Run MOLA's `scripts/bench_server.py --routed-validation …` as `tandem bench serve` with its modes."""
     main(["bench", "serve", *BENCHMARK, *sys.argv[1:]])
 
 

@@ -105,7 +105,9 @@ def _adapter(name: str, path: str) -> str:
 
 
 def _check_names(config: Config) -> None:
-    """Raise InvalidRequest for a name that nothing will have. With an adapter root or checkpoints, others may come."""
+    """Raise InvalidRequest for a name that no adapter will have. Adapters may be added later to
+    an adapter root or as checkpoints.
+    """
     if config.adapter_root or config.rl_training.enabled:
         return
     from mlx_tandem.generation.adapters.name_rules import base_names
@@ -120,9 +122,7 @@ def _check_names(config: Config) -> None:
 
 
 def _check_files(config: Config) -> None:
-    """Check files and folders that the server writes or reads, and whose faults would only show once the model is
-    loaded.
-    """
+    """Check the server's files and folders whose faults would otherwise show only once the model is loaded."""
     if config.rl_training.enabled:
         prompts, folder = config.rl_training.validation_prompts, Path(config.checkpointing.checkpoint_dir)
         if prompts and not Path(prompts).is_file():

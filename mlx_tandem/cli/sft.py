@@ -199,7 +199,7 @@ def sft(
 
 
 def _with_option(ctx: typer.Context, error: TandemError) -> str:
-    """Return the message of an error with the option that it is about, if it names none."""
+    """Return the message of an error, and add the option that it is about if the message names none."""
     flags: dict[str | None, str] = {
         param.name: param.opts[0] for param in ctx.command.params if param.opts[0].startswith("-")
     }

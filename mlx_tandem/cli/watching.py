@@ -23,7 +23,7 @@ HEIGHT = 5
 """Lines of a curve."""
 
 UPDATES, LEAST_UPDATES, SAMPLES = 6, 2, 3
-"""Most and fewest of the last updates that are shown, and most of the last answers."""
+"""The most and the fewest updates that are shown, and the most answers. The last ones are shown."""
 
 ANSWER_LINES = 3
 """Most lines of an answer and its prompt."""
@@ -51,9 +51,9 @@ async def looks(
 ) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield a server's status and history again and again. Raises Gone.
 
-    `cacert` is a file of certificates to trust, as that of `Connection.to`.
+    `cacert` is a file of certificates to trust, as in `Connection.to`.
 
-    The history is asked for when the status says that something was learned since.
+    The history is requested only when the status says that something was learned since the last request.
     """
     try:
         connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None, cacert)
@@ -213,7 +213,7 @@ def guard(status: Data) -> str:
 
 
 def curves(updates: Sequence[Data], width: int) -> list[str]:
-    """Return the curves beside each other, each with its last value and its range, which includes 0, above it."""
+    """Return the curves beside each other. Above each curve are its last value and its range, which includes 0."""
     each = (width + 1) // len(CURVES) - 2
     columns = []
     for name, title in CURVES.items():

@@ -173,7 +173,7 @@ class EngineCore:
             self._outbox = []
 
     def _report_now(self, call: int) -> None:
-        """Answer a call for the counters, which tell of all messages that were received before it."""
+        """Answer a call for the counters, which include all messages that were received before the call."""
         self._send_occupancy()
         self._outbox += [m.Heartbeat(self.stats()), m.CallDone(call)]
 

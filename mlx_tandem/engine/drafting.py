@@ -91,7 +91,7 @@ class Drafting:
         return drafts[: self._blocks.drafts.take(s, len(drafts), self._running)] if drafts else ()
 
     def source(self, s: Sequence) -> DraftSource | None:
-        """Return where the drafts come from that `drafts` returned last for `s`."""
+        """Return the source of the drafts that `drafts` last returned for `s`."""
         return None if self.proposes is None else self.proposes.source(s.request, s.choice)
 
     def settle(self, s: Sequence, row: Row, drawn: int) -> None:

@@ -135,7 +135,9 @@ class SaveTrainer(Struct, frozen=True, array_like=True, tag="save"):
 
 
 class Report(Struct, frozen=True, array_like=True, tag="report"):
-    """Send the occupancy and the statistics now, which tell of everything up to this message; then CallDone."""
+    """A request to send the occupancy and the statistics now, which include everything before this message;
+    then CallDone.
+    """
 
     call: int
 

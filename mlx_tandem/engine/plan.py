@@ -111,8 +111,8 @@ class Row(Struct, frozen=True, gc=False):
     to the index of a token before the first of them to get its position; it is 0 unless images came before the row
     in a model whose positions have several axes.
 
-    `version` and `background` say for whom the row runs, and `source` where its drafts come from; the runner ignores
-    them.
+    `version` and `background` say for whom the row runs, and `source` is the source of its drafts; the runner ignores
+    all three.
     """
 
     kind: RowKind
@@ -129,7 +129,7 @@ class Row(Struct, frozen=True, gc=False):
     piggybacked: bool = False
     slack: int = 0
     pooling: Pooling | None = None
-    source: DraftSource | None = None  # of a VERIFY row's drafts
+    source: DraftSource | None = None  # source of the drafts of a VERIFY row
     following: int = UNKNOWN
     images: tuple[Shown, ...] = ()
     shift: int = 0

@@ -104,7 +104,7 @@ class Prefill:
         return self._config.idle_prefill_ms or min(max(_IDLE_MS, _FIXED_SHARE * self.cost.fixed()), _MOST_IDLE_MS)
 
     def chunk_alone(self, position: int, left: int) -> int:
-        """Return the tokens of a chunk of a prompt that nobody decodes beside, of which `left` are left."""
+        """Return the number of tokens of a chunk when no row decodes; `left` tokens of the prompt are left."""
         return min(left, self.cost.affordable(position, self.idle_ms(), self._longest(position)))
 
     def _longest(self, position: int) -> int:
@@ -157,7 +157,7 @@ class Prefill:
             if chunks and padded_length(n) > room:
                 break
             cost = self.cost.predict(padded_length(n), s.scheduled)
-            if cost > WHOLE * budget:  # within it, the rest goes in one chunk, since cutting it saves nothing
+            if cost > WHOLE * budget:  # else the rest is one chunk, since cutting it saves nothing
                 if chunks:
                     break
                 n = min(n, self.cost.affordable(s.scheduled, budget, longest))

@@ -15,7 +15,7 @@ class TextOptions:
     """Options for turning the tokens of a choice into its text."""
 
     stops: tuple[str, ...] = ()
-    ends: frozenset[str] = frozenset()  # those stops that belong to the chat template, and are not reported
+    ends: frozenset[str] = frozenset()  # the stops that belong to the chat template and are not reported
     include_stop: bool = False  # the stop string or token that ended the choice is part of its text
     show_special: bool = False
     shown: frozenset[int] = frozenset()  # special tokens that are shown for a parser

@@ -227,7 +227,7 @@ def _problem(
     kernels: Kernels,
     report: Report,
 ) -> str:
-    """Return what is wrong with kernels that an earlier start has chosen; empty if nothing is."""
+    """Return what is wrong with the kernels that an earlier start has chosen; empty if they are right."""
     report("checking kernels", 0.0)
     return everything.problem(config, model, twin, found, kernels)
 
@@ -314,9 +314,9 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
 
 
 def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> None:
-    """Read all weights into memory, and lay them out as a CPU is quickest with.
+    """Read all weights into memory, and give them the layout with which a CPU is fastest.
 
-    Under `--deterministic` the model's products are in tiles from here on.
+    Under `--deterministic` this also makes the model's products compute in tiles.
     """
     read_weights(model, report)
     for module in (model.module, model.mtp) if device.is_cpu() else ():
@@ -404,11 +404,11 @@ def _limit_steps(
     # The tokens of a row of a state cannot be computed side by side.
     piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) and not needs.state else 0
     device.wire(whole.total)
-    # Trainers may take what nothing else was given.
+    # Trainers may use the memory that no other part was given.
     device.limit_memory(whole.limit if whole.learning else whole.total)
     if advice := device.advice(str(model.dtype).rpartition(".")[2]):
         log.warning("%s", advice)
-    mx.set_cache_limit(whole.activations)  # freed arrays that MLX keeps are used again by steps
+    mx.set_cache_limit(whole.activations)  # MLX keeps freed arrays, which later steps use again
     return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, piggybacked=piggybacked)
 
 
@@ -421,7 +421,7 @@ def _tune(
 ) -> Tuned:
     """Time the model's products on a GPU, unless another process did.
 
-    On a CPU their time is proportional to their size, and nothing is timed. Nor is it where products are in tiles.
+    Nothing is timed on a CPU, where their time is proportional to their size, or if products are computed in tiles.
     """
     if given is not None:
         tuning.use(model.module, given.tuned)

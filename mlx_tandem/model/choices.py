@@ -42,7 +42,7 @@ FORMAT = 6
 """Version of the value; another one is refused."""
 
 MOST_KEPT = 64
-"""Most files with choices on the drive; the oldest goes first."""
+"""Most files with choices on the drive. Beyond that the oldest is removed."""
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -56,7 +56,7 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
 
     mlx: str
     sources: str
-    """A digest of the texts of this package that run on the device or check what does."""
+    """A digest of the source texts of this package that run on the device or check what runs there."""
 
     model: str
     """A digest of everything of the model and the settings that decides which functions there are to choose from."""
@@ -234,14 +234,14 @@ _SEAL_BYTES = 65
 
 
 def _seal(text: bytes) -> bytes:
-    """Return the first line of a file with this text, from which damage is noticed."""
+    """Return the first line of a file with this text. It reveals damage of the file."""
     return hashlib.sha256(text).hexdigest().encode() + b"\n"
 
 
 class Kept:
     """The choices of earlier starts on the drive, each in a file that is named by its subject.
 
-    A folder that cannot be read or written costs time at the next start and nothing else.
+    If the folder cannot be read or written, the only effect is that the next start takes longer.
     """
 
     def __init__(self, folder: Path):

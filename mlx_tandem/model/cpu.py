@@ -187,7 +187,7 @@ def serving() -> Iterator[None]:
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Compute the activation of every number in the same way while a forward is traced, however many there are."""
+    """Use one function of an activation for any number of elements, while a forward is traced in the block."""
     global _alike
     _alike = True
     try:

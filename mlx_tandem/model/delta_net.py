@@ -34,7 +34,7 @@ MOST_TOKENS = 8
 operations are faster for long rows."""
 
 verdict = Verdict()
-"""Why layers that could take the fused path run their own code."""
+"""The result of the checks of the fused path. It says why layers that could take this path run mlx-lm's code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Parts:
 
 
 def install(model: nn.Module) -> None:
-    """Let the model's layers of known kinds take the fused path if this device can run it, its results are right, and,
+    """Make the model's layers of known kinds take the fused path if this device can run it, its results are right, and,
     on Metal, it is faster.
     """
     layers = fusable(model)

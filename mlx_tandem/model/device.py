@@ -157,7 +157,7 @@ def wire(size: int) -> None:
 
 
 def limit_memory(size: int) -> None:
-    """Have MLX on Metal wait for work in flight before it takes more than `size` bytes, whatever the budget missed.
+    """Make MLX on Metal wait for work in flight before it takes more than `size` bytes, whatever the budget missed.
 
     MLX's own limit there is one and a half times what macOS recommends, and macOS swaps long before that.
     """
@@ -213,7 +213,7 @@ def describe() -> str:
 
 
 def sizes() -> dict[str, int | str]:
-    """Return the sizes in bytes that MLX says of the GPU's memory, and its architecture; empty on a CPU."""
+    """Return the sizes of the GPU's memory in bytes, as MLX reports them, and its architecture; empty on a CPU."""
     if is_cpu():
         return {}
     names = ("architecture", "memory_size", "max_recommended_working_set_size", "max_buffer_length", "free_memory")

@@ -40,7 +40,7 @@ def draft_settings(config: EngineConfig, num_blocks: int) -> EngineConfig:
         lora=LoraConfig(max_loras=0),
         duty=DutyConfig(),
         speculation=SpeculationConfig(),
-        deterministic=False,  # drafts change no answer
+        deterministic=False,  # the bits of drafts change no answer
     )
 
 

@@ -2,8 +2,9 @@
 
 On CUDA mlx-lm has operations only: a loop over tokens, about ten operations each, most of them over the whole state.
 The kernel computes all rows there. On Metal mlx-lm has a kernel of its own, whose states are gathered from the pool and
-written back. It keeps rows that begin and long chunks, and the kernel in the pool computes short rows that go on. Only
-layers that are called within `using_kernel` use it; trainers keep mlx-lm's functions, which have a gradient.
+written back. There mlx-lm's kernel computes rows that begin a sequence and long chunks, and the kernel in the pool
+computes short rows that continue a sequence. Only layers that are called within `using_kernel` use the kernel in the
+pool; trainers use mlx-lm's functions, which have a gradient.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs, fits
 log = logging.getLogger(__name__)
 
 MOST_TOKENS = 8
-"""Most tokens of a row that the kernel computes where mlx-lm has a kernel. The time of longer rows is spent in the rule
-and not in moving states, and mlx-lm's kernel has a form for them."""
+"""Most tokens of a row that the kernel computes where mlx-lm has a kernel. Longer rows spend their time in the rule and
+not in moving states, and mlx-lm's kernel has a form for them."""
 
 verdict = Verdict()
-"""Why mlx-lm's functions compute the rule on a device that has kernels."""
+"""The result of the checks of the kernel. It says why mlx-lm's functions compute the rule instead."""
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 """Function with the arguments of mlx-lm's `gated_delta_ops`, which returns the outputs and the states after."""
@@ -97,7 +98,7 @@ def _is_used_by(model: nn.Module) -> bool:
 
 
 def _replacing(own: Rule, *, only_in_pool: bool) -> Rule:
-    """Return a function that uses the kernel where it can, and `own` of mlx-lm elsewhere.
+    """Return a function that uses the kernel where it can, and mlx-lm's function `own` elsewhere.
 
     only_in_pool: whether `own` computes rows of more than MOST_TOKENS and rows whose states are not in the pool.
     """

@@ -1,4 +1,4 @@
-"""Reads one long prompt by itself, and measures its longest step and the memory that it takes."""
+"""Reading one long prompt alone, with measurements of its longest step and of the memory that it takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LongPrompt:
     """The measurements of a prompt that was read in steps, each launched while the one before it ran."""
 
     tokens: int
-    """Tokens that were read, all of them or those that the time was enough for."""
+    """Tokens that were read: all of the prompt, or as many as the time allowed."""
 
     chunks: tuple[int, ...]
     """Tokens of each step."""
@@ -31,11 +31,11 @@ class LongPrompt:
     """Seconds of the longest step."""
 
     bytes: int
-    """Memory beside the weights, the pool and everything else that was there before."""
+    """Bytes at the peak, without the weights, the pool and everything else that was in memory before."""
 
 
 def room(info: EngineInfo) -> int:
-    """Return the tokens that a sequence may have in every pool at once."""
+    """Return the most tokens of a sequence for which the model and every pool have room."""
     pools = [group.pool for group in open_groups(info.memory, info.block_size) if not group.snapshots]
     return min(info.max_model_len, *(pool.usable_blocks * info.block_size for pool in pools))
 
@@ -43,9 +43,9 @@ def room(info: EngineInfo) -> int:
 def read(
     runner: MLXRunner, info: EngineInfo, tokens: int, seconds: float, chunk: Callable[[int, int], int]
 ) -> LongPrompt:
-    """Read a prompt of so many tokens, of which there is room for, and stop early after so many seconds.
+    """Read a prompt of `tokens` tokens, at most as many as `room` returns, and launch no more steps after `seconds`.
 
-    `chunk`: returns the tokens of a step at a position, given how many are left.
+    `chunk`: returns the number of tokens of a step, given its position and the number of tokens that are left.
     """
     blocks = range(1, 1 + -(-tokens // info.block_size))
 
@@ -54,7 +54,7 @@ def read(
         row = Row(RowKind.PROMPT, 0, 0, 0, start, (1,) * length, tables_of(info, *blocks), True)
         return StepPlan((row,), seatings=() if start else (Seating(0, GREEDY, 0, 1, (0,)),))
 
-    for _ in range(2):  # kernels are compiled
+    for _ in range(2):  # compiles the kernels
         runner.wait(runner.launch(step(0)))
     mx.reset_peak_memory()
     before = mx.get_active_memory()

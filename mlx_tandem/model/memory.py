@@ -70,8 +70,8 @@ def parse_vm_stat(said: str) -> int | None:
     """Return the bytes in the output of `vm_stat` that macOS can hand out: the free, inactive, speculative and
     purgeable pages, and active pages with the content of files, which macOS drops and reads again.
 
-    `vm_stat` tells only how many pages with the content of files there are in all. As many of them are taken for active
-    as there are active pages among all. Return None for text that is not such an output.
+    `vm_stat` reports only the number of all pages with the content of files. The share of them that is active is taken
+    to be the share of active pages among active and inactive ones. Return None for text that is not such an output.
     """
     page = re.search(r"page size of (\d+) bytes", said)
     found = re.findall(r"^(?:Pages )?([\w -]+?)(?: pages)?:\s+(\d+)\.", said, re.MULTILINE)
@@ -80,7 +80,7 @@ def parse_vm_stat(said: str) -> int | None:
         return None
     usable = sum(counts.get(kind, 0) for kind in _USABLE_PAGES)
     active, files = counts.get("active", 0), counts.get("File-backed", 0) - counts.get("speculative", 0)
-    kept = max(active + counts.get("inactive", 0), 1)  # in either list
+    kept = max(active + counts.get("inactive", 0), 1)  # pages in one of the two lists
     return int(page[1]) * (usable + min(max(files, 0) * active // kept, active))
 
 

@@ -103,14 +103,14 @@ def _run(runner: MLXRunner, plans: Sequence[StepPlan], *, apart: bool = False) -
 
 
 def disturbed(runner: MLXRunner, info: EngineInfo, times: int) -> int:
-    """Return how many of so many runs of steps in flight together leave other contents in the pool than steps apart."""
-    _run(runner, _mixed(info), apart=True)  # later runs find in their blocks what this one leaves there
+    """Return in how many runs steps in flight together leave other contents in the pool than the same steps apart."""
+    _run(runner, _mixed(info), apart=True)  # later runs find the same old contents in their blocks
     right = _contents(runner, info, apart=True)
     return sum(_contents(runner, info, apart=False) != right for _ in range(times))
 
 
 def _contents(runner: MLXRunner, info: EngineInfo, *, apart: bool) -> tuple[bytes, ...]:
-    """Return what blocks of the pool hold after steps in flight together or apart."""
+    """Return the contents of the pool's blocks after steps in flight together or apart."""
     _run(runner, _mixed(info), apart=apart)
     saved = runner.launch(StepPlan((), saves=tuple(_everywhere(info, *range(1, 1 + _blocks(info))))))
     return tuple(runner.wait(saved).saves)

@@ -197,10 +197,10 @@ def fused_error(
 def served_error(
     model: LoadedModel, twin: Any, found: Examined, kernels: Sequence[LayerKernels | None], block: int
 ) -> float:
-    """Return the largest difference between the logits of the model as it is served and those of `twin`, the modules
-    that nothing was changed in, as a multiple of what is allowed.
+    """Return the largest difference between the logits of the model as it is served and those of `twin`, the unchanged
+    modules, as a multiple of the allowed difference.
 
-    Raise ModelError if the twin's logits are no finite numbers.
+    Raise ModelError if the twin's logits are not finite.
     """
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, found.vocab_size, n).tolist() for n in ((9, 9, 9) if found.states else (9, 3, 14))]

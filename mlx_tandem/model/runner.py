@@ -494,7 +494,7 @@ class MLXRunner:
 
 
 def _keep_order(runner: MLXRunner, caches: Sequence[PagedCache]) -> None:
-    """Leave out what would compute a number differently in another step, if the caches keep an order of sums."""
+    """Turn off what computes a number differently in another step, if the caches keep an order of sums."""
     if not any(cache.keeps_order for cache in caches):
         return
     runner.queue.every_core = True

@@ -32,7 +32,7 @@ ENOUGH_CHUNKS = 4
 """Number of chunks, from the first on, that determine the cost model. The others make it more exact."""
 
 CHUNK_SECONDS = 1.0
-"""Seconds of timed chunks after which no other one is timed, once there are enough."""
+"""Seconds spent on timed chunks after which no further chunk is timed, once there are enough of them."""
 
 _DRAFTS = 4
 """Tokens of the rows that verify drafts, unless a head of the model makes one draft at a time."""
@@ -48,7 +48,7 @@ LONG = 20.0
 
 
 SLOW = 100.0
-"""Milliseconds from which a step is not run at start only to be compiled, which takes a few of them."""
+"""Milliseconds of a step from which it is not run at start only to compile it. Compiling takes a few milliseconds."""
 
 
 def warm_up(
@@ -70,7 +70,7 @@ def warm_up(
         runner: The runner, whose pool is empty.
         info: What the engine is.
         cost: The model that is fitted.
-        report: Is told how far it is.
+        report: Function that is told the progress.
         device_bytes: The memory of the device.
         given: The pace of another process that runs the same model on the same kind of device.
         method: Where the drafts come from that steps will verify, as in `SpeculationConfig`.

@@ -167,8 +167,8 @@ def _answer(front: ServerFront, found: Any) -> ASGIApp:
 def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
     """Return the server's own endpoints by their paths. All of them are for GET.
 
-    Counters are read from the engine first, so that they tell of every answer that has ended. Health is told from what
-    is known, since nobody should wait for an engine to hear that it is busy.
+    Endpoints with counters ask the engine for them first, so that the counters include every answer that has ended. The
+    health endpoints do not ask it, since a client should not have to wait for a busy engine.
     """
 
     def counters(describe: Callable[[ServerFront], Any]) -> Endpoint:

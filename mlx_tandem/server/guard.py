@@ -75,7 +75,7 @@ def _takes(request: Request) -> dict[str, bool]:
 
 
 def _how(takes: Mapping[str, bool]) -> str:
-    """Return in words which request to send instead, of methods of which it is known whether they need a body."""
+    """Return a text that says which request to send instead, given the methods and whether each needs a body."""
     shown = {method: needs_body for method, needs_body in takes.items() if method != "HEAD"}
     return " or ".join(f"{method} with a JSON body" if needs_body else method for method, needs_body in shown.items())
 

@@ -129,7 +129,7 @@ def cache_stats(front: ServerFront) -> dict[str, Any]:
 
 
 def speculation_stats(front: ServerFront) -> dict[str, Any]:
-    """Return the body of /v1/spec_decode/metrics: what was accepted by source and minute, and the present decision."""
+    """Return the body of /v1/spec_decode/metrics: accepted drafts by source and by minute, and the present decision."""
     config, found = front.config.engine.speculation, front.client.stats.speculation
     stats = found or SpeculationStats(config.method)
     return {

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def families(learning: Learning) -> Iterator[Metric]:
-    """Yield all families. The counters of the learning loop continue over restarts of the server, but for those whose
-    text says otherwise.
+    """Yield all families. The counters of the learning loop continue over restarts of the server, except those
+    whose text says otherwise.
     """
     learner = learning.learner
     status, stats = learner.status(), learning.stats

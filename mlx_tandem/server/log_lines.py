@@ -22,7 +22,8 @@ FIRST = (
     "request", "job", "adapter", "model", "checkpoint", "step", "version", "status", "code", "folder", "path", "reason",
     "error",
 )  # fmt: skip
-"""Fields that a short line always has, in this order: which request, adapter or version it was, and why."""
+"""Fields that a short line always shows if the event has them, in this order: the request, adapter or version, and the
+reason."""
 
 THEN = ("mean_reward", "loss")
 """Fields that come next, if there is room for them."""
@@ -71,9 +72,9 @@ def _cut(value: object) -> object:
 class ShortLines(logging.Formatter):
     """A formatter that writes each record as one short line for people.
 
-    The line has the time of day here, what happened, the fields in FIRST, and as many of the others as fit into the
-    terminal's width. A field whose name or value was said before is not named or told again. With `details` the places
-    in the code that an exception passed follow on lines of their own.
+    The line has the local time of day, the event, the fields in FIRST, and as many of the other fields as fit into the
+    terminal's width. A name or value that is already in the line is not repeated. With `details` the traceback of an
+    exception follows on lines of its own.
     """
 
     def __init__(self, details: bool = False):

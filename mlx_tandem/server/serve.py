@@ -51,7 +51,7 @@ def run(
 
     def ready(front: ServerFront, port: int) -> None:
         if start_up is not None:
-            start_up.close()  # it may have stood in for standard error
+            start_up.close()  # it may have replaced standard error
         log_lines.configure(log_level, log_format=config.server.log_format)
         if on_ready is not None:
             on_ready(front, port)

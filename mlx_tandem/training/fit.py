@@ -96,10 +96,10 @@ class Course:
 
 
 def check_plan(config: SftConfig, learned: int, held: int) -> int | None:
-    """Return the most steps of a course before its examples are tokens; None if their number depends on the tokens.
+    """Return the most steps of a course, computed before its examples are tokenised; None if they depend on the tokens.
 
-    `learned` examples at most will be learned, and `held` at least will be held out. Raises InvalidRequest naming the
-    setting that does not go with them. The default of `batch_size` goes with any number of examples.
+    At most `learned` examples will be learned from, and at least `held` will be held out. Raises InvalidRequest with
+    the name of the setting that does not fit these numbers. The default of `batch_size` fits any number of examples.
     """
     _check_end(config, held)
     if config.batch_size > max(learned, BATCH_SIZE):
@@ -124,9 +124,7 @@ def check_plan(config: SftConfig, learned: int, held: int) -> int | None:
 
 
 def _check_end(config: SftConfig, held: int) -> None:
-    """Raise InvalidRequest for settings of the end of training that do not go with `held` examples that are held
-    out.
-    """
+    """Raise InvalidRequest for settings of the end of training that do not fit `held` held-out examples."""
     if config.patience and not held:
         raise InvalidRequest("patience needs examples that are held out", param="patience")
     if config.epochs is None and held and config.schedule not in (None, "constant"):

@@ -29,7 +29,7 @@ PATIENCE_EPOCHS epochs, and after MOST_EPOCHS at the latest."""
 
 
 BATCH_SIZE = 8
-"""Examples of one batch if nobody says how many."""
+"""Default number of examples in one batch."""
 
 TOO_FEW = "there are too few different examples to hold some out"
 
@@ -157,7 +157,7 @@ def split(data: Sequence[Datum], share: float, seed: int) -> tuple[list[Datum], 
 
 
 def count_split(lines: Sequence[Line], share: float) -> tuple[int, int]:
-    """Return how many of these examples `split` will leave to be learned at most, and will hold out at least.
+    """Return the most examples that `split` leaves to learn from, and the fewest that it holds out.
 
     Raises InvalidRequest when there are too few.
     """
@@ -171,7 +171,7 @@ def count_split(lines: Sequence[Line], share: float) -> tuple[int, int]:
 
 
 def _held(different: int, share: float) -> int:
-    """Return how many of so many different examples are held out."""
+    """Return how many of `different` different examples are held out."""
     return min(max(round(share * different), 1), different)
 
 

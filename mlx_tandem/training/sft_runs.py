@@ -51,7 +51,7 @@ class RunFolder:
             )
 
     def saved_step(self) -> int | None:
-        """Return the number of steps that the newest state is after; None if no state was saved."""
+        """Return the number of steps after which the newest state was saved; None if no state was saved."""
         states = self._states()
         match = _STATES.fullmatch(states[-1].name) if states else None
         return int(match[1]) if match else None

@@ -131,7 +131,7 @@ def run(
         def keep(found: dict[str, Any]) -> None:
             result.update(found)
             if json_out:
-                with contextlib.suppress(StorageError):  # the last time, the error is reported
+                with contextlib.suppress(StorageError):  # only the last write reports an error
                     write_json(json_out, result)
 
         try:

@@ -1,4 +1,4 @@
-"""How much of a measurement is left, in words for people who wait for it."""
+"""The estimate of the time that is left of a measurement, in words for the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from time import perf_counter
 
 
 class Left:
-    """Estimates the time until all of several pieces of work are done from those that are."""
+    """An estimate of the time until all pieces of some work are done, from the time of the pieces that are done."""
 
     def __init__(self, pieces: int, clock: Callable[[], float] = perf_counter):
         """Begin with `pieces` pieces of work to do. `clock` returns seconds."""

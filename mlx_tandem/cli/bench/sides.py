@@ -63,7 +63,7 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return the tokens per second of a batch in one line, to be shown while others are still measured."""
+    """Return the tokens per second of a batch in one line, which is shown while other batches are measured."""
     return f"{label(row):>12}  " + "  ".join(
         f"{NAMES[side]} {row[side]['decode_tokens_per_s']:,.0f}" for side in ran(row)
     )

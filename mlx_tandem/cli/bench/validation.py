@@ -18,7 +18,7 @@ SHOWN = 20
 """Differences that are described; all are counted."""
 
 TENTHS = 10
-"""Reports of how far the check is."""
+"""Number of progress reports during the check."""
 
 Answer = tuple[str, list[int] | None]
 """Text and token ids of an answer."""

@@ -41,7 +41,7 @@ LINES = 3
 """Lines of a short question and its answers on a terminal of 80 columns."""
 
 OTHER_LINES = 21
-"""Lines of all else there: the rates, a story by each model, the summary, and the cursor."""
+"""Lines of everything else on that terminal: the rates, a story by each model, the summary, and the cursor."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass
 class Place:
-    """A place on the screen, where one question after the other is asked: of all models at once."""
+    """A place on the screen, where one question after the other is asked. All models answer it at the same time."""
 
     questions: Sequence[str]
     is_long: bool = False  # whether each answer has lines of its own
@@ -107,7 +107,7 @@ class Board:
         return models
 
     def drawn(self) -> RenderableType:
-        """Return the board for rich to draw: the longest answers, whose ends may not fit on a screen, are the last."""
+        """Return the board for rich to draw. The longest answers are the last, since they may not fit on the screen."""
         width = max(map(len, self.models))
         parts: list[RenderableType] = [self._rates()]
         for place in self.places:
@@ -136,7 +136,7 @@ class Board:
 def places(rows: int | None = None) -> list[Place]:
     """Return the places for a terminal with so many rows: as many short questions as fit beside the stories.
 
-    All of them without a number of rows.
+    If the number of rows is unknown, return all places.
     """
     most = len(SHORT) if rows is None else (rows - OTHER_LINES) // LINES
     count = min(max(most, 1), len(SHORT))
@@ -171,7 +171,7 @@ def _print_new(board: Board, printed: set[tuple[str, str]]) -> None:
 
 
 async def ask(url: str, seconds: float, shown: list[Place], update: Callable[[Board], Any]) -> Board:
-    """Ask in each place one question after the other for `seconds`, and finish the last ones.
+    """Ask one question after the other in each place for `seconds`, and wait for the last answers.
 
     `update` is called about ten times a second, and whenever all answers to a question are there.
     """

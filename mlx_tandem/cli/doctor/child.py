@@ -1,8 +1,8 @@
 """The program that runs checks: `python -m mlx_tandem.cli.doctor.child FD SIZES`, with one `module:function` per line
 of input.
 
-SIZES is a `Sizes` as JSON. The program answers each line with one line of JSON on the descriptor. What it makes for one
-check, such as an engine, is kept for the next.
+SIZES is a `Sizes` as JSON. The program answers each line with one line of JSON on the descriptor. Things that
+it makes for one check, such as an engine, are kept for the next one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Answer(msgspec.Struct):
 
 class Bench:
     """Things that checks share: `keep(name, make)` makes a thing once, and what is on `cleanup` is closed at the
-    end. `sizes` says how much the checks do that can do more or less.
+    end. `sizes` is the amount of work of those checks that can do more or less.
     """
 
     def __init__(self, sizes: Sizes | None = None) -> None:

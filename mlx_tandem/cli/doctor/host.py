@@ -100,11 +100,11 @@ ACCELERATED_CHIP, ACCELERATED_MACOS = 5, (26, 2)
 
 
 def _unused_accelerators() -> str:
-    """Return why MLX does without the accelerators of this Mac's GPU, and what helps; empty if it does not."""
+    """Return why MLX does not use the accelerators of this Mac's GPU, with advice; empty if it does or has none."""
     chip = re.match(r"Apple M(\d+)", _sysctl("machdep.cpu.brand_string"))
     if chip is None or int(chip[1]) < ACCELERATED_CHIP:
         return ""
-    release = _sysctl("kern.osproductversion")  # what Python says may be a version for old programs, such as 16.0
+    release = _sysctl("kern.osproductversion")  # Python may report a version for old programs, such as 16.0
     if numbers(release) < ACCELERATED_MACOS:
         return f"MLX uses this GPU's accelerators from macOS 26.2 on, and this is {release}: update macOS."
     tag = wheel_tag()

@@ -35,7 +35,7 @@ def each(
     sizes: Sizes | None = None,
     seconds: float = float("inf"),
 ) -> Iterator[Finding]:
-    """Run the checks in order and yield a finding for each. After so many seconds in all, the others are skipped.
+    """Run the checks in order and yield a finding for each. The checks that are left when the time is over are skipped.
 
     When the caller closes this generator, or is interrupted, the process of the check that runs is killed.
     """
@@ -76,7 +76,7 @@ def _reason_to_skip(check: Check, found: Mapping[str, Finding], left: float) -> 
 
 
 class _Child:
-    """A process that runs one check after the other, with the processes that it starts: they are a group."""
+    """A process that runs one check after the other. It forms a process group with the processes that it starts."""
 
     def __init__(self, environment: Mapping[str, str], sizes: Sizes) -> None:
         self.gone = False
@@ -97,7 +97,7 @@ class _Child:
         os.close(write)
 
     def check(self, check: Check, most: float, tell: Tell) -> Finding:
-        """Run a check for at most so many seconds, and return what it found, or how the process ended."""
+        """Run a check for at most `most` seconds, and return its finding, or how the process ended."""
         started = time.monotonic()
         self._errors.seek(0)  # the child shares the position
         self._errors.truncate()
@@ -127,7 +127,7 @@ class _Child:
         return os.pread(self._errors.fileno(), 2000, max(0, size - 2000)).decode(errors="replace").strip()
 
     def _line(self, deadline: float, tick: Callable[[], None]) -> bytes:
-        """Return the process's answer; it lacks the final newline if it did not come until the deadline.
+        """Return the process's answer. Without a final newline the answer was not complete at the deadline.
 
         `tick` is called about once a second.
         """
@@ -161,7 +161,7 @@ class _Child:
 
     def kill(self) -> int:
         """Kill the process and those that it has started; return the status with which it ended."""
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left, or only those that have ended
+        with suppress(ProcessLookupError, PermissionError):  # all of its processes have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 

@@ -19,7 +19,7 @@ _LINKS = re.compile(r"https?://\S+")
 class Redactor:
     """The names and secrets of this process, and how to remove them from texts.
 
-    Of the paths in `hidden` only the last part is shown, also where they contain blanks.
+    Only the last part of the paths in `hidden` is shown, even if they contain blanks.
     """
 
     def __init__(self, hidden: Sequence[str] = ()) -> None:

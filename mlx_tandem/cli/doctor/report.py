@@ -18,7 +18,7 @@ def data(
 ) -> dict[str, Any]:
     """Return the whole report as plain data.
 
-    `machine` is the result of `bench.machine.describe()`; of the paths in `hidden` only the last part is shown.
+    `machine` is the result of `bench.machine.describe()`. Only the last part of the paths in `hidden` is shown.
     """
     kept = {key: machine[key] for key in ("time", "commit", "machine", "environment", "versions")}
     counts = {status: sum(f.status == status for f in findings) for status in _WORDS}
@@ -73,7 +73,7 @@ def folded(markdown: str) -> str:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return the outcome in one line, with the names of the checks that are not well."""
+    """Return the outcome in one line, with the names of the checks that failed or have a note."""
     named = [
         f"{what}: {', '.join(names)}."
         for status, what in (("failed", "Failed"), ("note", "With something to do"))

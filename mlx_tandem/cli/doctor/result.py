@@ -24,7 +24,7 @@ class Check(Struct, frozen=True):
     run: str  # `module:function`
     seconds: float  # longest time that it may take
     needs: str = ""  # name of another check, without which it is skipped
-    usual: float = 1.0  # seconds that it takes on an ordinary machine, by which the time that is left is told
+    usual: float = 1.0  # seconds that it takes on an ordinary machine, from which the time that is left is estimated
     hint: str = ""  # what the user may do meanwhile
     alone: bool = False  # whether it has a process of its own
     environment: Mapping[str, str] = {}  # variables of its process, where it is alone

@@ -1,4 +1,4 @@
-"""How much the checks of `tandem doctor --mac` do."""
+"""The amount of work of the checks of `tandem doctor --mac`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from msgspec import Struct
 
 
 class Sizes(Struct, frozen=True):
-    """The amount of work of checks that can do more or less of it, and the model that they use."""
+    """The amount of work of those checks that can do more or less, and the model that they use."""
 
     model: str = ""  # folder of the model that is measured; empty: one with random weights
     small: bool = False  # whether models with random weights have a few thousand parameters
     overlaps: int = 50  # runs of steps that overlap
     prompt: int = 16_384  # tokens of the long prompt
-    prompt_seconds: float = 60.0  # after which the rest of this prompt is left out
-    contexts: tuple[int, int, int] = (128, 1024, 16_384)  # tokens before those that are timed
+    prompt_seconds: float = 60.0  # the rest of this prompt is left out after this time
+    contexts: tuple[int, int, int] = (128, 1024, 16_384)  # tokens before the timed ones
     rows: tuple[int, ...] = (1, 8)
     tokens: int = 48  # timed tokens of each row
     decode_seconds: float = 90.0  # predicted seconds above which a number of rows is left out
@@ -25,5 +25,5 @@ class Sizes(Struct, frozen=True):
 
     @classmethod
     def least(cls, model: str) -> Self:
-        """Return sizes that show that the command works and whose figures mean nothing."""
+        """Return the least sizes. They show that the command works, and their figures mean nothing."""
         return cls(model, small=True, overlaps=2, prompt=192, contexts=(16, 48, 96), rows=(1, 2), tokens=6, idle=1.0)

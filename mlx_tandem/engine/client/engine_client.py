@@ -115,10 +115,10 @@ class EngineClient(Supervisor):
         self._streams.pop(request, None)
 
     async def refresh(self) -> None:
-        """Let `stats` and `occupancy` tell of all that the engine has done, and of all that it was sent before.
+        """Update `stats` and `occupancy`, so that they include everything that the engine has done and was sent before.
 
-        They stay as they are while there is no engine, and if it is silent for REPORT_SECONDS, in a long step for
-        example.
+        They stay as they are if there is no engine, or if the engine does not reply within REPORT_SECONDS, for example
+        during a long step.
         """
         with contextlib.suppress(TandemError, TimeoutError):
             await asyncio.wait_for(self._call(Report), REPORT_SECONDS)

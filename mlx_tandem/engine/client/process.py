@@ -58,8 +58,8 @@ Launch = Callable[[], tuple[socket.socket, EngineProcess]]
 class ChildProcess:
     """A child process that runs the engine.
 
-    What it logs becomes a record of our own log, and everything else on its standard error, such as the last words of a
-    library, is passed on to ours, one printable line at a time.
+    Each line that it logs becomes a record of this process's log. All other lines of its standard error, such as a
+    library's error message, are passed on to this process's standard error, one printable line at a time.
     """
 
     def __init__(self, child: subprocess.Popen[bytes]):
@@ -89,7 +89,7 @@ class ChildProcess:
     def _listen(self, pipe: IO[bytes]) -> None:
         """Keep and pass on the lines of standard error until its end; on a thread of its own."""
         with pipe:
-            begins = True  # whether a line begins, and not a further part of a long one
+            begins = True  # whether the next piece begins a line; else it continues a long one
             while line := pipe.readline(LINE_BYTES):
                 text = printable(line.rstrip(b"\n").decode("utf-8", "backslashreplace"))
                 self._said.append(text)

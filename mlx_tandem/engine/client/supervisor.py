@@ -120,7 +120,7 @@ class Supervisor(ABC):
         self.begin_drain()
         self._fail_all(EngineUnavailable("the server is shutting down"))
         if self._supervisor is not None:
-            if not self._supervisor.cancelling():  # a second one would keep it from killing an engine that hangs
+            if not self._supervisor.cancelling():  # a second one would prevent the kill of an engine that hangs
                 self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
 
@@ -158,7 +158,7 @@ class Supervisor(ABC):
         """Run one engine from launch to end; return why it ended and its last words."""
         self._fatal = None
         self.info = None
-        self.stats, self.occupancy = EngineStats(), Occupancy()  # those of the engine before it hold no longer
+        self.stats, self.occupancy = EngineStats(), Occupancy()  # those of the engine before are no longer valid
         process: EngineProcess | None = None
         link: Link | None = None
         status: int | None = None

@@ -62,10 +62,10 @@ class Proposer(Protocol):
         """
 
     def source(self, request: Request, choice: int) -> DraftSource | None:
-        """Return where the drafts that were proposed last for a sequence come from."""
+        """Return the source of the drafts that were last proposed for a sequence."""
 
     def settle(self, request: Request, choice: int, drafts: int, accepted: int, source: DraftSource | None) -> None:
-        """Take in how many drafts of a row were accepted. `source` is what the method `source` said of them."""
+        """Note how many drafts of a row were accepted. `source` is what the method `source` returned for them."""
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Take in a step that was just read."""

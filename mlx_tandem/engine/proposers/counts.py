@@ -1,4 +1,4 @@
-"""Counters of drafts by where they come from: since the start, by the minute, and as moving averages."""
+"""Counters of drafts by their source: since the start, for each minute, and as moving averages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mlx_tandem.engine.plan import RowKind, StepPlan
 from mlx_tandem.types import DraftCounts, DraftMinute, DraftSource
 
 MOST_DRAFTS = 63
-"""Most drafts of a row, with which it has 64 tokens."""
+"""Most drafts of a row. Such a row has 64 tokens."""
 
 MINUTES = 10
-"""Minutes of which the counters are kept, the present one among them."""
+"""Number of minutes for which counters are kept, including the present one."""
 
 DECAY = 0.98
 """Factor by which recent counts are multiplied before those of another row are added. The moving average is over about
@@ -46,7 +46,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Decoded:
-    """The rows that decoded in some time."""
+    """Counts of the rows that decoded in one period."""
 
     by_source: dict[DraftSource, Acceptance] = field(default_factory=dict)
     undrafted: int = 0  # rows without drafts
@@ -73,7 +73,7 @@ class Counts:
         self.by_position = [0] * MOST_DRAFTS  # accepted drafts
 
     def add(self, source: DraftSource, drafts: int, accepted: int) -> None:
-        """Count a row that verified `drafts` drafts of `source`, of which so many were accepted."""
+        """Count a row that verified `drafts` drafts of `source`, of which `accepted` were accepted."""
         for n in range(accepted):
             self.by_position[n] += 1
         self.all.add(drafts, accepted)
@@ -90,7 +90,7 @@ class Counts:
                 decoded.undrafted += undrafted
 
     def minutes(self) -> tuple[DraftMinute, ...]:
-        """Return what happened in each of the last MINUTES minutes in which anything did, oldest first."""
+        """Return the counts of those of the last MINUTES minutes in which any row decoded, oldest first."""
         now = self._number()
         return tuple(
             DraftMinute(now - number, decoded.sources(), decoded.undrafted)

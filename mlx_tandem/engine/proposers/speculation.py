@@ -227,12 +227,12 @@ class Speculation:
         return tokens < drafter.resume
 
     def source(self, request: Request, choice: int) -> DraftSource | None:
-        """Return where the drafts that were proposed last for a sequence come from."""
+        """Return the source of the drafts that were last proposed for a sequence."""
         drafter = self._drafters.get((request.id, choice))
         return None if drafter is None else drafter.source
 
     def settle(self, request: Request, choice: int, drafts: int, accepted: int, source: DraftSource | None) -> None:
-        """Take in how many drafts of a row were accepted. The sequence may have proposed others since."""
+        """Note how many drafts of a row were accepted. The sequence may have proposed others since then."""
         assert source is not None, "a row with drafts has them from somewhere"
         self.counts.add(source, drafts, accepted)
         drafter = self._drafters.get((request.id, choice))

@@ -97,7 +97,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate:
-        """Return the template in the first of FILES that is there, or the plain one when there is none.
+        """Return the template in the first of FILES that exists, or the plain template if none does.
 
         Raises ModelError naming the file. Only `check` finds out whether the template works.
         """

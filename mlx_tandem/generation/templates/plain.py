@@ -1,9 +1,9 @@
-"""The chat template of models that have none, such as base models: a line with its role before each message."""
+"""The chat template for models that have none, such as base models. It writes the role before each message."""
 
 from __future__ import annotations
 
 STOPS = ("\nUser:", "\nSystem:")
-"""Texts that end an answer, behind which the model would write the next messages itself."""
+"""Texts that end an answer. A base model that is not stopped at them would write the next messages itself."""
 
 BEGINNING = "{{- bos_token -}}"
 """The first part of the template for a tokenizer that begins texts with a special token."""
@@ -16,4 +16,4 @@ SOURCE = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}
 """
-"""The template. The token that ends a text ends each answer, so that training teaches it."""
+"""The template. It ends each answer with the token that ends a text, so that training teaches to draw it."""

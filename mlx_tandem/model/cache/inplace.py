@@ -42,7 +42,7 @@ class Writing(NamedTuple):
 
 
 verdict = Verdict()
-"""Why the device's kernel does not write."""
+"""The result of the check of the device's kernel that writes."""
 
 
 def given(problem: str | None) -> None:

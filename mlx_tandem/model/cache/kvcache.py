@@ -216,7 +216,7 @@ class StepView:
         return self._angles[rotation]
 
     def arrive(self, cache: PagedCache, x: mx.array) -> None:
-        """Pause, if it is time to, where the layer of a cache begins; x is made of the layer's input."""
+        """Pause, if a pause is due, at the beginning of the layer of a cache; x depends on the layer's input."""
         if self._pacer is not None:
             if self._arrived is not None:
                 self._arrived.forget()

@@ -1,3 +1,3 @@
-"""The arithmetic of `--deterministic`: what is computed for a token depends on the tokens before it and on nothing
-else.
+"""The arithmetic of `--deterministic`: the bits that are computed for a token depend only on the model, the adapter and
+the tokens before it.
 """

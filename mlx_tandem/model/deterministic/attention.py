@@ -1,11 +1,11 @@
-"""Attention in an order of sums that follows from a query's own position.
+"""Attention whose order of sums follows from a query's own position.
 
 Without a kernel, keys are cut into blocks at fixed positions. A query's scores in a block, and its sum over the values
-of a block, are products in tiles of queries. What the blocks give is added in their order, and blocks that a query does
-not see add zeros. So neither the number of queries nor that of keys changes a bit.
+of a block, are products in tiles of queries. The sums of the blocks are added in the order of the blocks, and blocks
+that a query does not see add zeros. So no bit depends on the number of queries or on the number of keys.
 
-On a GPU the kernel that reads the pool answers each query as a row of its own, with a number of splits that is always
-the same: what it does for a row follows from the row's own position.
+On a GPU the kernel that reads the pool computes each query as a row of its own, with a constant number of splits. Its
+order of sums for a row then follows from the row's own position.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from mlx_tandem.model.deterministic.tiles import matmul, sizes_of
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention
 
 KEYS = 64
-"""Keys of a block, unless a layer sees a window: its keys begin at a block of the pool."""
+"""Keys of a block. A layer that sees a window has blocks of the size of the pool's, since its keys begin at a block of
+the pool.
+"""
 
 SPLITS = 4
 """Splits of a row's keys on a GPU."""
 
 QUERIES = 512
-"""Most queries that one launch of the kernel answers, and most of a whole sequence that are answered at a time: their
-splits, or their scores, are in memory together."""
+"""Most queries that one launch of the kernel computes, and most queries of a whole sequence that are computed at a
+time. It bounds the memory of their splits or scores, which are in memory together."""
 
 CHECKED = 300
-"""Tokens of the sequence that is checked at start: as many as are read in several splits."""
+"""Tokens of the sequence that is checked at start, enough to be read in several splits."""
 
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 2e-2}
 """Largest error by type, relative to the norm of the result. A wrong mask or head is off by a tenth and more."""
@@ -47,11 +49,11 @@ class OrderedAttention:
     """Attention for layers of one shape.
 
     Attributes:
-        keys: The keys of a block; `block_size` divides them.
+        keys: The number of keys of a block, a multiple of `block_size`.
         block_size: Positions of a block of the pool.
         sizes: The sizes of tiles for scores and for sums of values.
         kernel: The kernel that reads the pool; None: MLX's own operations compute everything.
-        plain: The kernel that reads whole sequences, whose numbers are never coded.
+        plain: The kernel that reads whole sequences, whose numbers are never quantised.
     """
 
     keys: int
@@ -142,7 +144,7 @@ class OrderedAttention:
         return out
 
     def problem(self, heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> str:
-        """Return how wrong the attention of a whole sequence is; empty if it is right."""
+        """Return words that say how wrong the attention of a whole sequence is; empty if it is right."""
         shapes = ((1, heads, CHECKED, dim), (1, kv_heads, CHECKED, dim), (1, kv_heads, CHECKED, dim))
         q, k, v = (mx.random.normal(shape, key=mx.random.key(n)).astype(dtype) for n, shape in enumerate(shapes))
         found = np.array(self.whole(q, k, v, dim**-0.5, None).astype(mx.float32))
@@ -158,7 +160,7 @@ class OrderedAttention:
     def _whole_in_blocks(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
     ) -> mx.array:
-        """Return the attention of whole sequences, some queries at a time, which bounds the memory of the scores."""
+        """Return the attention of whole sequences, QUERIES queries at a time, which bounds the memory of the scores."""
         length = queries.shape[2]
         parts = []
         for start in range(0, length, QUERIES):
@@ -223,7 +225,7 @@ class WholeCache:
         self._window = window
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> str:
-        """Note the window that a layer asks for; the mask itself is made where attention is computed."""
+        """Return the mask's name. The mask itself is made where attention is computed."""
         return "causal"
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -233,5 +235,5 @@ class WholeCache:
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: object, sinks: mx.array | None
     ) -> mx.array:
-        """Return the attention of a layer, which the hook sends here."""
+        """Return the attention of a layer. The hook on MLX's attention function calls this."""
         return self._attention.whole(queries, keys, values, scale, self._window)

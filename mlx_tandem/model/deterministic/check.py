@@ -1,4 +1,6 @@
-"""Checks at start, on the device that will serve, that a model's answers have the same bits in every company."""
+"""Checks at start, on the device that will serve, that a model's logprobs have the same bits whatever rows are computed
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import EngineInfo, SamplingParams, TokenLogprob
 
 LENGTHS = (37, 9, 20)
-"""Tokens of the prompts; the first one's answer is compared."""
+"""Tokens of the prompts. The answer to the first prompt is compared."""
 
 CUT = 21
-"""Tokens of the first chunk of the first prompt where it is read in two."""
+"""Tokens of the first of two chunks, where the first prompt is read in chunks."""
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
 
@@ -24,7 +26,7 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
 def check(runner: MLXRunner, info: EngineInfo) -> None:
     """Raise ModelError unless a prompt alone, in chunks beside others, and decoded beside others has the same logprobs.
 
-    A pool or a model with room for less is not checked.
+    Nothing is checked if the pool, the model's context or the number of rows is too small for these prompts.
     """
     size = info.block_size
     widths = [-(-length // size) for length in LENGTHS]
@@ -41,7 +43,7 @@ def check(runner: MLXRunner, info: EngineInfo) -> None:
         return Row(kind, who, who, 0, start, texts[who][start:stop], tables, True)
 
     def answer(*steps: Sequence[Row]) -> TokenLogprob | None:
-        """Return the logprobs that the first row of the last of these steps has drawn."""
+        """Return the logprobs of the token that the first row of the last of these steps has drawn."""
         seats = tuple(Seating(who, PARAMS, 0, len(text), text) for who, text in enumerate(texts))
         found = None
         for n, rows in enumerate(steps):

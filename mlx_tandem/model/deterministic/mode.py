@@ -1,4 +1,6 @@
-"""The parts of `--deterministic` for one model: what it cannot hold is refused by name before anything is served."""
+"""The parts of `--deterministic` for one model. Settings and models for which it cannot be kept are refused by name
+before anything is served.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from mlx_tandem.model.probe import Examined
 log = logging.getLogger(__name__)
 
 DIVISION = Division(blocks=1, depth=2)
-"""The division of attention's work, in which nothing depends on the step."""
+"""The division of attention's work among the kernel's threads, which does not depend on the step."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Deterministic:
     """The arithmetic of a model under `--deterministic`.
 
     Attributes:
-        attention: That of each layer.
+        attention: The attention of each layer.
         windows: The window of each layer; None: it sees all positions.
         deltas: The products of adapters.
     """
@@ -54,13 +56,13 @@ class Deterministic:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Compute activations alike inside the block, in which a forward is traced."""
+        """Use one function of an activation for any number of elements while a forward is traced in the block."""
         with cpu.alike():
             yield
 
 
 def check_settings(config: EngineConfig, model: LoadedModel) -> None:
-    """Raise ModelError for settings that `--deterministic` cannot hold."""
+    """Raise ModelError for settings with which `--deterministic` cannot be kept."""
     refused = {
         "--attention-backend": config.cache.attention_backend not in ("auto", "portable"),
         "--lora-backend": config.lora.backend not in ("auto", "gather"),
@@ -73,7 +75,7 @@ def check_settings(config: EngineConfig, model: LoadedModel) -> None:
 
 
 def check_layers(found: Examined, *, by_kernel: bool) -> None:
-    """Raise ModelError for a model whose layers compute something in another order of sums than it can be given.
+    """Raise ModelError for a model with layers whose order of sums cannot be fixed.
 
     by_kernel: whether a kernel reads the pool.
     """
@@ -107,12 +109,12 @@ def prepare(config: EngineConfig, model: LoadedModel) -> None:
 def of(
     config: EngineConfig, model: LoadedModel, found: Examined, twin: nn.Module, backends: Sequence[fused.Fused]
 ) -> Deterministic:
-    """Return the arithmetic of a model, whose clone `twin` is going to learn.
+    """Return the arithmetic of a model. Its clone `twin` is the one that will be trained.
 
     backends: the fused back ends of attention on this device, the first of which is used; a CPU has none.
 
     Raises:
-        ModelError: The model or the device cannot have it.
+        ModelError: The model or the device does not allow it.
     """
     check_layers(found, by_kernel=bool(backends))
     if not backends and not device.is_cpu():
@@ -129,10 +131,10 @@ def of(
 
 
 def compiles() -> bool:
-    """Return whether fused operations give the bits of the same operations one by one.
+    """Return whether fused operations give the same bits as separate operations.
 
-    Compilers may join a product and a sum in one instruction, which rounds once. Those for x86-64 are called without
-    the permission to use such instructions.
+    A compiler may join a product and a sum into one instruction, which rounds only once. On x86-64 MLX calls the
+    compiler without the flags that allow such instructions.
     """
     return device.is_cpu() and platform.machine() in ("x86_64", "AMD64")
 

@@ -30,7 +30,7 @@ class Tiles:
         """Return the product for x [..., inputs]."""
         if not self.learns:
             return self._compute(module, product, x)
-        # The gradient is that of one product over all rows.
+        # The gradient is the gradient of a single product over all rows.
         own: mx.array = with_gradient_of(partial(self._compute, module, product), product)(x)
         return own
 
@@ -42,7 +42,7 @@ class Tiles:
 def tiled(module: Any, product: Function, x: mx.array, sizes: Sequence[int]) -> mx.array:
     """Return the product of a module for x [rows, inputs] in tiles of these sizes.
 
-    A dense one on a CPU is a batch of products, since each further operation of a step costs time.
+    On a CPU a dense product is computed as one batch of products, since each further operation of a step costs time.
     """
     if not device.is_cpu() or isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
         return in_tiles(product, x, sizes)
@@ -55,14 +55,12 @@ def tiled(module: Any, product: Function, x: mx.array, sizes: Sequence[int]) -> 
 
 
 MOST_NUMBERS = 1 << 30
-"""Most numbers of the weights of a batch of products, each counted as often as it is read: MLX's index of them has 31
+"""Most weights of a batch of products, where a weight counts as often as it is read. MLX's index of them has 31
 bits."""
 
 
 def with_gradient_of(computed: Any, plain: Any) -> Any:
-    """Return a function that computes what `computed` does, and has the gradient of `plain`, which is nearly the
-    same.
-    """
+    """Return a function with the result of `computed` and the gradient of `plain`, whose result is nearly the same."""
     function = mx.custom_function(lambda *arrays: computed(*arrays))
     function.vjp(lambda arrays, cotangent, _: _vjp(plain, arrays, cotangent))
     return function
@@ -85,7 +83,7 @@ class TiledLinear:
 
 
 class TiledTable:
-    """Mixin of an embedding that is the output head, too, and is computed in tiles as such."""
+    """Mixin of an embedding that is also the output head. As the output head it is computed in tiles."""
 
     _tiles: Tiles
 
@@ -95,7 +93,7 @@ class TiledTable:
 
 
 class UnsortedSwitch:
-    """Mixin of a linear of experts that computes each entry by itself, also where entries are sorted by expert."""
+    """Mixin of a linear of experts that computes each entry separately, even if the entries are sorted by expert."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Return the linear's output."""
@@ -104,7 +102,7 @@ class UnsortedSwitch:
 
 
 def use_tiles(model: nn.Module, dtype: mx.Dtype) -> list[tuple[int, ...]]:
-    """Have all linears of a model, and embeddings that are its output head, compute in tiles; return the sizes in use.
+    """Make all linears of a model, and an embedding that is its output head, compute in tiles; return the sizes.
 
     Raise ModelError where the device has no size of tiles for one of them.
     """
@@ -154,7 +152,8 @@ def _inputs(module: Any) -> int:
 
 
 DELTA_TOKENS = 8
-"""Tokens of a tile of an adapter's products, where such a product gives a row the same bits in every place."""
+"""Tokens of a tile of an adapter's products, if such a product gives a row the same bits in every place. Otherwise a
+tile has one token."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class TiledDeltas:
 
     @staticmethod
     def of(rank: int, linears: Iterable[LinearShape], dtype: mx.Dtype) -> TiledDeltas:
-        """Return the products for linears of these shapes, with tiles of one token if need be."""
+        """Return the products for linears of these shapes. Tiles have one token if larger ones give other bits."""
         plain = [shape for shape in dict.fromkeys(linears) if not shape.experts]
         for inputs, outputs in dict.fromkeys(
             pair for shape in plain for pair in ((shape.inputs, rank), (rank, shape.outputs))

@@ -1,9 +1,9 @@
-"""Products in tiles of rows: a row's result is the same bits whichever rows are beside it, and however many.
+"""Products in tiles of rows: the bits of a row's result do not depend on which rows are beside it, or on how many.
 
-A library for matrix products chooses another order of sums for another number of rows, and some choose it by a row's
-place, too. So rows are cut into tiles whose sizes give equal bits, with rows of zeros in the place of missing ones.
-Which sizes do is found out at start for each product, on the device and in the numbers of threads that serve: the
-order of sums does not depend on the numbers that are added.
+A library for matrix products chooses the order of sums by the number of rows, and some libraries choose it by a row's
+place, too. So rows are cut into tiles whose sizes give equal bits, and a tile with missing rows is filled with rows of
+zeros. A check at start finds these sizes for each product, on the device and with the number of threads that will
+serve. It uses random numbers, since the order of sums does not depend on the numbers that are added.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CANDIDATES = {"cpu": (1, 2, 4, 8, 16, 32, 64), "cuda": (1, 8, 16, 32, 64, 128, 2
 """Sizes of tiles that are tried, by the kind of device, ascending."""
 
 SMALLEST = 64
-"""Most rows of the smallest size that is used: a step of one row computes as many."""
+"""Most rows of the smallest tile size of a product. A step of one row computes as many rows as this tile has."""
 
 
 _PADDED = 1.5
-"""Most rows of a tile for each row in it, where smaller tiles would do."""
+"""Most rows that a partly filled tile may have for each row in it, where smaller tiles could be used instead."""
 
 
 def cut(rows: int, sizes: Sequence[int]) -> list[int]:
@@ -58,7 +58,7 @@ def in_tiles(product: Product, x: mx.array, sizes: Sequence[int]) -> mx.array:
 def matmul(x: mx.array, weights: mx.array, sizes: Sequence[int]) -> mx.array:
     """Return x @ weights for x [..., rows, inputs] and weights [..., inputs, outputs], a tile of rows at a time.
 
-    The leading axes of both are alike. Every product of a tile is one of a batch, which a CPU computes one by one.
+    The leading axes of both are equal. The products of all tiles are one batch, which a CPU computes one by one.
     """
     rows = x.shape[-2]
     size = next((size for size in sizes if size >= rows), sizes[-1])
@@ -69,16 +69,16 @@ def matmul(x: mx.array, weights: mx.array, sizes: Sequence[int]) -> mx.array:
 
 
 def _padded(x: mx.array, rows: int) -> mx.array:
-    """Return x [..., rows, inputs] with rows of zeros behind it, up to so many."""
+    """Return x [..., any number, inputs] with rows of zeros appended, so that it has `rows` rows."""
     missing = rows - x.shape[-2]
     return mx.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) if missing else x
 
 
 def sizes_of(tiled: Tiled, inputs: int, dtype: mx.Dtype, what: str) -> tuple[int, ...]:
-    """Return the sizes of tiles that give a row of this product the same bits, in every place of a tile; ascending.
+    """Return sizes of tiles, ascending, all of which give a row of this product the same bits in every place of a tile.
 
-    Of the sets of sizes that agree, it is the one with the largest size whose smallest one is at most SMALLEST. Raise
-    ModelError where no size gives the same bits in every place. `what` names the product in the error.
+    Sizes that agree with each other form a set. Of the sets whose smallest size is at most SMALLEST, the one with the
+    largest size is returned. Raise ModelError if there is no such set. `what` names the product in the error.
     """
     candidates = CANDIDATES[device.kind()]
     agreeing: list[tuple[list[int], bytes]] = []
@@ -100,7 +100,7 @@ def sizes_of(tiled: Tiled, inputs: int, dtype: mx.Dtype, what: str) -> tuple[int
 
 
 def keeps_places(tiled: Tiled, inputs: int, dtype: mx.Dtype, size: int) -> bytes:
-    """Return the bits of a product of some rows in tiles of this size; empty if a row's bits depend on its place."""
+    """Return the bytes of a product of random rows in tiles of this size; empty if a row's bits depend on its place."""
     most = CANDIDATES[device.kind()][-1]
     rng = np.random.default_rng(0)
     x = mx.array(rng.standard_normal((most, inputs)).astype(np.float32)).astype(dtype)

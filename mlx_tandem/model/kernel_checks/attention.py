@@ -1,8 +1,9 @@
 """Choice of the attention back end: the fastest one that is right on this device for this model's layers.
 
-Two decode steps are timed: many rows of short contexts, and one row of a long one. The kernels' work is divided as
-suits both best on this device. Beside the back ends, MLX's own attention is timed over keys and values that lie in one
-piece for each row, which is how mlx-lm keeps them. A paged pool cannot have that, but its user should know the price.
+Two decode steps are timed: many rows of short contexts, and one row of a long one. The division of the
+kernels' work is the one with which both are fastest on this device. MLX's own attention is also timed over keys and
+values that are contiguous for each row, as mlx-lm keeps them. A paged pool does not have contiguous keys; this time
+tells users what the pool costs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ WORTHWHILE = 0.95
 """Share of the first division's time below which another one replaces it; timing noise is smaller than that."""
 
 BEHIND = 1.1
-"""Time of the chosen back end, as a multiple of that over contiguous keys, beyond which the log warns."""
+"""Factor by which the chosen back end may take longer than attention over contiguous keys before the log warns."""
 
 Seconds = Callable[[LayerShape, LayerKernels | None, int, int, int], float]
 """Function that times one layer's part of a decode step, given the shape of the layer, its kernels (None: the portable

@@ -1,6 +1,6 @@
-"""Each kernel by itself: how long this device's compiler takes for it, and whether it is right.
+"""Checks of every kernel: how long this device's compiler takes for it, and whether its results are right.
 
-A start checks the kernels that its model uses; this checks those of all models, one after the other.
+A start checks only the kernels that its model uses. This module checks the kernels of all models, one after the other.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Tried(NamedTuple):
     """The number of different kernels that were compiled for it."""
 
     seconds: float
-    """Seconds of their first calls, nearly all of which the compiler takes."""
+    """Seconds of the first calls of these kernels. Compiling takes nearly all of this time."""
 
     problem: str
     """Why the kernel must not be used; empty if it may."""
 
 
 def tried(target: Target, make: Make | None = None) -> Iterator[Tried]:
-    """Yield the result of each kernel for `target`; `make` makes them, by default for this device."""
+    """Yield the result of each kernel's check for `target`. `make` makes the kernels, by default for this device."""
     make = make or dialect.maker(target)
     for name, check in _checks(target).items():
         calls = FirstCalls(make)
@@ -61,9 +61,9 @@ def tried(target: Target, make: Make | None = None) -> Iterator[Tried]:
 
 
 class FirstCalls:
-    """A maker of the kernels of another one that times the first call of each form, in which it is compiled.
+    """A wrapper of a maker of kernels that times the first call of each form of a kernel.
 
-    A form is a kernel with certain constants and types of inputs and outputs.
+    A form is a kernel with certain constants and types of inputs and outputs. Its first call compiles it.
     """
 
     def __init__(self, make: Make):
@@ -100,7 +100,7 @@ class FirstCalls:
 
 
 def _checks(target: Target) -> dict[str, Callable[[Make], str]]:
-    """Return the check of each kernel by the kernel's name; it returns what is wrong."""
+    """Return the checks by the kernels' names. A check returns what is wrong; empty if the kernel may be used."""
     found: dict[str, Callable[[Make], str]] = {"store": store.problem}
     for dtype in HALVES:
         for bits in (0, 8):
@@ -120,7 +120,7 @@ def _checks(target: Target) -> dict[str, Callable[[Make], str]]:
 
 
 def _by(wrong: Callable[[Make], str]) -> Callable[[Make], str]:
-    """Return a check that returns the result of `wrong`, or why it cannot be had."""
+    """Return a check that returns the result of `wrong`, or the reason why the kernel could not be run."""
     return lambda make: checked("a kernel", lambda: wrong(make), lambda reason: reason)
 
 

@@ -119,7 +119,7 @@ def choose(
 
 
 def _without(config: EngineConfig, model: LoadedModel) -> tuple[probe.Examined, Kernels]:
-    """Check the model, which serves without any kernel that was chosen by timing."""
+    """Examine a model, and return it with kernels of which none was chosen by timing."""
     prepare()
     found = examine(config, model)
     why = "left out by --deterministic"
@@ -175,7 +175,7 @@ def forget() -> None:
 def problem(config: EngineConfig, model: LoadedModel, twin: nn.Module, found: probe.Examined, kernels: Kernels) -> str:
     """Return what is wrong with the model's kernels, by one run of each beside plain operations; empty if nothing is.
 
-    `twin` is the model before anything of it was changed.
+    `twin` is the model without any changes.
     """
     try:
         error = probe.served_error(model, twin, found, kernels.attention.layers, config.cache.block_size)

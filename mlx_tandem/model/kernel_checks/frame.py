@@ -34,9 +34,9 @@ class Rejected(Exception):
 
 
 class Verdict:
-    """What a check at start found, which another process may have found for this one.
+    """The result of a check at start, of this process or of another process that has passed it on.
 
-    found: why the kernels are not used; empty where they are, None while nothing has asked for the check.
+    found: why the kernels are not used; empty if they are used, None if the check was not run yet.
     """
 
     def __init__(self) -> None:

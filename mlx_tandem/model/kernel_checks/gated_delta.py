@@ -99,8 +99,8 @@ def _drawn(dtype: mx.Dtype, *, by_column: bool, dk: int) -> tuple[RuleInputs, mx
 
 
 def _seconds(kernel: GatedDelta, rival: Rule, store: Store) -> tuple[float, float]:
-    """Return the seconds of one token of ROWS rows, with states that lie in a pool: by the kernel, and by `rival`, for
-    which they are gathered and written back.
+    """Return the seconds of one token of ROWS rows, with states in a pool: by the kernel, and by `rival`. For
+    `rival` the states are gathered and written back.
     """
     heads, dim = HEADS
     q, k, v = (mx.random.normal((ROWS, 1, heads, dim)).astype(mx.bfloat16) for _ in range(3))

@@ -39,7 +39,7 @@ ROWS = 16
 """Rows of logits in a timed call."""
 
 _FEW = 4
-"""Rows of logits with which a kernel that was chosen before is looked at once more."""
+"""Rows of logits with which a kernel that an earlier start chose is checked again."""
 
 CHAIN = 8
 """Timed calls in a row, which keep the device busy."""

@@ -26,7 +26,7 @@ MOST_TOGETHER = 8
 """Queries for which the kernels are written: a block of threads answers at most this many together."""
 
 FEW = 4
-"""Queries that a block answers together without holding more sums than suit a device with few registers."""
+"""Most queries that a block answers together on a device with few registers, which limit the number of sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Division:
         return next(n for n in (1, 2, 4, 8) if n >= min(queries, most))
 
     def numbers(self, together: int) -> int:
-        """Return how many of a key's numbers a lane has if a block answers so many queries together."""
+        """Return how many of a key's numbers a lane holds if a block answers `together` queries together."""
         return 8 if self.narrow and together > FEW else 16
 
     def ahead(self, form: RowFormat, together: int, positions: int) -> int:

@@ -2,7 +2,7 @@
 
 On a GPU the time of a product is erratic in the number of its rows: 12 may take a third of what 8 take. So decode
 steps are padded to row counts that were measured to be good, and quantised linears dequantise where that is faster.
-The results are a part of what a start keeps for the next one (`model/choices.py`).
+The server keeps the results for its next start (`model/choices.py`).
 """
 
 from __future__ import annotations

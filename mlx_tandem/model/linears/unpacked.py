@@ -1,7 +1,7 @@
-"""Packed weights that a CPU multiplies as float32.
+"""Quantised weights that are unpacked to float32 for a CPU.
 
-MLX's loops on a CPU multiply packed weights at 2 to 6 GFLOP/s, and OpenBLAS multiplies float32 at 60 to 100
-(docs/decisions/cpu-arithmetic.md). A quarter to an eighth of the memory is what the packed form saves.
+On a CPU, MLX's loops multiply packed weights at 2 to 6 GFLOP/s, and OpenBLAS multiplies float32 at 60 to 100
+(docs/decisions/cpu-arithmetic.md). The packed form takes about a quarter (8 bits) to an eighth (4 bits) of the memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_SHARE = 0.5
 
 
 def unpack_for_cpu(model: LoadedModel, config: ModelConfig, limit: int) -> LoadedModel:
-    """Return the model with its packed weights in the type that it computes in, if it is computed on a CPU.
+    """Return the model with its packed weights unpacked to the type that it computes in, if the device is a CPU.
 
     Weights stay packed if the settings say so, or if they would take more than MOST_SHARE of `limit` bytes. Nothing is
     evaluated: call it before the weights are read.

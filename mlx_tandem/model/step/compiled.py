@@ -20,15 +20,15 @@ LAYER_BYTES = 220_000
 """The host's memory that a compiled step takes for each layer, measured on the built-in model."""
 
 COMPILED_BYTES, COMPILED_SHARE = 192 << 20, 0.01
-"""Memory for compiled steps, the last used of which are kept: so many bytes, or this share of the machine's memory if
-that is more. Shapes and sampling flags have few values each, but many combinations."""
+"""Memory for compiled steps: COMPILED_BYTES, or COMPILED_SHARE of the machine's memory if that is more. The last used
+steps are kept. Shapes and sampling flags have few values each, but many combinations."""
 
 FEWEST_COMPILED, MOST_COMPILED = 64, 256
-"""Bounds of the number of compiled steps that are kept. A mix of requests has about as many kinds of steps as the lower
-one at a time, and a step that is traced again costs milliseconds."""
+"""Bounds of the number of compiled steps that are kept. A mix of requests has about FEWEST_COMPILED kinds of steps at a
+time. Tracing a step again takes milliseconds."""
 
 KEPT_DRAWINGS = 64
-"""Most compiled functions that are kept for draws behind a forward, the last used ones."""
+"""Most compiled functions for draws after a forward that are kept. The last used ones are."""
 
 USUAL = 3
 """Number of times that a rare kind of step runs before it is traced. Most such kinds occur only a few times."""

@@ -1,11 +1,11 @@
-"""Pauses of a forward that is being built, which bound how many of its layers are in memory at once.
+"""Pauses of a forward while it is built, which bound how many of its layers are in memory at once.
 
-A GPU's back end of MLX keeps the inputs of every operation until the graph or the command buffer of the operation is
-done. CUDA takes a whole forward as one graph. On Metal up to eleven command buffers of 101 operations are under way
-(`MAX_ACTIVE_TASKS` in mlx/transforms.cpp, `needs_commit` in mlx/backend/metal/device.cpp), which is a whole forward,
-too. Without pauses the activations of all layers of a long chunk, and the keys and values that all of them gather,
-would be in memory together. On Metal a dispatch also ends the command buffer, which macOS would stop if it took too
-long.
+MLX's back end for a GPU keeps the inputs of every operation until the graph or the command buffer of the operation is
+done. CUDA takes a whole forward as one graph. On Metal up to eleven command buffers of 101 operations are in flight
+(`MAX_ACTIVE_TASKS` in mlx/transforms.cpp, `needs_commit` in mlx/backend/metal/device.cpp), which is also a whole
+forward. Without pauses the activations of all layers of a long chunk, and the keys and values that all of them gather,
+would be in memory together. On Metal a dispatch also ends the command buffer; macOS would stop a command buffer that
+takes too long.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _ANY = 1 << 62
 
 
 METAL_TOKENS = 64
-"""Fewest tokens of a forward that pauses on Metal whatever it gathers."""
+"""Fewest tokens of a forward that always pauses on Metal, however much it gathers."""
 
 
 class Pause(NamedTuple):
     """The pauses of one forward.
 
     Attributes:
-        layers: Layers with keys and values of a group, which is dispatched when it is built; 0: no pauses.
-        ahead: Whether a group is dispatched before the host waits for the group before it, so that the device always
-            has work. Else the host waits for each group before it builds the next one.
+        layers: Number of layers with keys and values in a group. A group is dispatched as soon as it is built. 0: no
+            pauses.
+        ahead: Whether the host dispatches a group before it waits for the group before, so that the device always has
+            work. If not, the host waits for each group before it builds the next one.
     """
 
     layers: int = 0
@@ -41,7 +42,7 @@ class Pause(NamedTuple):
 
 
 NO_PAUSE = Pause()
-"""That of a forward which is built at once."""
+"""The pauses of a forward that is built without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ class Pauses:
     """The rule that decides which forwards of a runner pause.
 
     Attributes:
-        tokens: Fewest tokens, with padding, of a forward that pauses whatever it gathers.
-        length: Fewest tokens of each row of such a forward.
-        group: Most layers of a group of such a forward.
-        positions: Most positions whose keys and values all layers in flight may have gathered, together.
-        layers: Layers with keys and values of the model.
+        tokens: Fewest tokens, with padding, of a long forward, which always pauses, however much it gathers.
+        length: Fewest tokens of each row of a long forward.
+        group: Most layers of a group of a long forward.
+        positions: Most positions whose gathered keys and values may be in memory, summed over all layers in flight.
+        layers: Number of the model's layers with keys and values.
     """
 
     tokens: int
@@ -63,7 +64,7 @@ class Pauses:
     layers: int = 0
 
     def of(self, rows: int, length: int, gathered: int) -> Pause:
-        """Return the pauses of a forward of rows [rows, length] whose layers gather so many positions each."""
+        """Return the pauses of a forward of tokens [rows, length] whose layers gather `gathered` positions each."""
         fits = self.positions // max(gathered, 1)
         is_long = length >= self.length and rows * length >= self.tokens
         if not is_long and fits >= self.layers:
@@ -71,18 +72,20 @@ class Pauses:
         return Pause(max(1, min(self.group if is_long else self.layers, fits // 2)), ahead=fits >= 2)
 
     def may_be(self, tokens: int, gathered: int) -> bool:
-        """Return whether a forward of so many prompt tokens and gathered positions, without padding, may pause."""
+        """Return whether a forward with these numbers of prompt tokens and gathered positions, without padding, may
+        pause.
+        """
         # A chunk may be padded to four times as many tokens, and a table to twice as many positions.
         return 4 * tokens >= self.tokens or 2 * gathered * self.layers > self.positions
 
 
 def of_device(limits: StepLimits, layers: int) -> Pauses | None:
-    """Return the pauses of forwards of a model with so many layers with keys and values; None: no forward pauses.
+    """Return the pauses of forwards of a model with `layers` layers with keys and values; None: no forward pauses.
 
     On an H200 three layers keep the device busy while the host builds the next ones. On Metal a layer of 64 tokens or
-    more takes longer than the host needs to build one, and MLX's own command buffers are not longer than a layer. On a
-    CPU MLX frees an array when its last user has been computed. Where MLX's own operations write the pool, they would
-    copy arrays that the runner still holds while a forward is built.
+    more takes longer than the host needs to build a layer, and MLX's own command buffers are not longer than a layer. A
+    CPU needs no pauses, since MLX frees an array there when its last user has been computed. There are no pauses if
+    MLX's own operations write the pool: they would copy arrays that the runner still holds while a forward is built.
     """
     if inplace.writing().store is None:
         return None
@@ -94,7 +97,7 @@ def of_device(limits: StepLimits, layers: int) -> Pauses | None:
 
 
 class Pacer:
-    """The pauses of a forward while it is built. All of its caches share one."""
+    """The pauses of one forward while it is built. All caches of the forward share one Pacer."""
 
     def __init__(self, pause: Pause):
         self.pause = pause
@@ -102,7 +105,9 @@ class Pacer:
         self._computing: mx.array | None = None
 
     def arrive(self, x: mx.array) -> None:
-        """Count a layer, x of which is known. After every group dispatch x, and wait as `Pause.ahead` says."""
+        """Count a layer, given an array `x` that the layer has computed. At the end of each group dispatch `x`, and
+        wait as `Pause.ahead` says.
+        """
         self._layers += 1
         if not self.pause.layers or self._layers % self.pause.layers:
             return

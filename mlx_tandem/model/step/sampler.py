@@ -389,7 +389,7 @@ def _within_top_p(sums: mx.array, p: mx.array, tokens: mx.array, a: SamplingArra
     if some:
         sums, p, top_p, drawn = sums[at], p[at], top_p[at], tokens[at]
     most = top_p * p.sum(-1, keepdims=True)
-    own = _rounds(top_p[:, 0])  # so that no other row's top_p counts
+    own = _rounds(top_p[:, 0])  # a row's rounds do not depend on other rows' top_p
     for i in range(flags.top_p_rounds):
         p_drawn = mx.take_along_axis(p, drawn[:, None], -1)
         inside = mx.where(p > p_drawn, p, 0.0).sum(-1, keepdims=True) < most

@@ -85,7 +85,7 @@ class LayerwiseForward:
         return entry, [partial(self._run, call) for call in calls]
 
     def _run(self, call: _Call, x: mx.array) -> mx.array:
-        """Return what a layer computes for the states x."""
+        """Return the output of a layer for the hidden states x."""
         with self._within():
             return call.with_states(x)
 

@@ -47,7 +47,7 @@ def logprobs(
 def sampler_logprobs(
     logits: mx.array, target: mx.array, temperature: mx.array | None, truncation: mx.array | None = None
 ) -> mx.array:
-    """Return what `logprobs` does, to the bit as the sampler computes the logprob of what it has drawn."""
+    """Return the same as `logprobs`, with the bits that the sampler computes for the token that it has drawn."""
     plain = logprobs(logits, target, temperature, truncation)
     scores = mx.stop_gradient(logits.squeeze(0))
     scaled = scores - scores.max(-1, keepdims=True)
@@ -64,7 +64,7 @@ def sampler_logprobs(
 
 
 def model_logprobs(logits: mx.array, target: mx.array) -> mx.array:
-    """Return the logprobs at temperature 1, to the bit as a step computes those of the model's own distribution."""
+    """Return the logprobs at temperature 1, with the bits that a step computes for the model's own distribution."""
     scores = mx.stop_gradient(logits.squeeze(0))
     exact = mx.take_along_axis(scores, target[:, None], -1) - mx.logsumexp(scores, -1, keepdims=True)
     found: mx.array = _with_value(logprobs(logits, target, None), exact[:, 0])

@@ -14,11 +14,11 @@ LEAST_MS = 10.0
 """Milliseconds of a slice that streams do not notice, whatever the device."""
 
 MOST_MS = 100.0
-"""Milliseconds of the longest slice that macOS lets a GPU compute while it draws a display beside it."""
+"""Most milliseconds of a slice on a GPU that also draws a display, so that macOS does not end it."""
 
 
 def micro_batch_tokens(slowest_slice: Callable[[int], float], step_ms: float, most: int) -> int:
-    """Return the largest size up to `most` whose slices take no longer than a step of one stream, nor than MOST_MS.
+    """Return the largest size up to `most` whose slices take at most the time of a step of one stream and MOST_MS.
 
     `slowest_slice(tokens)` returns the milliseconds of the slowest slice of a pass of so many tokens. `step_ms`: of a
     step in which one stream decodes. A slice's time grows at most in proportion to its tokens, so one measurement of a

@@ -36,7 +36,7 @@ KEPT_SAMPLES = 8
 
 
 class KeptSample(Struct, frozen=True):
-    """An answer of the policy that an update learned from; of the prompt what was said in it, without roles."""
+    """An answer of the policy that an update learned from, with the text of its prompt without the roles."""
 
     step: int
     prompt: str
@@ -45,9 +45,9 @@ class KeptSample(Struct, frozen=True):
 
 
 def said(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """Return the text of a prompt for people: what was said in it, without the roles that its chat template names.
+    """Return the text of a prompt for people: that of its messages, without the roles that the chat template writes.
 
-    A role is what a template writes alone, or on the first line, between two special tokens.
+    A role is the text that the template writes between two special tokens, alone or on the first line.
     """
     parts = []
     for is_special, ids in groupby(prompt, tokenizer.special_ids.__contains__):

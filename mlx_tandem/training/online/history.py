@@ -1,4 +1,4 @@
-"""The reports of the last updates, which a file beside the checkpoints keeps over restarts of the server."""
+"""The reports of the last updates. A file beside the checkpoints keeps them when the server is restarted."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MOST_BYTES = 20_000_000
 
 
 class History:
-    """Reports for those who watch, and nothing that learning depends on.
+    """The reports of updates, for people who watch the training. Learning does not depend on them.
 
-    A thread writes the file, so that no update waits for a drive. Reports that the drive did not take are missing after
-    a restart.
+    A thread writes the file, so that no update waits for the drive. A report that could not be written is missing
+    after a restart.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,14 +41,14 @@ class History:
         self._failed = False
 
     async def read(self) -> None:
-        """Read the reports of earlier servers. Call it once, when this process holds the folder."""
+        """Read the reports that earlier servers wrote. Call it once, when this process has locked the folder."""
         past = await asyncio.get_running_loop().run_in_executor(self._writer, self._read)
         self.updates.extendleft(reversed(past))
 
     def append(self, report: UpdateReport) -> None:
-        """Keep a report, and have it written."""
+        """Keep a report, and let the thread write it to the file."""
         self.updates.append(report)
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and threads take no more work
+        with contextlib.suppress(RuntimeError):  # at the interpreter's exit the thread takes no more work
             self._writer.submit(self._write, report)
 
     def _read(self) -> list[UpdateReport]:

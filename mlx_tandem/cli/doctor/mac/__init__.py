@@ -1,1 +1,1 @@
-"""`tandem doctor --mac`: what the owner of a Mac runs once, for one block of text with what is unknown of Macs."""
+"""`tandem doctor --mac`: measurements on a Mac that are printed as one block of text for an issue."""

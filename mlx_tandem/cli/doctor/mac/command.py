@@ -21,13 +21,13 @@ QUICK_SECONDS = 3.0
 """Most seconds that a stage usually takes in the smallest size."""
 
 DETAIL = 10
-"""Last lines of what the process of a failed check has written that are in the block."""
+"""Number of the last lines of a failed check's output that the block has."""
 
 
 def examine(checks: Sequence[Check], model: Path | None, *, quick: bool) -> int:
     """Run the checks and print the block for an issue on standard output; return the exit status.
 
-    It is 1 if a check has failed, and INTERRUPTED after Ctrl-C, where the block has what is known by then.
+    The status is 1 if a check has failed, and INTERRUPTED after Ctrl-C. The block then has the results so far.
     """
     from mlx_tandem.cli.bench.machine import describe
 
@@ -63,8 +63,8 @@ def examine(checks: Sequence[Check], model: Path | None, *, quick: bool) -> int:
 class Progress:
     """Shows on standard error which check runs and how long the rest may take.
 
-    On a terminal it is one line, which is written again each second; else there is a line for each check. `most`: the
-    most seconds that a check usually takes.
+    On a terminal this is one line, which is rewritten each second; elsewhere it is one line for each check. `most`: an
+    upper bound in seconds for the usual time of each check.
     """
 
     def __init__(self, checks: Sequence[Check], most: float):
@@ -73,7 +73,7 @@ class Progress:
         self._screen = sys.stderr.isatty()
 
     def show(self, check: Check, seconds: float) -> None:
-        """Show that a check has run for so many seconds."""
+        """Show that a check has run for `seconds` seconds."""
         if seconds and not self._screen:
             return
         if not seconds and check.hint:
@@ -87,7 +87,7 @@ class Progress:
         print(line, end="" if self._screen else "\n", file=sys.stderr, flush=True)
 
     def done(self, finding: Finding) -> None:
-        """Note that a check has ended; show it if it is not well."""
+        """Note that a check has ended, and say so if it has failed."""
         self._todo.pop(finding.check)
         if finding.status == "failed":
             self.clear()

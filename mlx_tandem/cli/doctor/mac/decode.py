@@ -1,4 +1,4 @@
-"""Stages that measure how fast tokens are decoded, in turn with mlx-lm's BatchGenerator in the same process."""
+"""Stages that measure the speed of decoding, in turn with mlx-lm's BatchGenerator in the same process."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ BLOCK = CacheConfig().block_size
 
 
 def short(bench: Bench) -> Outcome:
-    """Measure decoding behind the shortest context."""
+    """Measure decoding after the shortest context."""
     return _measure(bench, models.dense(bench), 0)
 
 
 def medium(bench: Bench) -> Outcome:
-    """Measure decoding behind the middle context."""
+    """Measure decoding after the middle context."""
     return _measure(bench, models.dense(bench), 1)
 
 
 def long(bench: Bench) -> Outcome:
-    """Measure decoding behind the longest context."""
+    """Measure decoding after the longest context."""
     return _measure(bench, models.dense(bench), 2)
 
 
 def hybrid(bench: Bench) -> Outcome:
-    """Measure decoding of a model with recurrent layers behind the middle context."""
+    """Measure decoding of a model with recurrent layers after the middle context."""
     return _measure(bench, models.hybrid(bench), 1)
 
 
 def _measure(bench: Bench, model: ModelConfig, which: int) -> Outcome:
-    """Measure each number of rows for which there is memory and time behind one of the contexts."""
+    """Measure decoding after context number `which`, for each number of rows for which there is memory and time."""
     context = bench.sizes.contexts[which]
     left_out: list[str] = []
     rows = list(bench.sizes.rows)
@@ -63,7 +63,7 @@ def _measure(bench: Bench, model: ModelConfig, which: int) -> Outcome:
 
 
 def _config(model: ModelConfig, rows: int, tokens: int) -> EngineConfig:
-    """Return the settings of an engine with room for so many rows of so many tokens."""
+    """Return the settings of an engine with room for `rows` rows of `tokens` tokens each."""
     cache = CacheConfig(num_blocks=2 + rows * (1 + -(-tokens // BLOCK)))
     return EngineConfig(model, cache, scheduler=SchedulerConfig(max_num_seqs=rows))
 
@@ -81,7 +81,7 @@ def _too_little_memory(config: EngineConfig) -> str:
 
 
 class _Measured:
-    """The measurements of one context: `script` is run by an engine, then `outcome` has what was found."""
+    """The measurements after one context. An engine runs `script`; afterwards `outcome` returns the results."""
 
     def __init__(self, bench: Bench, config: EngineConfig, rows: list[int], context: int, left_out: list[str]):
         self._sizes = bench.sizes
@@ -100,10 +100,10 @@ class _Measured:
         """Measure each number of rows: the engine, mlx-lm, and the engine again."""
         for rows in self._rows:
             once = rows * prompt_seconds(info.prompt_cost, self._context, info.memory.chunk_tokens)
-            if 3 * once > self._sizes.decode_seconds:  # mlx-lm reads the prompts, too, and may be slower at it
+            if 3 * once > self._sizes.decode_seconds:  # mlx-lm also reads the prompts, perhaps more slowly
                 self._left_out.append(f"{rows} x {self._context:,}: reading the prompts would take {once:.0f} s a time")
                 continue
-            if once < self._sizes.warm_seconds:  # else what is compiled counts for little
+            if once < self._sizes.warm_seconds:  # in a longer run compiling takes a small share
                 others = self._prompts(info, rows)
                 yield self._work(others, self._sizes.tokens)
                 self._run_peer(info, others)
@@ -126,7 +126,7 @@ class _Measured:
         return Work([m.Submit(Request(next(self._ids), prompt, params)) for prompt in prompts])
 
     def _run_peer(self, info: EngineInfo, prompts: Prompts) -> Timeline | None:
-        """Return the tokens of mlx-lm's BatchGenerator; None if it has no room or has failed."""
+        """Return when mlx-lm's BatchGenerator drew its tokens; None if there is no room for it or it has failed."""
         if self._without_peer:
             return None
         from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer, free_dropped_memory
@@ -149,7 +149,7 @@ class _Measured:
         return None
 
     def _note(self, rows: int, each: Sequence[float], reads: float, theirs: Timeline | None) -> None:
-        """Keep the engine's rates before and after mlx-lm ran, which differ if the machine had other work."""
+        """Keep the engine's rates before and after mlx-lm ran. They differ if the machine had other work."""
         at, ours = f"{rows}x{self._context}", statistics.mean(each)
         self._figures |= {f"{at}_tokens_s": " and ".join(f"{rate:.1f}" for rate in each)}
         self._figures |= {f"{at}_prompt_tokens_s": round(reads)}
@@ -169,9 +169,9 @@ class _Measured:
 
 
 def _rate(timeline: Timeline, rows: int) -> float:
-    """Return the tokens per second of steps in which all rows decode, by the median time between two of them.
+    """Return the tokens per second of steps in which all rows decode, from the median time between two such steps.
 
-    A median leaves out the steps that compile something.
+    The median is not affected by the few steps that compile something.
     """
     full = [when for when, drawn in timeline.steps if len(drawn) == rows]
     return rows / statistics.median(after - before for before, after in pairwise(full))

@@ -22,7 +22,7 @@ BLOCK = CacheConfig().block_size
 
 
 def kernels(bench: Bench) -> Outcome:
-    """Compile and check every kernel of this device by itself."""
+    """Compile and check every kernel of this device separately."""
     from mlx_tandem.model.kernel_checks.each import tried
     from mlx_tandem.model.kernels import dialect
 
@@ -43,7 +43,7 @@ def kernels(bench: Bench) -> Outcome:
 
 
 class Started(NamedTuple):
-    """An engine's runner behind its first steps, and how it would cut prompts."""
+    """An engine's runner after its first steps, and the rule by which it cuts prompts into chunks."""
 
     built: Built
     choices: Choices
@@ -94,7 +94,7 @@ def start(bench: Bench) -> Outcome:
 
 
 def overlap(bench: Bench) -> Outcome:
-    """Launch each step while the one before it runs, many times, and compare the pool with that after steps apart."""
+    """Launch each step while the one before it runs, many times; compare the pool with that after separate steps."""
     from mlx_tandem.model.overlap import disturbed
 
     built, times = _started(bench).built, bench.sizes.overlaps
@@ -110,7 +110,7 @@ def overlap(bench: Bench) -> Outcome:
 
 
 def overlap_on_gpu(bench: Bench) -> Outcome:
-    """Do the same with another number of operations in a command buffer, which the environment says."""
+    """Do the same as `overlap`. The environment sets another number of operations in a command buffer."""
     from mlx_tandem.model.device import is_cpu
 
     if is_cpu():

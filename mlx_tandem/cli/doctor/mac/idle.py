@@ -1,4 +1,4 @@
-"""The stage in which a server stands idle, and the Mac may sleep: its engine must live, and clocks must go on."""
+"""The stage in which a server is idle, and the Mac may sleep: its engine must survive, and clocks must go on."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mlx_tandem.cli.doctor.result import Failed, Figures, Outcome
 from mlx_tandem.cli.http import Connection
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks at the clock."""
+"""Seconds between two readings of the clocks."""
 
 AWAKE = 5.0
 """Most seconds by which the clock of the day and that of the time awake may differ if the machine has not slept."""
 
 ANSWER_SECONDS = 60.0
-"""Longest time of an answer."""
+"""Most seconds that an answer may take."""
 
 
 def waits(bench: Bench) -> Outcome:
-    """Ask a server something, wait, and ask it the same again. Nothing here puts the machine to sleep."""
+    """Send a request to a server, wait, and send it again. This stage does not put the machine to sleep."""
     with started_server(own_session=False) as url:
         before = asyncio.run(_ask(url))
         day, awake = time.time(), time.monotonic()

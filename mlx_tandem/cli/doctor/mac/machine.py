@@ -23,7 +23,7 @@ SYSCTLS = (
     "kern.memorystatus_vm_pressure_level",
     "vm.swapusage",
 )
-"""What macOS says about its memory beside `vm_stat`. None of it names the machine or its user."""
+"""Values of `sysctl` about memory that are reported beside `vm_stat`. None of them names the machine or its user."""
 
 METALLIB = "mlx/lib/mlx.metallib"
 """The file of the package mlx-metal with MLX's compiled GPU functions."""
@@ -32,7 +32,8 @@ ACCELERATED = b"_nax_"
 """Part of the names of MLX's functions for the neural accelerators."""
 
 ACCELERATORS_FROM = (26, 2)
-"""The macOS from which MLX uses the accelerators (`is_nax_available` in its mlx/backend/metal/device.cpp)."""
+"""The first version of macOS on which MLX uses the accelerators (`is_nax_available` in MLX's
+mlx/backend/metal/device.cpp)."""
 
 FIRST_GENERATION, FIRST_OF_PHONES = 17, 18
 """Generations of GPUs from which they have accelerators, by the same function: M5 is the first of Macs."""
@@ -44,7 +45,7 @@ REINSTALL = (
 
 
 def memory(bench: Bench) -> Outcome:
-    """Report the memory that the server may use, and what the system says of it."""
+    """Report the memory that the server may use, and the system's own figures of memory."""
     from mlx_tandem.model import device
 
     limit = device.memory_limit()
@@ -111,7 +112,7 @@ def metallib() -> Path | None:
 
 
 def holds_accelerated(file: Path | None) -> bool:
-    """Return whether there are functions for the accelerators in a file of compiled GPU functions."""
+    """Return whether a file of compiled GPU functions has functions for the accelerators."""
     if file is None or not file.stat().st_size:
         return False
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -119,10 +120,10 @@ def holds_accelerated(file: Path | None) -> bool:
 
 
 def judged(architecture: str, release: str, in_wheel: bool) -> Outcome:
-    """Return whether MLX uses the accelerators, and what to do if it could and does not.
+    """Return whether MLX uses the accelerators, with advice if it could use them and does not.
 
     Args:
-        architecture: The GPU's name of itself, such as "applegpu_g17s".
+        architecture: The GPU's architecture as Metal names it, such as "applegpu_g17s".
         release: The version of macOS.
         in_wheel: Whether MLX was built with functions for them.
     """

@@ -1,4 +1,4 @@
-"""The models that are measured: the user's own, or ones of known shapes whose weights are random."""
+"""The models that are measured: the user's own, or models of known shapes with random weights."""
 
 from __future__ import annotations
 

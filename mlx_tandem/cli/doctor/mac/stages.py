@@ -1,5 +1,5 @@
-"""The stages of `tandem doctor --mac` behind the ordinary checks, in the order in which they run; docs/doctor.md has a
-paragraph for each.
+"""The stages of `tandem doctor --mac` that run after the ordinary checks, in their order. The table in docs/doctor.md
+has a row for each.
 """
 
 from __future__ import annotations
