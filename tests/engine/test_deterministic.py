@@ -15,6 +15,7 @@ from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.learning import WHOLE, Batch, Datum, LossConfig, TrainerSpec, Truncation
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model import device
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.deterministic.check import check
 from mlx_tandem.training.device.trainers import MLXTrainers
@@ -23,6 +24,7 @@ from tests import tiny_models
 from tests.engine.harness import Loop
 from tests.engine.learning import finish
 from tests.engine.mlx_engine import Engine, make_engine
+from tests.engine.test_draft_model import drafts_of, speculation
 from tests.kernels import shim
 
 RANKS = (4, 8)
@@ -155,6 +157,25 @@ def test_drafts_change_no_bit(served: tuple[Engine, list[Request], Said]) -> Non
     loop = with_drafts(engine, asked)
     assert loop.accepted > 0
     assert said(loop, asked) == expected
+
+
+def test_a_draft_model_changes_no_number_of_threads(
+    tmp_path: Path, served: tuple[Engine, list[Request], Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of BLAS threads belongs to the process, in which the draft model has steps of its own."""
+    engine, asked, expected = served
+    smaller = make_engine(tiny_models.make(tmp_path, "qwen3", seed=1), num_blocks=160, max_num_seqs=16, max_loras=0)
+    chosen: list[int] = []
+    monkeypatch.setattr(device, "_set_threads", chosen.append)
+    loop = engine.loop()
+    proposer = loop.scheduler.drafting.proposer = speculation(drafts_of(smaller, seats=16))
+    some = [r for r in asked if r.adapter is None]
+    for request in some:
+        loop.add(request)
+    loop.run()
+    assert proposer.counts.all.drafted > 0
+    assert said(loop, some) == {r.id: expected[r.id] for r in some}
+    assert not chosen
 
 
 def test_random_companies_change_no_bit(served: tuple[Engine, list[Request], Said]) -> None:

@@ -95,11 +95,13 @@ def check_layers(found: Examined, *, by_kernel: bool) -> None:
 def prepare(config: EngineConfig, model: LoadedModel) -> None:
     """Have the products of a model's linears computed in tiles; call it before the model is cloned.
 
+    From now on all models of this process use the same number of BLAS threads.
+
     Raises:
         ModelError: The settings or the device do not allow it.
     """
     check_settings(config, model)
-    device.blas_threads(every_core=True)
+    device.always_use_every_core()
     sizes = use_tiles(model.module, model.dtype)
     log.info("products are computed in tiles of %s rows", "; ".join(", ".join(map(str, each)) for each in sizes))
 
