@@ -242,6 +242,15 @@ def always_use_every_core() -> None:
     _every_core_always = True
 
 
+def blas() -> str:
+    """Return the version and the kernels of OpenBLAS, and the number of its threads; empty where another BLAS is."""
+    if OPENBLAS is None:
+        return ""
+    library = ctypes.CDLL(OPENBLAS)
+    library.openblas_get_config.restype = ctypes.c_char_p
+    return f"{library.openblas_get_config().decode()}, {library.openblas_get_num_threads()} threads"
+
+
 def leave_thread() -> None:
     """End the calling thread's use of MLX.
 
