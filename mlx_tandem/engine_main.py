@@ -306,6 +306,7 @@ def _open_blocks(
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.prefix import PrefixCache
     from mlx_tandem.model import device
+    from mlx_tandem.model.deterministic import mode
 
     # A model is identified by one digest of all its files, which takes a while to compute. Keys of blocks in memory do
     # not need it, since there is one model. On the drive each model has an index of its own, and blocks name it (see
@@ -314,6 +315,8 @@ def _open_blocks(
     positions = [group for group in groups if not group.snapshots]
     # What a state consists of is decided by mlx-lm's code of the family.
     states = f"states of mlx-lm {version('mlx-lm')}" if len(positions) < len(groups) else ""
+    # Keys by packed and by unpacked weights differ in their last bits, and --deterministic promises each bit.
+    arithmetic = (info.quantization or "", mode.arithmetic(info) if config.deterministic else "")
     namespace = Namespace(
         weights="",
         tokenizer="",
@@ -322,7 +325,7 @@ def _open_blocks(
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
         # A record on the drive holds a block of each group with positions, and the keys of a head where one is used.
-        layout=", ".join(filter(None, ("windows apart" if len(positions) > 1 else "", heads, states))),
+        layout=", ".join(filter(None, ("windows apart" if len(positions) > 1 else "", heads, states, *arithmetic))),
     )
     caches = [PrefixCache(group, namespace) for group in groups] if config.cache.prefix_caching else []
     state_bytes = sum(group.block_bytes for group in groups if group.snapshots)

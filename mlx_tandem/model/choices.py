@@ -86,7 +86,7 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
             version("mlx-lm"),
         )
         digest = hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
-        return Subject(device.describe(), _driver(), version("mlx"), _sources(), digest)
+        return Subject(device.describe(), _driver(), version("mlx"), sources(), digest)
 
 
 def _precision(path: str, module: nn.Module) -> tuple[str, list[tuple[str, str]], list[str]]:
@@ -104,7 +104,8 @@ def _driver() -> str:
 
 
 @cache
-def _sources() -> str:
+def sources() -> str:
+    """Return a digest of the texts of this package that run on the device or check what does."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.rglob("*")):
         if file.is_file() and file.suffix != ".pyc":

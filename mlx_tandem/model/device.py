@@ -116,6 +116,7 @@ import mlx.core as mx  # noqa: E402
 
 _CORES = os.cpu_count() or 1  # asking the system takes 10 to 50 µs, which every step on a CPU would pay
 _set_threads = ctypes.CDLL(OPENBLAS).openblas_set_num_threads if OPENBLAS and not _THREADS_WERE_CHOSEN else None
+_every_core_always = False
 
 
 Kind = Literal["cpu", "cuda", "metal"]
@@ -224,10 +225,30 @@ def blas_threads(every_core: bool) -> None:
     """Set how many threads BLAS uses for the next operations: every core, or half of them.
 
     Large products of prompts gain from every core; the small products of decoding gain nothing from more than half
-    of them. Nothing changes where OPENBLAS_NUM_THREADS is set.
+    of them. Nothing changes where OPENBLAS_NUM_THREADS is set, or after `always_use_every_core`.
     """
-    if _set_threads is not None:
+    if _set_threads is not None and not _every_core_always:
         _set_threads(_CORES if every_core else max(1, _CORES // 2))
+
+
+def always_use_every_core() -> None:
+    """Have BLAS use every core from now on. `blas_threads` does nothing any more.
+
+    The number of threads belongs to the process, so another model in it, as a draft model is, would change the order
+    of sums of a model under `--deterministic`.
+    """
+    global _every_core_always
+    blas_threads(every_core=True)
+    _every_core_always = True
+
+
+def blas() -> str:
+    """Return the version and the kernels of OpenBLAS, and the number of its threads; empty where another BLAS is."""
+    if OPENBLAS is None:
+        return ""
+    library = ctypes.CDLL(OPENBLAS)
+    library.openblas_get_config.restype = ctypes.c_char_p
+    return f"{library.openblas_get_config().decode()}, {library.openblas_get_num_threads()} threads"
 
 
 def leave_thread() -> None:

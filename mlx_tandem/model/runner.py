@@ -497,7 +497,6 @@ def _keep_order(runner: MLXRunner, caches: Sequence[PagedCache]) -> None:
     """Turn off what computes a number differently in another step, if the caches keep an order of sums."""
     if not any(cache.keeps_order for cache in caches):
         return
-    runner.queue.every_core = True
     runner.rectangles.common_offsets = False
     if not compiles():
         runner.compiled.compiles, runner.compiled.untraced = False, 0

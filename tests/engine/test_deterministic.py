@@ -9,20 +9,24 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec import structs
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import SpeculationConfig
+from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.learning import WHOLE, Batch, Datum, LossConfig, TrainerSpec, Truncation
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model import device
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.deterministic.check import check
 from mlx_tandem.training.device.trainers import MLXTrainers
-from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from mlx_tandem.types import AdapterRef, EngineInfo, Request, SamplingParams
 from tests import tiny_models
 from tests.engine.harness import Loop
 from tests.engine.learning import finish
 from tests.engine.mlx_engine import Engine, make_engine
+from tests.engine.test_draft_model import drafts_of, speculation
 from tests.kernels import shim
 
 RANKS = (4, 8)
@@ -157,6 +161,25 @@ def test_drafts_change_no_bit(served: tuple[Engine, list[Request], Said]) -> Non
     assert said(loop, asked) == expected
 
 
+def test_a_draft_model_changes_no_number_of_threads(
+    tmp_path: Path, served: tuple[Engine, list[Request], Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of BLAS threads belongs to the process, in which the draft model has steps of its own."""
+    engine, asked, expected = served
+    smaller = make_engine(tiny_models.make(tmp_path, "qwen3", seed=1), num_blocks=160, max_num_seqs=16, max_loras=0)
+    chosen: list[int] = []
+    monkeypatch.setattr(device, "_set_threads", chosen.append)
+    loop = engine.loop()
+    proposer = loop.scheduler.drafting.proposer = speculation(drafts_of(smaller, seats=16))
+    some = [r for r in asked if r.adapter is None]
+    for request in some:
+        loop.add(request)
+    loop.run()
+    assert proposer.counts.all.drafted > 0
+    assert said(loop, some) == {r.id: expected[r.id] for r in some}
+    assert not chosen
+
+
 def test_random_companies_change_no_bit(served: tuple[Engine, list[Request], Said]) -> None:
     engine, asked, expected = served
     rng = np.random.default_rng(5)
@@ -195,6 +218,7 @@ def test_without_the_option_bits_differ(tmp_path: Path) -> None:
 )
 def test_families_and_types_of_numbers(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
     engine, names = serve(tmp_path, family, **more)
+    check(engine.built.runner, engine.built.info)
     asked = requests(names, count=6)
     expected = alone(engine, asked)
     for loop in (engine.run(asked), engine.run(asked, chunks=9, stagger=2)):
@@ -205,6 +229,7 @@ def test_a_kernel_that_reads_the_pool(tmp_path: Path) -> None:
     """The kernel of GPUs, here on the CPU: each query is a row of its own, for prompts and in a trainer, too."""
     engine, names = serve(tmp_path, backends=[Fused("cuda", shim.maker())])
     assert all(own.kernel is not None for own in engine.built.deterministic.attention)
+    check(engine.built.runner, engine.built.info)
     asked = requests(names, count=5)
     expected = alone(engine, asked)
     loop = engine.run(asked, chunks=9, stagger=1)
@@ -311,6 +336,49 @@ def test_a_model_whose_bits_depend_on_company_is_not_served(
     engine, _ = serve(tmp_path, deterministic=False)
     with pytest.raises(ModelError, match="--deterministic: on this device, a prompt of this model has other logprobs"):
         check(engine.built.runner, engine.built.info)
+
+
+LITTLE_ROOM = [
+    {"max_num_seqs": 1},
+    {"max_num_seqs": 2},
+    {"max_model_len": 30},
+    {"blocks": 6},
+    {"blocks": 3},
+    {"blocks": 6, "max_num_seqs": 1, "max_model_len": 20},
+]
+
+
+def with_room(info: EngineInfo, max_num_seqs: int = 16, max_model_len: int = 1024, blocks: int = 160) -> EngineInfo:
+    pools = tuple(structs.replace(pool, num_blocks=blocks) for pool in info.memory.pools)
+    memory = structs.replace(info.memory, pools=pools)
+    return structs.replace(info, max_num_seqs=max_num_seqs, max_model_len=max_model_len, memory=memory)
+
+
+def test_an_engine_with_little_room_is_checked_too(tmp_path: Path, served: tuple[Engine, list[Request], Said]) -> None:
+    engine, _ = serve(tmp_path, deterministic=False)
+    for room in LITTLE_ROOM:
+        check(served[0].built.runner, with_room(served[0].built.info, **room))
+        with pytest.raises(ModelError, match="a prompt of this model has other logprobs"):
+            check(engine.built.runner, with_room(engine.built.info, **room))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("dots1", {"n_routed_experts": 64, "num_experts_per_tok": 4}),
+        ("glm4_moe", {"n_routed_experts": 64, "num_experts_per_tok": 4}),
+        ("exaone_moe", {"num_experts": 64, "num_experts_per_tok": 4}),
+        ("seed_oss", {"tie_word_embeddings": True}),
+    ],
+)
+def test_products_outside_of_linears_are_noticed_at_start(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Gates of experts, or the output head, are products that are not cut into tiles. The gates are in the last layer,
+    so that other bits show at their own position only.
+    """
+    folder = tiny_models.make(tmp_path, family, hidden_size=256, **changes)
+    engine = make_engine(folder, num_blocks=64, max_num_seqs=1, deterministic=True)
+    with pytest.raises(ModelError, match="a prompt of this model has other logprobs"):
+        engine.built.warm_up(CostModel())
 
 
 def test_a_forced_back_end_of_attention_is_refused(tmp_path: Path) -> None:

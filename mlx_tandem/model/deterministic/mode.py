@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +19,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model import cpu, device
 from mlx_tandem.model.attention import fused
 from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.choices import sources
 from mlx_tandem.model.deterministic.attention import OrderedAttention, WholeCache
 from mlx_tandem.model.deterministic.products import TiledDeltas, let_learn, use_tiles
 from mlx_tandem.model.footprint import bucket, linears
@@ -25,6 +27,7 @@ from mlx_tandem.model.kernels.division import Division
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.probe import Examined
+from mlx_tandem.types import EngineInfo
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +100,13 @@ def check_layers(found: Examined, *, by_kernel: bool) -> None:
 def prepare(config: EngineConfig, model: LoadedModel) -> None:
     """Have the products of a model's linears computed in tiles; call it before the model is cloned.
 
+    From now on all models of this process use the same number of BLAS threads.
+
     Raises:
         ModelError: The settings or the device do not allow it.
     """
     check_settings(config, model)
-    device.blas_threads(every_core=True)
+    device.always_use_every_core()
     sizes = use_tiles(model.module, model.dtype)
     log.info("products are computed in tiles of %s rows", "; ".join(", ".join(map(str, each)) for each in sizes))
 
@@ -128,6 +133,23 @@ def of(
         adapters = mx.float32 if device.is_cpu() else model.dtype
         deltas = TiledDeltas.of(rank, linears(model.module).values(), adapters)
     return Deterministic(tuple(kinds[shape] for shape in layers), tuple(shape.window for shape in layers), deltas)
+
+
+def arithmetic(info: EngineInfo) -> str:
+    """Return everything besides the model, its settings of keys and the tokens that decides bits of keys and values.
+
+    What others have kept on the drive is of use only to an engine for which this is the same.
+    """
+    parts = (
+        "deterministic",
+        f"sources {sources()}",
+        f"mlx {version('mlx')}",
+        f"mlx-lm {version('mlx-lm')}",
+        info.device,
+        device.blas(),
+        f"adapters of rank {bucket(info.max_lora_rank)}",
+    )
+    return ", ".join(filter(None, parts))
 
 
 def compiles() -> bool:

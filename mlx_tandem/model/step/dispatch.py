@@ -21,12 +21,10 @@ class DispatchQueue:
         one_at_a_time: Whether a part is dispatched only when the part before it is done; it is built meanwhile. Where
             MLX's own operations write and operations in flight hold their inputs, a write dispatched behind a read of
             the pool would copy the pool. Whether the device needs this is measured at start (`overlap.py`).
-        every_core: Whether products use every core of a CPU whatever the number of tokens.
     """
 
     def __init__(self) -> None:
         self.one_at_a_time = device.is_cpu()
-        self.every_core = False
         self._waiting: deque[Part] = deque()
         self._running: Part | None = None
 
@@ -64,5 +62,5 @@ class DispatchQueue:
         while self._waiting and not (self.one_at_a_time and self._running is not None):
             self._running = self._waiting.popleft()
             if self.one_at_a_time:
-                device.blas_threads(every_core=self.every_core or self._running.prompt_tokens >= MANY_TOKENS)
+                device.blas_threads(every_core=self._running.prompt_tokens >= MANY_TOKENS)
             mx.async_eval(self._running.marker)

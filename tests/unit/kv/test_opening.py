@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ from mlx_tandem.kv.disk.opening import Opening
 from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.model import device
 from tests.api.scripted import INFO
 
 NAMESPACE = Namespace("", "", "float32", 16)
@@ -41,10 +43,12 @@ def opened(settings: EngineConfig, namespace: Namespace = NAMESPACE) -> tuple[Op
     return opening, made[1]
 
 
-def base_of(settings: EngineConfig, dtype: str, cache: CacheConfig, groups: int = 1) -> bytes:
+def base_of(
+    settings: EngineConfig, dtype: str, cache: CacheConfig, groups: int = 1, quantization: str | None = None
+) -> bytes:
     """What the blocks of an engine with these settings have in common."""
     called = threading.Event()
-    info = replace(INFO, dtype=dtype, block_size=cache.block_size)
+    info = replace(INFO, dtype=dtype, block_size=cache.block_size, quantization=quantization)
     each = [AttentionGroup(BlockPool(8, cache.block_size), 1024) for _ in range(groups)]
     _, opening = _open_blocks(replace(settings, cache=cache), info, each, called.set)
     assert opening is not None and called.wait(30)
@@ -91,6 +95,45 @@ def test_an_engine_that_keeps_its_keys_in_another_way_finds_nothing(
     bases = [base_of(settings, *each) for each in [(dtype, cache), *(o for o in others if o != (dtype, cache))]]
     assert len(set(bases)) == len(bases)
     assert base_of(settings, dtype, cache) == bases[0] != base_of(settings, dtype, cache, groups=2)
+
+
+def test_an_engine_that_rounds_differently_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--deterministic` keys have the same bits whoever computed them, and so have those from the drive."""
+    default = config(tmp_path, DiskCacheConfig(dir=str(tmp_path / "kv")))
+    exact = replace(default, deterministic=True)
+
+    def base(settings: EngineConfig, quantization: str | None = None) -> bytes:
+        return base_of(settings, "float32", CacheConfig(), quantization=quantization)
+
+    bases = [
+        base(settings, kind)
+        for settings in (default, exact)
+        for kind in (None, "4-bit affine", "4-bit affine, unpacked")
+    ]
+    assert base(exact) == bases[3]
+    for name, other in (
+        ("mlx_tandem.model.deterministic.mode.sources", lambda: "other"),
+        ("mlx_tandem.model.deterministic.mode.version", lambda package: "9.9" if package == "mlx" else "1"),
+        ("mlx_tandem.model.device.blas", lambda: "OpenBLAS 9.9, 3 threads"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, other)
+            bases.append(base(exact))
+            assert base(default) == bases[0]
+    assert len(set(bases)) == len(bases)
+
+
+@pytest.mark.skipif(device.OPENBLAS is None, reason="another BLAS computes here")
+def test_the_number_of_threads_is_part_of_what_blas_is() -> None:
+    set_threads = ctypes.CDLL(device.OPENBLAS).openblas_set_num_threads
+    before = device.blas()
+    number = int(before.split()[-2])
+    try:
+        set_threads(number + 1)
+        assert device.blas() == before.replace(f", {number} threads", f", {number + 1} threads") != before
+    finally:
+        set_threads(number)
+    assert device.blas() == before
 
 
 def test_nothing_is_kept_unless_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
