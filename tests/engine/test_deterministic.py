@@ -134,6 +134,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, list[Reque
     return engine, asked, alone(engine, asked)
 
 
+@pytest.mark.promise("DET-1")
 @pytest.mark.parametrize(
     "way",
     [{}, {"chunks": 7}, {"stagger": 3}, {"piggybacked": 16}, {"depth": 0}, {"blocks": 16, "chunks": 11}],

@@ -36,7 +36,7 @@ import httpx
 import yaml
 
 from mlx_tandem.cli.bench import machine
-from mlx_tandem.cli.bench.serve import write
+from mlx_tandem.cli.outputs import write_json
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.store import manifests, records
 from mlx_tandem.training.store.checkpoints import Checkpoints
@@ -515,7 +515,7 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if args.json_out:
         about = {"seed": args.seed, "jobs": args.jobs, "interval": INTERVAL, "updates_of_a_course": args.updates}
-        write(args.json_out, about | result | machine.describe())
+        write_json(args.json_out, about | result | machine.describe())
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def test_parallm_learns_while_serving(workplace: Workplace, command: str) -> Non
         for name in ("rl_trajectories_collected", "rl_training_loss", "rl_updates_per_second", "lora_swaps_total"):
             assert f"\nmlx_parallm_{name}" in metrics
         assert "\nmlx_parallm_checkpoint_saves_total" in metrics
-        back = workplace.run("tandem checkpoints rollback checkpoint-300 --url http://127.0.0.1:8000", port)
+        back = workplace.run("tandem checkpoints rollback checkpoint-300 --yes --url http://127.0.0.1:8000", port)
         assert (back.returncode, back.stdout[:7]) == (0, "back at"), back.stderr
 
 
@@ -296,7 +296,7 @@ def test_jans_benchmarks(workplace: Workplace, jans_server: running) -> None:
         assert shown in done.stdout
     nobody = f"127.0.0.1:{free_port()}"
     done = workplace.run("python3 simple_bench.py", 0, "--url", f"http://{nobody}", below="scripts")
-    assert (done.returncode, done.stderr) == (1, f"tandem: no server answers at {nobody}: Connection refused\n")
+    assert (done.returncode, done.stderr) == (1, f"tandem: no server answers at {nobody}: Connection refused (--url)\n")
 
 
 def test_jans_quick_benchmark(workplace: Workplace, jans_server: running) -> None:

@@ -69,6 +69,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--max-model-len 4096", "engine.model.max_model_len", 4096),
     ("--random-weights", "engine.model.random_weights", True),
     ("--images --no-images", "engine.model.images", False),
+    ("--unpack-weights --no-unpack-weights", "engine.model.unpack_weights", False),
     ("--chat-template t.jinja", "server.chat_template", "t.jinja"),
     ("--chat-template '{{ messages }}'", "server.chat_template", "{{ messages }}"),
     ("--tool-call-parser hermes", "server.tool_call_parser", "hermes"),

@@ -130,7 +130,7 @@ def test_images_can_be_turned_off(tmp_path: Path) -> None:
 def test_without_mlx_vlm_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_vision.make(tmp_path / "model", "llava")
     monkeypatch.setattr(library, "is_installed", lambda: False)
-    assert "mlx-tandem[vision]" in refusal(load(folder))
+    assert "pip install -e '.[vision]'" in refusal(load(folder))
 
 
 def test_a_text_model_has_no_part_for_images(tmp_path: Path) -> None:
