@@ -287,7 +287,7 @@ class Course:
             return
         names = {p.name for p in folder.iterdir()}
         checkpoints = Checkpoints(folder, 1)
-        for name in sorted(names - {"journal", ".lock"}):
+        for name in sorted(names - {"journal", ".lock", "history.jsonl"}):
             if name.startswith((".new-", ".old-")):
                 continue
             try:
