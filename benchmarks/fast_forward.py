@@ -83,6 +83,11 @@ GROWTH = 1.25
 """A process may hold so many times as many objects, and as much memory, as after its first hour."""
 
 
+CHANCE = 0.2
+"""A mean reward may fall by this much by chance: two standard deviations of the mean of some two dozen answers, each of
+which is right or wrong."""
+
+
 class Plan:
     """The events of a simulated day and their times, which depend on the seed alone."""
 
@@ -443,7 +448,7 @@ def judged(found: Found, plan: Plan) -> list[str]:
     """Return what should not have been."""
     faults = []
     end = found.rewards[-1] if found.rewards else 0.0
-    if end < found.start:
+    if end < found.start - CHANCE:
         faults.append(f"the reward fell from {found.start:.3f} to {end:.3f}")
     for name, most in MOST.items():
         if found.most.get(name, 0) > most:

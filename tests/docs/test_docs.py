@@ -562,7 +562,7 @@ def test_the_readme_in_the_order_of_a_reader(tmp_path: Path, monkeypatch: pytest
     readme = [block for block in blocks() if block.page == "README.md"]
     assert readme[0].text == "make serve\n"
     *before, serve = run(
-        ["make", "--dry-run", "--no-print-directory", f"--file={ROOT / 'Makefile'}", "serve"], ROOT
+        ["make", "--dry-run", "--no-print-directory", "ARGS=", f"--file={ROOT / 'Makefile'}", "serve"], ROOT
     ).splitlines()[-2:]
     assert before == ["mkdir -p adapters"]
     (tmp_path / "adapters").mkdir()

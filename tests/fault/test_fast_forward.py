@@ -21,5 +21,5 @@ def test_what_falls_or_grows_is_a_fault() -> None:
     plan = Plan(0, 2.0, 0)
     good = Found(start=0.5, rewards=[0.3, 0.5], most={"buffered": 256, "tasks": 4}, grown={"objects": 1.1})
     assert judged(good, plan) == []
-    for change in ({"rewards": [0.6, 0.49]}, {"most": {"tasks": 1000}}, {"grown": {"memory": 2.0}}, {"rewards": []}):
+    for change in ({"rewards": [0.6, 0.29]}, {"most": {"tasks": 1000}}, {"grown": {"memory": 2.0}}, {"rewards": []}):
         assert judged(Found(**(vars(good) | change)), plan), change
