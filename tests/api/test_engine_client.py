@@ -390,7 +390,7 @@ def test_a_loop_whose_clock_jumps_an_hour_ends_nothing():
 
 
 def test_counters_are_read_from_the_engine_that_is_there(monkeypatch: pytest.MonkeyPatch):
-    """Those of an engine that is gone are forgotten, and one that says nothing is not waited for."""
+    """The counters of an engine that is gone are forgotten, and nobody waits for an engine that does not answer."""
 
     async def body(client, peer, engine):
         peer.say(Heartbeat(EngineStats(steps=7)), Occupancy(running=3))
@@ -575,7 +575,7 @@ def test_of_what_an_engine_wrote_the_end_is_kept(capfd: pytest.CaptureFixture[st
 def test_what_an_engine_logs_is_logged_here(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a record of the same logger and level, so that one setting forms all lines; other text is passed on."""
+    """A line becomes a record of the same logger and level, so one setting forms all lines. Other text is passed on."""
     program = (
         "import sys; write = sys.stderr.write; write('WARNING mlx_tandem.engine.drafting: drafts are off %s\\n'); "
         "write('    ValueError: why\\n'); write('WARNING other: text\\n'); "

@@ -26,7 +26,7 @@ from tests.commands import ROOT, free_port
 PROGRAM = [sys.executable, "-c", "from mlx_tandem.cli.programs import mlx_server as main; main()"]
 KEY = "key-of-this-session"
 READY = ("http server listening", "server is listening", "server started", "ready to accept")
-"""What a line on standard output has to contain, in lower case, so that the plugin goes on. It awaits nothing else."""
+"""The words, in lower case, of the line on standard output for which the plugin waits. It waits for nothing else."""
 
 SMALL = ["--num-blocks", "512"]
 

@@ -31,7 +31,7 @@ def marked(source: str) -> Iterator[str]:
 
 
 def faults(table: Mapping[str, str], found: set[str]) -> list[str]:
-    """What the table and the marks do not say of each other."""
+    """Return the ids for which the table and the marks disagree, each with how they do."""
     told = [f"{id} has no test, and no reason" for id, why in table.items() if not why and id not in found]
     told += [f"{id} has a test, and a reason why it has none" for id, why in table.items() if why and id in found]
     return told + [f"{id} is not in the table" for id in sorted(found - table.keys())]

@@ -394,7 +394,7 @@ def test_who_asks_is_told_of_all_that_was_said_before(front: Front) -> None:
 
 
 def test_blocks_that_were_not_written_are_counted_once_wherever_that_was_decided(front: Front) -> None:
-    """Those that the drive refused, and those that were reused before it could have them."""
+    """Blocks that the drive refused count as dropped, and so do blocks that were reused before they were written."""
     drive = DiskStats(*[1] * 8, 30, *[1] * 4, 1.0, False, False, "")
     front.core._opening = cast(Any, SimpleNamespace(cache=SimpleNamespace(stats=lambda: drive)))
     saves, reads = SimpleNamespace(unsaved=9), SimpleNamespace(hit_tokens=4)

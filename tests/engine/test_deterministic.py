@@ -263,7 +263,7 @@ def trainers_of(engine: Engine) -> MLXTrainers:
 
 
 def drawn(loop: Loop, asked: list[Request]) -> list[Datum]:
-    """What the requests drew, as a trainer is given it."""
+    """Return the tokens and logprobs that the requests drew, in the form that a trainer takes."""
     data = []
     for r in asked:
         tokens, p = loop.tokens[r.id, 0], r.params

@@ -66,7 +66,7 @@ def test_kernels_write_the_pool_in_each_of_them(metal: Metal) -> None:
 
 @short_blocks
 def test_a_chunk_that_waits_on_the_way_is_safe(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is dispatched on the way is in order, too."""
+    """The work that is dispatched before a step is complete runs in order, too."""
     monkeypatch.setattr(metal.runner, "pauses", Pauses(16))
     launched = steps.decode(metal), steps.first_chunk(metal), steps.decode_others(metal)
     metal.launch(*launched)  # constants are computed when they are first met

@@ -47,7 +47,7 @@ def test_what_is_right_and_faster_is_taken(right: Fused) -> None:
 
 
 def _contiguous(factor: float, shape: LayerShape, rows: int, context: int) -> float:
-    """Of a device that is fast for many rows, and for one as much as the kernels times this factor."""
+    """Return the seconds of MLX's attention over contiguous keys: long for many rows, `factor` times ours for one."""
     return 1e-5 * (factor if rows == 1 else 9.0)
 
 
