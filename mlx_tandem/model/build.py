@@ -169,8 +169,8 @@ def _build(
     started = time.monotonic()
     limit = device.memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
-    model = _load_unread(config, limit, report)
-    subject = _check_fit(config, limit, model, given)
+    model, unread = _load_unread(config, limit, report)
+    subject = _subject(config, model, unread, given)
     again = kept.find(subject) if kept is not None and given is None else None
     given = given or again
     _read_weights(config, model, report)
@@ -304,8 +304,7 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
         ModelError: The model cannot be served with these settings on this device.
     """
     limit = device.memory_limit(config.memory_limit_gb)
-    model = _load_unread(config, limit, lambda stage, fraction: None)
-    found = examine(config, model, evaluate=False)
+    model, found = _load_unread(config, limit, lambda stage, fraction: None)
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
     )
@@ -327,26 +326,27 @@ def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> N
         mode.prepare(config, model)
 
 
-def _load_unread(config: EngineConfig, limit: Limit, report: Report) -> LoadedModel:
-    """Return the model with its weights unread, and on a CPU unpacked where everything fits into `limit` then."""
+def _load_unread(config: EngineConfig, limit: Limit, report: Report) -> tuple[LoadedModel, probe.Examined]:
+    """Return the model with its weights unread, on a CPU unpacked where everything fits into `limit` then, and what it
+    caches. Raise ModelError if it does not fit.
+    """
     mtp = config.speculation.method == "mtp"
     packed = load_unread(config.model, report, mtp=mtp)
     model = unpack_for_cpu(packed, config.model, limit.size)
-    if model is not packed:
-        try:
-            _estimate(config, limit, model)
-        except ModelError as e:
-            log.warning("its weights stay packed, which is slow on a CPU: unpacked, %s", e.message)
-            return load_unread(config.model, report, mtp=mtp)
-    return model
+    try:
+        return model, _estimate(config, limit, model)
+    except ModelError as e:
+        if model is packed:
+            raise
+        log.warning("its weights stay packed, which is slow on a CPU: unpacked, %s", e.message)
+    packed = load_unread(config.model, report, mtp=mtp)
+    return packed, _estimate(config, limit, packed)
 
 
-def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Choices | None) -> Subject:
-    """Raise ModelError when the device has too little memory for the model or `given` is for another one.
-
-    It is called before any weight is read. Return the subject that choices are made for.
+def _subject(config: EngineConfig, model: LoadedModel, found: probe.Examined, given: Choices | None) -> Subject:
+    """Return the subject that choices are made for. Raise ModelError if drafts are asked for that the model cannot
+    verify, or if `given` is for another subject. It is called before any weight is read.
     """
-    found = _estimate(config, limit, model)
     if config.speculation.method != "none" and not verifies_drafts(model, found):
         raise ModelError(
             f"model_type {model.model_type!r} {NO_DRAFTS}: it is served without --spec-decode", param="speculation"
