@@ -64,6 +64,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _memory_limit_of_mlx() -> Iterator[None]:
+    """Fail if a module's tests leave MLX a smaller memory limit. MLX on a CPU would slow down under it, or stop."""
+    import mlx.core as mx
+
+    limit = mx.set_memory_limit(1 << 40)
+    mx.set_memory_limit(limit)
+    yield
+    assert mx.set_memory_limit(limit) == limit
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     """One server on the built-in model, shared by all tests that do not harm it."""
