@@ -2,7 +2,7 @@
 
     python -m benchmarks.fast_forward --json-out benchmarks/results/fast_forward.json
 
-Learner, journal, checkpoints, guard, recorder, registry and reward workers are the server's own classes, in processes
+Learner, database, checkpoints, guard, recorder, registry and reward workers are the server's own classes, in processes
 of their own that are killed (SIGKILL) at random moments and started again; `tests/simulated.py` has the engine,
 which dies at random moments, too. The clock is given, and nothing sleeps. The server's bounds are made smaller so that
 a day reaches all of them. Prompts change by the hour: their kind, how hard they are, how often they come, whether one
@@ -39,8 +39,8 @@ from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.config import CheckpointingConfig, Config, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.errors import TandemError
 from mlx_tandem.training import trajectories
-from mlx_tandem.training.online import history, loop, prompts
-from mlx_tandem.training.store import journal
+from mlx_tandem.training.online import learner, loop, prompts, states
+from mlx_tandem.training.store import database, rows
 from tests.simulated import HOPELESS, KINDS, LEVELS, POLICY, Server, Weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,20 +49,23 @@ RATE = 0.03
 TOO_FAST = 8.0
 """So many times the rate the operator sets for some hours, which destroys the policy."""
 
-FEW = {"LARGE": 64 << 10, "BEHIND": 32 << 10, "SEEN_IDS": 1024, "RECORDED": 64, "MOST": 50, "REMEMBERED": 16}
-"""Bounds of the server, made smaller so that a day reaches them: bytes of a journal, and of what waits for the drive,
-ids, prompts, reports, names of adapters that are gone.
+FEW = {"BEHIND": 32 << 10, "SEEN_IDS": 1024, "RECORDED": 64, "MOST_UPDATES": 50, "MOST_PAST": 50, "REMEMBERED": 16}
+"""Bounds of the server, made smaller so that a day reaches them: bytes that wait for the drive, ids, prompts, updates,
+trajectories that are past, names of adapters that are gone.
 """
 
 BUFFER = 256
 KEEP = 3
+
+STORE = database.Database.write
+"""The server's own way to write to the database."""
 
 MOST: dict[str, float] = {
     "buffered": BUFFER,
     "ids": max(FEW["SEEN_IDS"], 2 * BUFFER),
     "prompts recorded": FEW["RECORDED"],
     "prompts waiting": 64,
-    "reports": FEW["MOST"],
+    "reports": FEW["MOST_UPDATES"],
     "versions": 3 + KEEP + 5,
     "names": 1 + KEEP + 4,
     "names' versions": 3 + KEEP + 5 + KEEP + 4,
@@ -70,8 +73,9 @@ MOST: dict[str, float] = {
     "means": 3 + KEEP + 5,
     "adapters in the engine": 3 + KEEP + 6,
     "checkpoints": KEEP + 4,
-    "files": 4 * (KEEP + 4) + 8,
-    "journal bytes": 2 * FEW["LARGE"] + 400 * BUFFER + 100 * FEW["SEEN_IDS"],
+    "files": 4 * (KEEP + 4) + 2 * states.KEPT + 8,
+    "database bytes": 1 << 20,
+    "log bytes": 8 << 20,
     "bytes not written": 2 * FEW["BEHIND"],
     "manifest bytes": 16 << 10,
     "tasks": 40,
@@ -151,7 +155,6 @@ class Found:
     full: int = 0  # requests while the drive was full
     updates: int = 0
     rollbacks: int = 0
-    journals: int = 0
     scale: float = 0.0
 
     def see(self, life: dict[str, Any]) -> None:
@@ -225,6 +228,14 @@ class Life:
             os.write(fd, data[: len(data) // 2])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return os.write(fd, data)
+
+    def stored(self, store: database.Database, statements: Sequence[database.Statement]) -> None:
+        """Write to the database, or nothing when the drive is full."""
+        self.point()
+        if self._plan.is_full(self.now):
+            raise files.StorageError("database or disk is full")
+        STORE(store, statements)
+        self.point()
 
     # -- its course -------------------------------------------------------------------------------------------------
 
@@ -303,7 +314,6 @@ class Life:
             "compared": status.compared,
             "difference": status.difference,
             "stopped": "" if status.running else status.reason or "for no reason",
-            "journals": journal_number(self._folder / "checkpoints" / "journal"),
             "scale": status.learning_rate / self._config.rl_training.learning_rate,
         }
         self._write("hour", about)
@@ -331,7 +341,7 @@ def counted(server: Server, folder: Path) -> dict[str, float]:
     learning, inner = server.learning, server.learning.learner
     ledger, judging, names = inner._learner.ledger, inner._learner.judging, server.models.registry
     there = sizes_of(folder)
-    log = ledger._journal
+    writer = ledger._writer
     return {
         "buffered": len(ledger.buffer),
         "ids": len(ledger.buffer.seen),
@@ -346,8 +356,9 @@ def counted(server: Server, folder: Path) -> dict[str, float]:
         "adapters in the engine": max(len(server.engine.memory), len(server.engine.known)),
         "checkpoints": sum(p.name == "manifest.json" for p in there),
         "files": len(there),
-        "journal bytes": sum(size for p, size in there.items() if p.parent.name == "journal"),
-        "bytes not written": sum(map(len, log._pending)) if log is not None else 0,
+        "database bytes": sum(size for p, size in there.items() if p.name == database.NAME),
+        "log bytes": sum(size for p, size in there.items() if p.name == f"{database.NAME}-wal"),
+        "bytes not written": writer.waiting_bytes if writer is not None else 0,
         "manifest bytes": max((size for p, size in there.items() if p.name == "manifest.json"), default=0),
         "tasks": len(asyncio.all_tasks()),
         "descriptors": len(os.listdir("/dev/fd")),
@@ -364,11 +375,6 @@ def sizes_of(folder: Path) -> dict[Path, int]:
     return found
 
 
-def journal_number(folder: Path) -> int:
-    """Return how many journals there have been; each begins with what its predecessor left."""
-    return max(int(p.stem.removeprefix("journal-")) for p in folder.glob("journal-*.log"))
-
-
 def sizes() -> dict[str, float]:
     """Return the size of this process: objects that refer to others, and the most memory so far in MiB."""
     gc.collect()
@@ -381,17 +387,19 @@ def small(life: Life) -> Iterator[None]:
     """Make the server's bounds smaller, let the loop wait for nothing, and let the drive be what the plan says."""
     with contextlib.ExitStack() as stack:
         for module, name in (
-            (journal, "LARGE"),
-            (journal, "BEHIND"),
+            (database, "BEHIND"),
             (registry, "REMEMBERED"),
             (trajectories, "SEEN_IDS"),
             (prompts, "RECORDED"),
-            (history, "MOST"),
+            (learner, "MOST_UPDATES"),
+            (rows, "MOST_UPDATES"),
+            (rows, "MOST_PAST"),
         ):
             stack.enter_context(patch.object(module, name, FEW[name]))
         stack.enter_context(patch.object(loop, "RETRY_SECONDS", 0.0))
         stack.enter_context(patch.object(loop, "POLL_SECONDS", 0.0))
         stack.enter_context(patch.object(files.DISK, "write", life.wrote))
+        stack.enter_context(patch.object(database.Database, "write", lambda *given: life.stored(*given)))
         yield
 
 
@@ -435,7 +443,7 @@ def _take(found: Found, lines: Sequence[dict[str, Any]]) -> None:
     for line in lines:
         if line["what"] == "hour":
             found.see(line)
-            for name in ("updates", "rollbacks", "scale", "journals"):
+            for name in ("updates", "rollbacks", "scale"):
                 setattr(found, name, line[name])
             if line["stopped"]:
                 found.faults.append(f"learning had stopped at {line['now'] / HOUR:.2f} hours: {line['stopped']}")

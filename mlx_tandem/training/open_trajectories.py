@@ -160,10 +160,13 @@ class OpenTrajectories:
         entry = self.close(id)
         if entry is None or not entry.begun.size:
             return None
-        for other in self._open.values():
-            if other.begun.group == entry.begun.group:
-                other.begun = msgspec.structs.replace(other.begun, size=other.begun.size - 1)
+        for other, begun in self.of_group(entry.begun.group):
+            self._open[other].begun = msgspec.structs.replace(begun, size=begun.size - 1)
         return entry.begun.group
+
+    def of_group(self, group: str) -> list[tuple[str, Beginning]]:
+        """Return the ids and the beginnings of the open trajectories of a group."""
+        return [(id, entry.begun) for id, entry in self._open.items() if entry.begun.group == group]
 
     @property
     def held(self) -> Iterator[tuple[str, float, Beginning, list[Exchange]]]:

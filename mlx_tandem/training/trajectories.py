@@ -13,7 +13,7 @@ from itertools import accumulate, groupby
 from typing import Any, Literal
 
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from mlx_tandem import limits
 from mlx_tandem.engine.learning import WHOLE, Truncation
@@ -126,6 +126,7 @@ def staleness(versions: Iterable[int], current_version: int, exempt: Container[i
 @dataclass
 class _Group:
     size: int  # how many it will have had; 0: nobody knows
+    place: int  # higher: it comes later
     arrived: int = 0
     members: list[Trajectory] = field(default_factory=list)
 
@@ -188,6 +189,15 @@ class Taken(Struct, frozen=True):
     stale: tuple[str, ...]  # ids of what was dropped for its age
 
 
+@dataclass
+class Changes:
+    """What has changed in a buffer since it was written down."""
+
+    groups: dict[str, None] = field(default_factory=dict)  # names of those that may have other members or another place
+    gone: dict[str, DropReason] = field(default_factory=dict)  # trajectories that the buffer itself has dropped
+    forgotten: dict[str, None] = field(default_factory=dict)  # ids that are no longer known
+
+
 class Buffer:
     """At most `capacity` trajectories, by group, each handed out at most once.
 
@@ -203,11 +213,18 @@ class Buffer:
         self.counts = Counts()
         self._groups: OrderedDict[str, _Group] = OrderedDict()  # in the order of their first member
         self._group_of: dict[str, str] = {}
-        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._seen: OrderedDict[str, int] = OrderedDict()  # positions, which ascend
         self._usable = 0
+        self._place = self._position = 0  # the highest ever given
+        self._changes = Changes()
 
     def __len__(self) -> int:
         return len(self._group_of)
+
+    @property
+    def most_ids(self) -> int:
+        """Most ids that are remembered."""
+        return max(SEEN_IDS, 2 * self.capacity)
 
     @property
     def usable(self) -> int:
@@ -229,6 +246,36 @@ class Buffer:
         """Ids that will not be taken again, oldest first."""
         return tuple(self._seen)
 
+    def changed(self) -> Changes:
+        """Return what has changed since the last call."""
+        changes, self._changes = self._changes, Changes()
+        return changes
+
+    def position(self, id: str) -> int:
+        """Return where an id is in the order in which ids are forgotten; 0: it is forgotten."""
+        return self._seen.get(id, 0)
+
+    def group(self, name: str) -> tuple[int, int] | None:
+        """Return the size to `add` a group's members with, and its place among the groups; None: there is no group."""
+        group = self._groups.get(name)
+        return None if group is None else (group.size_left, group.place)
+
+    def restore(
+        self, held: Iterable[tuple[Trajectory, int, int]], seen: Iterable[tuple[str, int]], counts: Counts
+    ) -> None:
+        """Bring an empty buffer to where another one was, whose trajectories had these sizes and places and whose ids
+        these positions. What there is no room for any longer is dropped.
+        """
+        for trajectory, size, place in held:
+            self._place = place - 1  # the first member of a group takes the next place
+            self.add(trajectory, size)
+        own = self.counts
+        self.counts = replace(counts, dropped_overflow=counts.dropped_overflow + own.dropped_overflow)
+        self._seen = OrderedDict(seen)
+        self._position = max(self._seen.values(), default=0)
+        self._place = max((group.place for group in self._groups.values()), default=0)
+        self._changes.forgotten.clear()
+
     def knows(self, id: str) -> bool:
         """Return whether a trajectory with this id was seen before, so that it is not taken again."""
         return id in self._seen or id in self._group_of
@@ -247,11 +294,16 @@ class Buffer:
             oldest = next((name for name in self._groups if name != trajectory.group), trajectory.group)
             before = len(self)
             if is_across(oldest):
-                self.remove([self._groups[oldest].members[0].id])
+                first = self._groups[oldest].members[0].id
+                self.remove([first])
+                self._changes.gone[first] = "overflow"
             else:
-                self._remove(oldest)
+                self._remove(oldest, "overflow")
             self.counts.dropped_overflow += before - len(self)
-        group = self._groups.setdefault(trajectory.group, _Group(size))
+        group = self._groups.get(trajectory.group)
+        if group is None:
+            group = self._groups[trajectory.group] = _Group(size, self._next_place())
+        self._changes.groups[trajectory.group] = None
         self._usable -= len(group.members) if group.usable else 0
         group.members.append(trajectory)
         group.arrived += 1
@@ -259,16 +311,18 @@ class Buffer:
         self._usable += len(group.members) if group.usable else 0
         if group.complete and not group.varies:
             self.counts.skipped_groups += 1
-            self._remove(trajectory.group)
+            self._remove(trajectory.group, "equal_rewards")
         return True
 
     def remember(self, ids: Iterable[str]) -> None:
         """Trajectories with these ids are not taken from now on."""
         for id in ids:
-            self._seen[id] = None
+            self._position += 1
+            self._seen[id] = self._position
             self._seen.move_to_end(id)
-        while len(self._seen) > max(SEEN_IDS, 2 * self.capacity):
-            self._seen.popitem(last=False)
+            self._changes.forgotten.pop(id, None)
+        while len(self._seen) > self.most_ids:
+            self._changes.forgotten[self._seen.popitem(last=False)[0]] = None
 
     def take(self, count: int, current_version: int, max_staleness: int, exempt: Container[int] = (0,)) -> Taken:
         """Whole groups in the order in which they began, until there are `count` trajectories or no usable group is
@@ -302,14 +356,15 @@ class Buffer:
         if group is None or group.arrived >= group.size:
             return
         group.size -= 1
+        self._changes.groups[name] = None
         self._usable += len(group.members) if group.usable else 0
         if group.complete and not group.varies:
             self.counts.skipped_groups += 1
-            self._remove(name)
+            self._remove(name, "equal_rewards")
 
     def remove(self, ids: Iterable[str]) -> None:
         """Take out those of `ids` that wait here; their siblings stay, unless nothing can be learned from them."""
-        touched: dict[str, None] = {}  # in the order of `ids`: a replayed journal moves groups as its update did
+        touched: dict[str, None] = {}  # in the order of `ids`: groups move as the update was made of them
         for id in ids:
             name = self._group_of.pop(id, None)
             if name is not None:
@@ -319,17 +374,24 @@ class Buffer:
                 self._usable += len(group.members) if group.members and group.usable else 0
                 touched[name] = None
         for name in touched:
+            self._changes.groups[name] = None
             group = self._groups[name]
             if not group.members:
                 del self._groups[name]
             elif group.complete and not group.varies:
                 self.counts.skipped_groups += 1
-                self._remove(name)
+                self._remove(name, "equal_rewards")
             elif is_across(name):
                 self._groups.move_to_end(name)  # it never ends: others have their turn, too
+                group.place = self._next_place()
 
-    def _remove(self, name: str) -> None:
+    def _next_place(self) -> int:
+        self._place += 1
+        return self._place
+
+    def _remove(self, name: str, reason: DropReason) -> None:
         group = self._groups.pop(name)
         self._usable -= len(group.members) if group.usable else 0
         for t in group.members:
             del self._group_of[t.id]
+            self._changes.gone[t.id] = reason

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlx_tandem import limits
-from mlx_tandem.training.store.journal import Journal
-from mlx_tandem.training.store.records import Added
 from mlx_tandem.training.trajectories import Trajectory
+from tests import stored
 from tests.api.learns import SORT, collect, learning_config, trajectories
 from tests.serving import ROOT, RunningServer, serving
 from tests.streams import data_of, until_token
@@ -28,14 +27,8 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
         yield running
 
 
-def journal(folder: Path) -> list[Added]:
-    """What the journal of a server that has ended has."""
-    _, records = Journal.open(folder / "checkpoints" / "journal")
-    return [r for r in records if isinstance(r, Added)]
-
-
 def collected(folder: Path) -> dict[str, Trajectory]:
-    return {r.trajectory.id: r.trajectory for r in journal(folder)}
+    return stored.trajectories(folder / "checkpoints")
 
 
 def events(text: str) -> list[dict]:
@@ -168,7 +161,7 @@ def test_what_is_collected_is_what_was_said(tmp_path):
     first, second = (found[c["trajectory_id"]] for c in shared)
     assert first.group == second.group != found[scored[0]["trajectory_id"]].group
     assert first.metadata == metadata
-    sizes = {r.trajectory.id: r.size for r in journal(tmp_path)}
+    sizes = stored.sizes(tmp_path / "checkpoints")
     assert [sizes[c["trajectory_id"]] for c in scored] == [4] * 4
     assert [sizes[c["trajectory_id"]] for c in shared] == [0, 0]  # more may join them
 
@@ -207,12 +200,12 @@ def test_what_has_no_score_is_not_collected(tmp_path):
         assert 'tandem_training_reward_failures_total{kind="raised"}' in metrics
         last = collect(server, scoring_function=None, n=2, metadata={"fine": True, "seconds": 0.5})
     assert set(collected(tmp_path)) == {c["trajectory_id"] for c in (*scored, *last)} | some
-    assert {r.size for r in journal(tmp_path) if r.trajectory.id in some} == {len(some)}
+    assert {size for id, size in stored.sizes(tmp_path / "checkpoints").items() if id in some} == {len(some)}
 
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_what_is_too_old_already_says_so(tmp_path, shown):
-    """Here what the first version answers, two versions later; in the reply, the status, the metrics and the journal.
+    """Here what the first version answers, two versions later; in the reply, the status, the metrics and the database.
     The base's answers are never too old: when they are learned from, their logprobs say how far away they are."""
     config = learning_config(tmp_path, max_staleness=1, scoring_function="contains")
     fields = {"scoring_function": "contains" if shown else None}
@@ -251,7 +244,9 @@ def test_what_is_too_old_already_says_so(tmp_path, shown):
         with serving(config) as server:
             status = server.client.get("/v1/training/status").json()
             assert status["dropped_stale"] == 6 and status["advice"], "restarts do not forget"
-    assert set(collected(tmp_path)) == {c["trajectory_id"] for c in fresh}
+    found = stored.states(tmp_path / "checkpoints")
+    assert {id for id in found if found[id] == "waiting"} == {c["trajectory_id"] for c in fresh}
+    assert sorted(found.values()) == ["learned"] * 11 + ["stale"] * 5 + ["waiting"] * 8
 
 
 @pytest.mark.parametrize(

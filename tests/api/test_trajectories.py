@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_tandem.training.store import records
-from mlx_tandem.training.store.records import Added
 from mlx_tandem.training.trajectories import Trajectory
+from tests import stored
 from tests.api.learns import SORT, learning_config
 from tests.serving import RunningServer, serving
 
@@ -34,15 +32,8 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 
 
 def collected(id: str) -> Trajectory:
-    """What the journal of the running server has."""
-    (path,) = (FOLDER[-1] / "checkpoints" / "journal").glob("journal-*.log")
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        found, _ = records.read(path, fd, int(path.stem.removeprefix("journal-")))
-    finally:
-        os.close(fd)
-    (trajectory,) = [r.trajectory for r in found if isinstance(r, Added) and r.trajectory.id == id]
-    return trajectory
+    """What the database of the running server has."""
+    return stored.trajectories(FOLDER[-1] / "checkpoints")[id]
 
 
 def ask(server: RunningServer, messages: list[dict[str, Any]], **fields: Any) -> Any:

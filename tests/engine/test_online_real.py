@@ -98,8 +98,8 @@ class Process:
     async def end(self, *, suddenly: bool = False) -> None:
         if suddenly:
             ledger = self.learner._learner.ledger
-            assert ledger._journal is not None
             self.learner.stop()
+            ledger.saved.database.close()
             ledger.checkpoints.close()
         else:
             await self.learner.close()
@@ -127,7 +127,7 @@ def test_an_engine_that_is_killed_during_an_update_changes_nothing(tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_next_process_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
-    """After two updates there is a checkpoint; the third is computed again from the journal."""
+    """From the newest state of the trainer, after which the third update is computed again if it is not in it."""
     whole, _ = run(tmp_path, tmp_path / "whole")
 
     async def go() -> str:

@@ -5,8 +5,8 @@ python -m tests.fault.kill_learning --kills 200 --json-out benchmarks/results/ki
 A client outside the server posts updates of a fixed course, each with trajectories of its own ids, until the server
 has acknowledged it; `kill -9` comes at random moments of start, update, publish and checkpoint, to the whole server, to
 its engine, to its front, or in the middle of a drain. While it is dead every checkpoint must be whole. Once it is back
-every version that it lists must have the content that this number has in the undisturbed run, the last versions that
-were acknowledged must be among them, and the updates done must be those that were sent, each once. At the end of a
+every version that it lists must have the content that this number has in the undisturbed run, the last version that
+was acknowledged must be among them, and the updates done must be those that were sent, each once. At the end of a
 course the trainer's files must be those of the undisturbed run, byte for byte.
 """
 
@@ -19,6 +19,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,17 +39,25 @@ import yaml
 from mlx_tandem.cli.bench import machine
 from mlx_tandem.cli.outputs import write_json
 from mlx_tandem.files import StorageError
-from mlx_tandem.training.store import manifests, records
+from mlx_tandem.training.store import manifests
 from mlx_tandem.training.store.checkpoints import Checkpoints
-from mlx_tandem.training.store.records import Began, Ended
+from mlx_tandem.training.store.database import NAME, Database
 
 ROOT = Path(__file__).parents[2]
 INTERVAL = 4  # updates from one checkpoint to the next
-RECENT = 3  # versions that are always kept
 READY_SECONDS = 120.0
 KINDS = ("server", "engine", "front", "drain")
 SETTLE_SECONDS = 10.0
-EVENTS = ("began", "published", "checkpoint begins", "checkpoint there", "new journal", "old goes")
+EVENTS = ("began", "published", "checkpoint begins", "checkpoint there", "state begins", "old goes")
+
+
+PREFIXES = {
+    "checkpoint begins": ".new-",
+    "checkpoint there": "checkpoint-",
+    "state begins": ".state-",
+    "old goes": ".old-",
+}
+"""What the names of the folders begin with that show an event."""
 
 
 class Wrong(AssertionError):
@@ -261,8 +270,7 @@ class Course:
         """The first of what must be there that is not; empty: it is all there."""
         checkpoints = [name for name in status["available_checkpoints"] if name.startswith("checkpoint-")]
         saved = [int(name.removeprefix("checkpoint-").partition(".")[0]) + 1 for name in checkpoints]
-        recent = range(max([1, *saved, status["version"] - RECENT + 1]), status["version"] + 1)
-        for number in [*saved, *recent]:  # older ones end with the process that has them
+        for number in [*saved, status["version"]]:  # others end with the process that has them, unless a state has them
             if not server.answers(f"policy@{number}") or server.digest(number) != self.known[number]:
                 return f"version {number}"
         return next((name for name in checkpoints if not server.answers(name)), "")
@@ -287,8 +295,8 @@ class Course:
             return
         names = {p.name for p in folder.iterdir()}
         checkpoints = Checkpoints(folder, 1)
-        for name in sorted(names - {"journal", ".lock", "history.jsonl"}):
-            if name.startswith((".new-", ".old-")):
+        for name in sorted(names - {".lock"}):
+            if name.startswith((".new-", ".old-", ".state-", NAME)):
                 continue
             try:
                 checkpoints.verify(name)
@@ -297,10 +305,8 @@ class Course:
                 raise Wrong(f"{name} is torn: {e}") from e
         if any(name.startswith((".new-", ".old-")) for name in names):
             self.hit["checkpoint under way"] += 1
-        elif len([p for p in (folder / "journal").glob("*") if p.suffix == ".log"]) != 1:
-            self.hit["journal under way"] += 1
         else:
-            self.hit["update under way" if _begun(folder) else "between updates, or start"] += 1
+            self.hit[_found(folder)] += 1
 
     def finish(self, server: Server) -> dict[str, str]:
         """Hashes of the trainer's files after the last update."""
@@ -317,18 +323,24 @@ class Course:
         return {f: hashlib.sha256((self.folder / name / f).read_bytes()).hexdigest() for f in files}
 
 
-def _begun(folder: Path) -> bool:
-    """Whether the journal's last update has not ended."""
-    (path,) = (folder / "journal").glob("*.log")
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        found, _ = records.read(path, fd, int(path.stem.rpartition("-")[2]))
-        updates = [r for r in found if isinstance(r, Began | Ended)]
-        return bool(updates) and isinstance(updates[-1], Began)
-    except StorageError as e:
-        raise Wrong(str(e)) from e
-    finally:
-        os.close(fd)
+def _found(folder: Path) -> str:
+    """What was under way, by a copy of the database: reading would bring what the kill has left in order."""
+    with tempfile.TemporaryDirectory() as copy:
+        for path in folder.glob(f"{NAME}*"):
+            if not path.name.endswith("-shm"):
+                shutil.copy(path, copy)
+        if not (Path(copy) / NAME).exists():
+            return "before anything"
+        try:
+            database = Database.open(Path(copy))
+            begun = database.rows("SELECT count(*) FROM updates WHERE outcome IS NULL")[0][0]
+            states = {folder for (folder,) in database.rows("SELECT folder FROM states")}
+            database.close()
+        except StorageError as e:
+            raise Wrong(f"the database is torn: {e}") from e
+    if {p.name for p in folder.glob(".state-*")} != states:
+        return "state under way"
+    return "update under way" if begun else "between updates, or start"
 
 
 class Killer:
@@ -389,12 +401,10 @@ def _traces(server: Server, event: str) -> set[str]:
         if event == "published":
             return {str(i) for i in range(server.log.read_bytes().count(b"adapter published"))}
         if event == "began":
-            return {f"{p.name}:{p.stat().st_size}" for p in (folder / "journal").iterdir() if p.suffix == ".log"}
-        if event == "new journal":
-            return {p.name for p in (folder / "journal").iterdir()}
+            log = (folder / f"{NAME}-wal").stat()
+            return {f"{log.st_size}:{log.st_mtime_ns}"}
         names = {p.name for p in folder.iterdir()}
-        prefix = {"checkpoint begins": ".new-", "checkpoint there": "checkpoint-", "old goes": ".old-"}[event]
-        return {name for name in names if name.startswith(prefix)}
+        return {name for name in names if name.startswith(PREFIXES[event])}
     return set()
 
 

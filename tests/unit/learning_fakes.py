@@ -247,6 +247,10 @@ class Server:
         return tuple(map(ord, str(prompt)))
 
 
+async def nothing(*_: object) -> None:
+    """Take over nothing."""
+
+
 def died() -> EngineDied:
     return EngineDied("the engine ended")
 

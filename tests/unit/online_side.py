@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.files import StorageError
 from mlx_tandem.training.online.online import OnlineLearner
+from mlx_tandem.training.store.database import Database, Statement
 from tests.unit.learning_fakes import Client, Points, Server, group
 
 TRAINER = "policy"
@@ -57,9 +60,8 @@ class Side:
         loop.set_default_executor(last)
         ledger = self.learner._learner.ledger
         ledger.checkpoints.close()
-        if ledger._journal is not None and ledger._journal._fd >= 0:
-            os.close(ledger._journal._fd)
-            ledger._journal._fd = -1
+        if ledger._database is not None:
+            ledger._database.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -95,6 +97,18 @@ async def running(
         yield side
     finally:
         await side.learner.close()
+
+
+@contextlib.contextmanager
+def full_drive() -> Iterator[None]:
+    """The drive takes nothing for the database."""
+
+    def write(self: Database, statements: Sequence[Statement]) -> None:
+        raise StorageError("database or disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Database, "write", write)
+        yield
 
 
 async def feed(side: Side, numbers: Sequence[int], updates: int) -> None:

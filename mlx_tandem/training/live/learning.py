@@ -316,7 +316,7 @@ class Learning(Serving):
         self.spawn(self.list_checkpoints())
 
     async def close(self) -> None:
-        """Cancel all jobs and tasks and end the learner. The next start continues from the journal."""
+        """Cancel all jobs and tasks and end the learner. The next start continues from the database."""
         if self._closed:
             return
         self._closed = True

@@ -32,7 +32,7 @@ Reason = Literal["stale", "no_score", "empty", "storage_error", "superseded"]
 """The reason why a choice is not collected.
 
 stale: the versions that made it are too old. no_score: the reward function gave it no score. empty: it has no tokens.
-storage_error: the journal could not be written. superseded: another request has gone on with its trajectory meanwhile.
+storage_error: the database could not be written. superseded: another request has gone on with its trajectory meanwhile.
 """
 
 
@@ -146,7 +146,7 @@ class Recorder:
                 return [_collected(id if going is None else going.id, dropped.get(id)) for id in ids]
             (score,) = await self._scores(said)
             fresh = score is None or await learner.later.reward(going.id, score)
-        except TandemError as e:  # Serving continues without a journal.
+        except TandemError as e:  # Serving continues without the database.
             log("trajectories not kept", error=e.message)
             return [_collected(id, "storage_error") for id in ids]
         return [_collected(going.id, None if fresh else "stale") | {"score": score}]
@@ -208,7 +208,7 @@ class Recorder:
             stale = await asyncio.gather(
                 *(learner.add(group, 0 if collect.shared or self._n == 1 else len(group)) for group in scored if group)
             )
-        except TandemError as e:  # Serving continues without a journal.
+        except TandemError as e:  # Serving continues without the database.
             log("trajectories not collected", error=e.message)
             return scores, dropped | {t.id: "storage_error" for group in scored for t in group}
         return scores, dropped | dict.fromkeys(frozenset[str]().union(*stale), "stale")

@@ -1,21 +1,21 @@
-"""Looking whether the folder of checkpoints and journal is still there."""
+"""Looking whether the folder of checkpoints and database is still there."""
 
 from __future__ import annotations
 
 import asyncio
 
 from mlx_tandem.files import StorageError
-from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.database import Database
 
 LOOK_SECONDS = 0.2
 """Most seconds for which somebody waits for a look at the drive."""
 
 
 class Folder:
-    """The folder of a journal, which is None until it has been opened. Belongs to one event loop."""
+    """The folder of a database, which is None until it has been opened. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self.journal: Journal | None = None
+        self.database: Database | None = None
         self._look: asyncio.Task[None] | None = None
         self._error = ""  # by the last look
 
@@ -30,10 +30,10 @@ class Folder:
         return self._error
 
     async def _check(self) -> None:
-        journal, error = self.journal, ""
-        if journal is not None and not journal.is_closed:
+        database, error = self.database, ""
+        if database is not None and not database.is_closed:
             try:
-                await asyncio.to_thread(journal.check)
+                await asyncio.to_thread(database.check)
             except StorageError as e:
-                error = "" if journal.is_closed else e.message
+                error = "" if database.is_closed else e.message
         self._error = error

@@ -22,7 +22,6 @@ from mlx_tandem.training.online.serving import Serving
 from mlx_tandem.training.online.trial import Reference, Trial
 from mlx_tandem.training.online.versions import Versions
 from mlx_tandem.training.store.checkpoints import BEST
-from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterRef, AdapterSource
 
@@ -83,15 +82,16 @@ class Judging:
         comparison = self.trial.comparison
         return f"worse than the accepted version by {-comparison.mean:.3g} on {comparison.count} prompts"
 
-    async def find_accepted(self, manifest: Manifest | None, client: EngineClient) -> None:
-        """Let a new engine have the accepted version. It is that of the newest checkpoint, `manifest`, where none was
-        accepted or its checkpoint is gone.
+    async def find_accepted(self, client: EngineClient) -> None:
+        """Let a new engine have the accepted version: that of the newest checkpoint where none was accepted or the
+        accepted one's checkpoint is gone.
         """
         trial, checkpoints = self.trial, self._ledger.checkpoints
         names = {info.name for info in self._ledger.listed}
         if trial.accepted is None or trial.accepted.checkpoint not in names:
-            found = manifest is not None and manifest.name != BEST and manifest.version > 0
-            trial.begin(Reference(manifest.name, manifest.version, manifest.digest) if manifest and found else None)
+            newest = next((i for i in self._ledger.listed if i.name != BEST), None)
+            found = newest is not None and newest.version > 0
+            trial.begin(Reference(newest.name, newest.version, newest.digest) if newest and found else None)
         if trial.candidate is not None and trial.candidate.checkpoint not in names:
             trial.candidate = None
         accepted = trial.accepted

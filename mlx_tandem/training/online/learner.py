@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import asdict, replace
@@ -21,20 +20,20 @@ from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, NotFound, TandemError
 from mlx_tandem.files import StorageError
-from mlx_tandem.training.online import advantages, baselines, recovery, update
-from mlx_tandem.training.online.history import History
+from mlx_tandem.training.online import advantages, baselines, takeover, update
 from mlx_tandem.training.online.judging import Judging
-from mlx_tandem.training.online.ledger import Ledger, set_aside
+from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.policy import Behind, PolicyTrainer
 from mlx_tandem.training.online.prompts import Scorer
-from mlx_tandem.training.online.recovery import GOOD
 from mlx_tandem.training.online.reference import ReferencePolicy
 from mlx_tandem.training.online.saving import Saver
 from mlx_tandem.training.online.serving import Serving, UpdateReport
+from mlx_tandem.training.online.states import States, Way
 from mlx_tandem.training.online.update import Finding, Pending
 from mlx_tandem.training.online.versions import Versions
 from mlx_tandem.training.store.checkpoints import BEST, CheckpointInfo
-from mlx_tandem.training.store.records import Began, Ended, Record
+from mlx_tandem.training.store.records import GOOD, Began, Ended
+from mlx_tandem.training.store.rows import MOST_UPDATES
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
@@ -52,14 +51,15 @@ class Learner:
     ) -> None:
         self.ledger = Ledger(config)
         self.versions = Versions(client, serving)
-        self.trainer = PolicyTrainer(config, client, self.versions)
-        self.past = History(Path(config.checkpointing.checkpoint_dir))
-        self.history: deque[UpdateReport] = self.past.updates
+        self.states = States(self.ledger, config.rl_training.adapter)
+        self.trainer = PolicyTrainer(config, client, self.versions, self.states)
+        self.history: deque[UpdateReport] = deque(maxlen=MOST_UPDATES)
+        """The reports of the last updates, oldest first."""
         self.judging = Judging(config.rl_training, self.ledger, self.versions, serving, rewards, clock)
         self._config, self._training = config, config.rl_training
         self.client, self._serving, self._clock = client, serving, clock
         self.reference = ReferencePolicy(config.rl_training, client, self.trainer, self.ledger)
-        self.saver = Saver(config, client, serving, self.ledger, self.versions, self.trainer, self.judging)
+        self.saver = Saver(config, client, serving, self.ledger, self.versions, self.trainer, self.judging, self.states)
         self._was_up = False
         self._epoch = -1  # client.restarts of the engine that the trainer lives in
         self._is_open = False
@@ -90,32 +90,33 @@ class Learner:
     async def bring_up(self) -> None:
         """Open a trainer on the engine that runs now, and serve a version of it.
 
-        Both are exactly where the last ones were, unless updates since the checkpoint have to be computed again for
+        Both are exactly where the last ones were, unless updates since the newest state have to be computed again for
         that, which `catch_up` does.
         """
         self._is_open, self._behind, self._epoch = False, None, self.client.restarts
         self.saver.saved = ""
-        manifest, records, held = await self.ledger.open()
+        if not self.ledger.is_open:
+            reports = await self.ledger.open(lambda manifest: takeover.take_over(self.ledger, manifest))
+            self.history.extendleft(reversed(reports))
+            await asyncio.to_thread(takeover.clear, self.ledger.checkpoints.folder)
+            await self.states.read()
         if not self._was_up:
-            await self.past.read()
             await asyncio.to_thread(self.judging.validation.read, self._training, self.client.info)
             self.judging.live.means.update(self.ledger.counters.means)
             self._was_up = True
-        folder = "" if manifest is None else str(self.ledger.checkpoints.path(manifest.name))
-        highest = max(self.ledger.counters.last_version, 0 if manifest is None else manifest.version)
-        todo = records if self.trains and held is not None else ()
-        self._behind = await self.trainer.begin(manifest, folder, todo, held or 0, highest)
+        start = await self.states.start()
+        highest = max([self.ledger.counters.last_version, *(s.version for s in self.states)])
+        folders = {i.digest: str(self.ledger.checkpoints.path(i.name)) for i in reversed(self.ledger.listed)}
+        if not self.trains:
+            start = start._replace(way=start.way._replace(updates=()))
+        self._behind = await self.trainer.begin(start, folders, highest)
+        if start.is_lost:
+            where = "the very beginning" if start.way.base is None else start.way.base.folder
+            log.warning("updates lost", extra={"fields": {"continues from": where}})
         if not self.trainer.left:
             await self.catch_up()
         if self.judging.compares and self.trains:
-            await self.judging.find_accepted(manifest, self.client)
-        if held is None:
-            log.warning(
-                "journal of another checkpoint", extra={"fields": {"checkpoint": getattr(manifest, "name", "")}}
-            )
-            if self.trains:
-                await set_aside(self.ledger)
-                await self.saver.checkpoint(None)  # from here on both tell the same story again
+            await self.judging.find_accepted(self.client)
 
     async def catch_up(self) -> None:
         """Take the trainer, which is not up, to exactly where the last one was, and serve its version."""
@@ -124,7 +125,12 @@ class Learner:
         behind, self._behind = self._behind, None
         if behind is not None:
             await self.trainer.catch_up(behind)
+            head = self.versions.head
+            if head is not None:
+                self.saver.saved = _twin(self.ledger.listed, head.ref.digest, self.trainer.step)
             self._is_open = True
+            if self.ledger.unsaved and self.trains:
+                await self.saver.try_to_keep()  # so that nothing of it is computed a third time
 
     @property
     def trains(self) -> bool:
@@ -159,7 +165,7 @@ class Learner:
         pending.attempts += 1
         started = time.monotonic()
         try:
-            if not pending.written:  # the journal gets everything that the result depends on
+            if not pending.written:  # the database gets everything that the result depends on
                 pending.began = await self.reference.filled(pending.began)
                 self.ledger.begin(pending)
             await self.ledger.flush()
@@ -240,9 +246,9 @@ class Learner:
         elif finding.outcome == "kept":
             self.versions.head = self.judging.validation.present = None
         digest = "" if ready is None else ready.info.digest
-        self.ledger.end(Ended(self.trainer.step, report.outcome, digest, report.version))
         counters.last_update = self._clock()
-        self.past.append(report)
+        self.ledger.end(Ended(self.trainer.step, report.outcome, digest, report.version), report)
+        self.history.append(report)
         self._serving.updated(report, pending.trajectories)
         bad = report.outcome in ("rolled_back", "refused", "skipped")
         log.log(logging.WARNING if bad else logging.INFO, f"update {report.outcome}", extra={"fields": asdict(report)})
@@ -267,14 +273,17 @@ class Learner:
 
     async def _tidy(self) -> None:
         """Do what may wait, and whose failing changes nothing."""
+        kept = self.saver.kept(self.ledger.listed)
+        self.judging.live.keep(kept)
+        self.ledger.counters.means = self.judging.live.means
         try:
             await self.ledger.flush()
-        except StorageError as e:  # it is written again with the next record
-            log.error("journal not written", extra={"fields": {"error": e.message}})
-        kept = self.saver.kept(self.ledger.listed)
+        except StorageError as e:  # it is written with what comes next
+            log.error("update not written", extra={"fields": {"error": e.message}})
         await self.versions.retire_except(kept)
-        self.judging.live.keep(kept)
         self.judging.arms.updated()
+        if self.states.is_due:
+            await self.saver.try_to_keep()
 
     # -- versions -------------------------------------------------------------------------------------------------
 
@@ -301,41 +310,37 @@ class Learner:
         self.ledger.counters.trial.begin(None)  # whoever wants it back does not want it compared with another
         return await self._go(way)
 
-    async def _way_to(self, to: str | None) -> _Way:
+    async def _way_to(self, to: str | None) -> _Goal:
         """Return how the trainer gets to what `to` names, with the optimiser of that time. Raises NotFound.
 
-        A version lies in a checkpoint, or the journal's updates since the newest checkpoint lead to it. None names the
-        accepted version, or the newest one before this one.
+        A version lies in a checkpoint, or a state and the updates after it lead to it. None names the accepted version,
+        or the newest one before this one.
         """
         names = await asyncio.to_thread(self._before) if to is None else [to]
         for name in names:
             folder, digest = await asyncio.to_thread(self.find, name)
-            if folder:
-                return _Way(folder, digest)
-            manifest, records, held = await self.ledger.read()
-            most = recovery.updates_to(records, held, digest) if held is not None else 0
-            if held is not None and most:
-                folder = "" if manifest is None else str(self.ledger.checkpoints.path(manifest.name))
-                return _Way(folder, digest, records, held, most)
+            way = None if folder else await self.states.way(digest)
+            if folder or way is not None:
+                return _Goal(folder, digest, way)
         raise NotFound(
-            f"the optimiser of version {names[-1]} is gone, since a later one was saved as a checkpoint: POST "
-            "/model/switch-lora serves that version; training can go back to a checkpoint or to a later version",
+            f"the optimiser of version {names[-1]} is gone, since no checkpoint and none of the newest states has it: "
+            "POST /model/switch-lora serves that version; training can go back to a checkpoint or to a later version",
             param="to",
             code="version_not_found",
         )
 
-    async def _go(self, way: _Way) -> AdapterRef:
-        folder, digest = way.folder, way.digest
+    async def _go(self, goal: _Goal) -> AdapterRef:
         self._is_open = False  # until both sides tell the same story again
-        if way.most:
-            await self.trainer.go_back(folder, way.records, way.held, way.most)
-            folder = ""
+        if goal.way is not None:
+            await self.trainer.follow(goal.way)
         else:
-            await self.trainer.open(folder, digest)
-        self.saver.saved = _twin(self.ledger.listed, Path(folder).name, digest, self.trainer.step) if folder else ""
+            await self.trainer.open(goal.folder)
         info = await self.client.publish_trainer(self.trainer.name)
-        ref = self.versions.publish(info, folder)
+        ref = self.versions.publish(info, goal.folder)
         self.judging.validation.present = None
+        self.ledger.drop_pending()
+        await self.saver.keep()  # from here on it is durable
+        self.saver.saved = _twin(self.ledger.listed, goal.digest, self.trainer.step)
         await self.saver.checkpoint(None, guards=True)
         self._is_open = True
         log.warning("rolled back", extra={"fields": {"version": ref.version}})
@@ -364,26 +369,21 @@ class Learner:
         return self.versions.find(to, self.trainer.name, self.ledger.checkpoints, self.ledger.listed)
 
 
-def _twin(listed: Sequence[CheckpointInfo], name: str, digest: str, step: int) -> str:
-    """Return the checkpoint with the state of the checkpoint `name` that can become the newest again; empty: none.
+def _twin(listed: Sequence[CheckpointInfo], digest: str, step: int) -> str:
+    """Return the newest checkpoint with this content that can become the newest again; empty: none.
 
-    The best one is a copy of another.
+    The best one is a copy of another, and one that is made for the guard goes when the guard needs it no more.
     """
-    if name != BEST:
-        return name
-    return next((i.name for i in listed if i.name != BEST and (i.digest, i.step) == (digest, step)), "")
+    found = [i for i in listed if i.name != BEST and (i.digest, i.step) == (digest, step)]
+    return next((i.name for i in sorted(found, key=lambda i: i.guards)), "")
 
 
-class _Way(NamedTuple):
-    """How the trainer gets back to some content: from the checkpoint in `folder` (empty: from the very beginning), by
-    the first `most` updates of the journal that the checkpoint does not hold.
-    """
+class _Goal(NamedTuple):
+    """Where the trainer goes back to: a checkpoint's folder (empty: none has the content), or a way."""
 
     folder: str
     digest: str
-    records: Sequence[Record] = ()
-    held: int = 0
-    most: int = 0
+    way: Way | None
 
 
 class _Ready(NamedTuple):

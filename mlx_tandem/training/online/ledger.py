@@ -1,35 +1,30 @@
-"""The durable half of the loop: journal, buffer, checkpoints and counters, which always tell the same story."""
+"""The durable half of the loop: buffer, updates, counters, states and checkpoints, in memory and on the drive alike."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from mlx_tandem.config import Config, RLTrainingConfig
-from mlx_tandem.training.online import advantages, baselines, recovery
+from mlx_tandem.config import Config
+from mlx_tandem.training.online import advantages, baselines, counters
+from mlx_tandem.training.online.counters import Counters
 from mlx_tandem.training.online.folder import Folder
-from mlx_tandem.training.online.recovery import Counters
+from mlx_tandem.training.online.serving import UpdateReport
 from mlx_tandem.training.online.update import Pending
 from mlx_tandem.training.open_trajectories import OpenTrajectories
 from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
-from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.database import Database, Statement, Writer
 from mlx_tandem.training.store.manifests import Manifest
-from mlx_tandem.training.store.records import (
-    Added,
-    Began,
-    Compared,
-    Dropped,
-    Ended,
-    Forgotten,
-    Kept,
-    Opened,
-    Record,
-)
+from mlx_tandem.training.store.records import GOOD, Ended, Kept
+from mlx_tandem.training.store.rows import Rows
+from mlx_tandem.training.store.saved import Saved
+from mlx_tandem.training.store.schema import TrajectoryState
 from mlx_tandem.training.trajectories import Buffer, Counts, DropReason, Trajectory, staleness
 
 log = logging.getLogger(__name__)
@@ -43,7 +38,11 @@ class Accepted(NamedTuple):
 
 
 class Ledger:
-    """Belongs to one event loop. `open` comes before everything else, and again for each new engine."""
+    """Belongs to one event loop. `open` comes before everything else.
+
+    Every change is made in memory and put to the writer at once; `flush` brings it to the drive. What another process
+    reads from the drive is what this one had in memory at a flush.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -51,101 +50,72 @@ class Ledger:
         self.checkpoints = Checkpoints(Path(checkpointing.checkpoint_dir), checkpointing.keep_n_checkpoints)
         self.listed: Sequence[CheckpointInfo] = ()
         """Newest first."""
+        self.rows = Rows(training.adapter)
         self.buffer = Buffer(training.trajectory_buffer_size)
-        self.waiting = _nothing_waits(self._config.rl_training)
+        self.waiting = OpenTrajectories(training.open_trajectories, training.open_trajectory_s)
         """Trajectories whose reward is still missing."""
         self.counters = Counters()
         self.pending: Pending | None = None
         """The update that has begun and not ended."""
-        self._journal: Journal | None = None
+        self.unsaved = 0
+        """Updates whose step stands and that no state of the trainer holds."""
         self.folder = Folder()
-        """The watch that notices when the journal is no longer there."""
+        """The watch that notices when the database is no longer there."""
+        self._database: Database | None = None
+        self._writer: Writer | None = None
         self._saving: asyncio.Task[CheckpointInfo] | None = None
-        self._late: list[tuple[Trajectory, int] | str] | None = None  # what comes in while the journal is read
+        self._is_open = False
+        self._place = 0  # the highest of an open trajectory
         self._told = Counts()  # what reports of updates have told
 
     @property
     def is_open(self) -> bool:
-        """Whether the journal is open."""
-        return self._journal is not None
-
-    @property
-    def is_large(self) -> bool:
-        """Whether the journal should begin again, which a checkpoint lets it do."""
-        return self._journal is not None and self._journal.is_large
+        """Whether the database is open and read."""
+        return self._is_open
 
     @property
     def is_behind(self) -> bool:
         """Whether the drive has taken nothing for so long that nothing more should be collected."""
-        return self._journal is not None and self._journal.is_behind
+        return self._writer is not None and self._writer.is_behind
 
-    async def open(self) -> tuple[Manifest | None, Sequence[Record], int | None]:
-        """Bring buffer, counters and `pending` to where checkpoint and journal say.
+    @property
+    def saved(self) -> Saved:
+        """The rows of this ledger's adapter in the open database."""
+        if self._database is None:
+            raise RuntimeError("the database is not open")
+        return Saved(self._database, self.rows.adapter)
 
-        Returns the newest checkpoint, the journal's records, and how many of their updates are in the checkpoint
-        already (None: they belong to another one). Raises StorageError, above all when another process has the folder.
+    async def open(self, take_over: Callable[[Manifest | None], Awaitable[None]]) -> list[UpdateReport]:
+        """Bring buffer, counters and `pending` to where the database says; return the reports of the last updates.
+
+        A new database begins with the newest checkpoint, for which `take_over` is called; what that puts is written in
+        one transaction. Raises StorageError, above all when another process has the folder.
         """
-        first = self._journal is None
-        if self._journal is None:
-            await asyncio.to_thread(self.checkpoints.lock)
-        manifest = await asyncio.to_thread(self.checkpoints.newest)
-        before = self.pending
-        self._late = []
+        await asyncio.to_thread(self.checkpoints.lock)
         try:
-            if self._journal is None:
-                folder, held = self.checkpoints.folder / "journal", self.checkpoints.held
-                journal, records = await asyncio.to_thread(Journal.open, folder, held=held)
-                self._journal = self.folder.journal = journal
-                _log_cut(journal)
-            else:
-                records = await self._journal.replay()
-            self._rebuild(manifest, records, keep_counts=not first)
-        finally:
-            self._late = None
-        if (
-            before is not None
-            and self.pending is not None
-            and self.pending.began.trajectories == before.began.trajectories
-        ):
-            self.pending = before  # which knows how often it was tried, and more
-        self.listed = await asyncio.to_thread(self.checkpoints.list)
-        return manifest, records, recovery.held_already(records, manifest)
-
-    async def read(self) -> tuple[Manifest | None, Sequence[Record], int | None]:
-        """Return what `open` does and change nothing. Raises StorageError."""
-        manifest = await asyncio.to_thread(self.checkpoints.newest)
-        records = await _opened(self).replay()
-        return manifest, records, recovery.held_already(records, manifest)
-
-    def _rebuild(self, manifest: Manifest | None, records: Sequence[Record], keep_counts: bool) -> None:
-        opened = records[0]
-        assert isinstance(opened, Opened)
-        held = recovery.held_already(records, manifest)
-        counters = recovery.counters(manifest)
-        empty = Buffer(self.buffer.capacity), _nothing_waits(self._config.rl_training)
-        counted = counters.records if counters.follows == opened.checkpoint else 0
-        rebuilt = recovery.rebuild(records, *empty, held, counters.counts, counted)
-        counts = self.buffer.counts
-        for late in self._late or ():
-            if isinstance(late, str):
-                rebuilt.buffer.shrink(late)
-            else:
-                rebuilt.buffer.add(*late)
-        self.waiting = self.waiting if keep_counts else rebuilt.waiting
-        self.buffer, self.pending = rebuilt.buffer, rebuilt.pending
-        saved = counters.compared if counters.follows == opened.checkpoint else 0
-        counters.compared = sum(isinstance(record, Compared) for record in records)
-        counters.follows, counters.began = opened.checkpoint, rebuilt.begun
-        counters.course.begin(self._config.rl_training.learning_rate)
-        if held is not None:
-            _follow(self._config.rl_training, counters, records, held, saved)
-        if keep_counts:
-            self.buffer.counts = counts
-            self.counters.follows, self.counters.began = counters.follows, counters.began
-            self.counters.compared = counters.compared
-        else:
-            self.counters = counters
+            self._database = await asyncio.to_thread(Database.open, self.checkpoints.folder, self.checkpoints.held)
+            self._writer = Writer(self._database, lambda: _summary(self))
+            found = await asyncio.to_thread(self.saved.run, Counters)
+            manifest = await asyncio.to_thread(self.checkpoints.newest) if found is None else None
+            self.counters = counters.of_manifest(manifest) if found is None else found
+            self.counters.course.begin(self._config.rl_training.learning_rate)
+            await asyncio.to_thread(_read, self)
+            if found is None:
+                await take_over(manifest)
+                await self.flush()
             self._told = msgspec.structs.replace(self.buffer.counts)
+            self.listed = await asyncio.to_thread(self.checkpoints.list)
+            reports = await asyncio.to_thread(_reports, self)
+        except BaseException:
+            self.checkpoints.close()
+            if self._database is not None:
+                self._database.close()
+            raise
+        self.folder.database = self._database
+        self._is_open = True
+        return reports
+
+    # -- what comes in and what becomes of it ---------------------------------------------------------------------
 
     async def add(self, trajectories: Sequence[tuple[Trajectory, int]]) -> None:
         """Take those trajectories that are new, each with the size of its group (0: nobody knows); they are on the
@@ -153,15 +123,20 @@ class Ledger:
         """
         if self.is_behind:
             await self.flush()
-        journal, overflow = _opened(self), self.buffer.counts.dropped_overflow
+        overflow = self.buffer.counts.dropped_overflow
         for t, size in trajectories:
-            if self.buffer.add(t, size):
-                self.waiting.close(t.id)
-                journal.append(Added(t, size))
-                if self._late is not None:
-                    self._late.append((t, size))
+            self.take_in(t, size)
         _log_dropped("overflow", self.buffer.counts.dropped_overflow - overflow)
-        await journal.flush()
+        await self.flush()
+
+    def take_in(self, trajectory: Trajectory, size: int) -> None:
+        """Take a trajectory if it is new; durable with the next `flush`."""
+        if not self.buffer.add(trajectory, size):
+            return
+        place = self.buffer.group(trajectory.group) or (size, 0)
+        self.put(self.rows.waiting(trajectory, self.buffer.position(trajectory.id), *place))
+        if self.waiting.close(trajectory.id):
+            self.put(*self.rows.closed(trajectory.id))
 
     def is_stale(self, versions: Sequence[int], version: int) -> bool:
         """Return whether a completion by these versions is too old to be learned from, when `version` is trained.
@@ -170,13 +145,13 @@ class Ledger:
         """
         return staleness(versions, version, _exempt(self.listed)) > self._config.rl_training.max_staleness
 
-    def drop_stale(self, trajectories: Sequence[Trajectory]) -> None:
+    def drop_stale(self, ids: Sequence[str]) -> None:
         """Count these, which were too old when they came, and take none of them; durable with the next `flush`."""
-        ids = tuple(t.id for t in trajectories)
         if ids:
-            _forget(self, ids)
-            _opened(self).append(Dropped(ids))
+            _close(self, ids)
+            self.buffer.remove(ids)
             self.buffer.remember(ids)
+            _dropped(self, ids, "stale")
             self.buffer.counts.dropped_stale += len(ids)
             _log_dropped("stale", len(ids))
 
@@ -186,26 +161,36 @@ class Ledger:
         """
         if self.is_behind:
             await self.flush()
-        journal = _opened(self)
         for each in answers:
-            if self.waiting.put(each.id, each.begun, each.exchange, each.at):
-                journal.append(each)
+            self.keep_one(each)
         self.forget(self.waiting.superfluous(max((each.at for each in answers), default=0.0)))
-        await journal.flush()
+        await self.flush()
+
+    def keep_one(self, answer: Kept) -> None:
+        """Keep an answer; durable with the next `flush`."""
+        if self.waiting.put(answer.id, answer.begun, answer.exchange, answer.at):
+            self._place += 1
+            found = self.waiting.get(answer.id)
+            assert found is not None
+            number = len(found.pieces) - 1
+            self.put(*self.rows.answer(answer.id, self._place, answer.at, found.begun, number, answer.exchange))
 
     def forget(self, ids: Sequence[str]) -> None:
         """Count these, which will have no reward, and keep them no longer; durable with the next `flush`."""
         if ids:
-            _forget(self, ids)
-            _opened(self).append(Forgotten(tuple(ids)))
+            _close(self, ids)
             self.buffer.counts.dropped_no_reward += len(ids)
+            self.put()
             _log_dropped("no_reward", len(ids))
 
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
-        """Return groups to learn from, about `count` completions; fewer when there are no more."""
+        """Return groups to learn from, about `count` completions; fewer when there are no more.
+
+        On the drive they wait until `begin` says what they were given to.
+        """
         taken = self.buffer.take(count, version, self._config.rl_training.max_staleness, _exempt(self.listed))
         if taken.stale:
-            _opened(self).append(Dropped(taken.stale))
+            _dropped(self, taken.stale, "stale")
             _log_dropped("stale", len(taken.stale))
         return [list(group) for group in taken.groups]
 
@@ -240,6 +225,8 @@ class Ledger:
         self._told = msgspec.structs.replace(self.buffer.counts)
         return found
 
+    # -- updates --------------------------------------------------------------------------------------------------
+
     def begin(self, pending: Pending, *, write: bool = True) -> None:
         """Note that this update will be done; with `write`, whatever happens, which is durable with the next `flush`.
 
@@ -250,41 +237,58 @@ class Ledger:
             pending.written = False
             self.pending = pending
         if write and not pending.written:
-            _opened(self).append(pending.began)
-            baselines.note(self.counters.baselines, pending.began.rewards)
-            self.counters.began += 1
+            began, number = pending.began, self.counters.updates + 1
+            known = {t.id: t for t in pending.trajectories}
+            learned = (
+                self.rows.learned(id, self.buffer.position(id), number, known.get(id)) for id in began.trajectories
+            )
+            self.put(self.rows.began(number, began), *learned)
+            baselines.note(self.counters.baselines, began.rewards)
             pending.written = True
 
-    def end(self, end: Ended) -> None:
-        """Note that the pending update has come to its end."""
+    def end(self, end: Ended, report: UpdateReport | None = None) -> None:
+        """Note that the pending update has come to its end; durable with the next `flush`."""
         if self.pending is not None:
             self.begin(self.pending)
-        _opened(self).append(end)
-        _note(self._config.rl_training, self.counters, end)
+        self.counters.note(end, self._config.rl_training.guard_false_rollback)
+        self.unsaved += end.outcome in GOOD
+        number = self.counters.updates
+        self.put(*self.rows.ended(number, end, report), self.rows.prune(number))
         self.pending = None
+
+    def drop_pending(self) -> None:
+        """Forget the update that has begun; what it was to learn from is not learned from. Durable with the next
+        `flush`.
+        """
+        if self.pending is not None:
+            self.begin(self.pending)
+            self.put(self.rows.unbegun(self.counters.updates + 1))
+            self.pending = None
 
     def compared(self, difference: float, tolerated: float) -> None:
         """Note how much better than by the accepted version a prompt was answered, and by how much it may be worse;
         durable with the next `flush`.
         """
-        _opened(self).append(Compared(difference, tolerated))
-        self.counters.compared += 1
         self.counters.trial.compare(difference, tolerated, self._config.rl_training.guard_false_accept)
+        self.put()
 
-    async def flush(self) -> None:
-        """Bring the journal to the drive. Raises StorageError."""
+    # -- the drive ------------------------------------------------------------------------------------------------
+
+    async def flush(self, *more: Statement) -> None:
+        """Bring everything until now to the drive, these statements in the same transaction. Raises StorageError."""
+        if more:
+            self.put(*more)
         await _opened(self).flush()
 
     async def save(
         self, manifest: Manifest, write: Callable[[str], Awaitable[None]] | None, *, guards: bool = False
     ) -> CheckpointInfo:
-        """Make a checkpoint of now. Raises StorageError; there is a checkpoint then or not, and the journal goes on.
+        """Make a checkpoint of now. Raises StorageError; there is a checkpoint then or not.
 
         One that is made for the guard does not delay the next one of the others.
 
         `write` fills its folder. Without it there is a checkpoint of this name whose content is that of now, which
-        becomes the newest. The journal begins again after the checkpoint, and an update that is pending is forgotten. A
-        caller that is cancelled when its files are written does not stop it: see `settled`.
+        becomes the newest. A caller that is cancelled when its files are written does not stop it: see `settled`.
         """
         temporary = None
         if write is not None:
@@ -293,30 +297,16 @@ class Ledger:
         saved = msgspec.structs.replace(
             self.counters,
             counts=self.buffer.counts,
-            records=_opened(self).count,
             since_checkpoint=self.counters.since_checkpoint if guards else 0,
             checkpoint_saves=self.counters.checkpoint_saves + 1,
         )
         manifest = msgspec.structs.replace(
             manifest,
-            counters=recovery.to_manifest(saved),
+            counters=counters.to_manifest(saved),
             config=msgspec.to_builtins(self._config.rl_training),
         )
         self._saving = asyncio.create_task(self._commit(temporary, manifest, guards))
         return await asyncio.shield(self._saving)
-
-    async def judge(self, name: str, reward: float) -> None:
-        """Note what a checkpoint is worth. Raises StorageError."""
-        await asyncio.to_thread(self.checkpoints.judge, name, reward)
-        self.listed = await asyncio.to_thread(self.checkpoints.list)
-
-    async def remove(self, infos: Sequence[CheckpointInfo]) -> None:
-        """Remove these checkpoints. Raises StorageError."""
-        try:
-            for info in infos:
-                await asyncio.to_thread(self.checkpoints.delete, info.name)
-        finally:
-            self.listed = await asyncio.to_thread(self.checkpoints.list)
 
     async def settled(self) -> None:
         """Wait until no checkpoint is half way to its name: another may be begun then."""
@@ -331,18 +321,79 @@ class Ledger:
         self.listed = await asyncio.to_thread(self.checkpoints.list)
         self.counters.checkpoint_saves += 1
         self.counters.since_checkpoint = self.counters.since_checkpoint if guards else 0
-        self.pending = None
-        await _opened(self).rotate(info.label, manifest.step, self.buffer.held, self.buffer.seen, self.waiting)
-        self.counters.follows, self.counters.began, self.counters.compared = info.label, 0, 0
+        self.put()
+        await self.flush()
         return info
 
     async def close(self) -> None:
-        """Close journal and checkpoints. Raises StorageError when the journal is not on the drive."""
+        """Close database and checkpoints. Raises StorageError when something is not on the drive."""
         try:
-            if self._journal is not None:
-                await self._journal.close()
+            if self._writer is not None:
+                await self._writer.close()
         finally:
             self.checkpoints.close()
+
+    def put(self, *statements: Statement) -> None:
+        """Put statements, and those about what has changed in the buffer."""
+        _opened(self).put(*statements)
+        changes = self.buffer.changed()
+        more: list[Statement] = []
+        for name in changes.groups:
+            now = self.buffer.group(name)
+            more += [] if now is None else [self.rows.group(name, *now)]
+        for id, reason in changes.gone.items():
+            more.append(self.rows.gone(id, self.buffer.position(id), reason))
+            changes.forgotten.update({} if self.buffer.position(id) else {id: None})
+        more += [self.rows.forget(id) for id in changes.forgotten]
+        more += [self.rows.prune(self.counters.updates)] if changes.gone else []
+        if more:
+            _opened(self).put(*more)
+
+
+def _read(ledger: Ledger) -> None:
+    saved = ledger.saved
+    ledger.buffer.restore(saved.waiting(), saved.seen(ledger.buffer.most_ids), ledger.counters.counts)
+    ledger._place = saved.open(ledger.waiting)
+    began = saved.pending()
+    if began is not None:
+        ledger.pending = Pending(began, saved.learned(began.trajectories))
+
+
+def _reports(ledger: Ledger) -> list[UpdateReport]:
+    found = []
+    for number, report in ledger.saved.reports():
+        try:
+            found.append(msgspec.json.decode(report, type=UpdateReport))
+        except msgspec.MsgspecError as e:  # other versions have other fields
+            log.warning("report not read", extra={"fields": {"update": number, "error": str(e)}})
+    return found
+
+
+def _dropped(ledger: Ledger, ids: Sequence[str], state: TrajectoryState) -> None:
+    ledger.put(*(ledger.rows.gone(id, ledger.buffer.position(id), state) for id in ids))
+
+
+def _close(ledger: Ledger, ids: Sequence[str]) -> None:
+    """Take out trajectories that will have no reward; their groups wait for them no longer."""
+    groups = []
+    for id in ids:
+        group = ledger.waiting.forget(id)
+        ledger.put(*ledger.rows.closed(id))
+        if group is not None:
+            groups.append(group)
+            ledger.put(*(ledger.rows.beginning(*other) for other in ledger.waiting.of_group(group)))
+    for group in groups:
+        ledger.buffer.shrink(group)
+
+
+def _opened(ledger: Ledger) -> Writer:
+    if ledger._writer is None:
+        raise RuntimeError("the database is not open")
+    return ledger._writer
+
+
+def _summary(ledger: Ledger) -> Statement:
+    return ledger.rows.run(msgspec.structs.replace(ledger.counters, counts=ledger.buffer.counts), time.time())
 
 
 def _exempt(listed: Sequence[CheckpointInfo]) -> frozenset[int]:
@@ -350,65 +401,7 @@ def _exempt(listed: Sequence[CheckpointInfo]) -> frozenset[int]:
     return frozenset((0, *(info.version for info in listed)))
 
 
-def _follow(
-    training: RLTrainingConfig, counters: Counters, records: Sequence[Record], held: int, compared: int
-) -> None:
-    """Bring counters from a checkpoint to where the journal ends. The checkpoint has `held` updates and `compared`
-    comparisons of the journal.
-    """
-    begun = seen = 0
-    for record in records:
-        if isinstance(record, Began):
-            begun += 1
-            if begun > held:
-                baselines.note(counters.baselines, record.rewards)
-        elif isinstance(record, Ended) and begun > held:
-            _note(training, counters, record)
-        elif isinstance(record, Compared):
-            seen += 1
-            if seen > compared:
-                counters.trial.compare(record.difference, record.tolerated, training.guard_false_accept)
-
-
-def _note(training: RLTrainingConfig, counters: Counters, end: Ended) -> None:
-    """Count an update that has ended; what is shown to be worse is compared afresh."""
-    counters.note(end)
-    trial = counters.trial
-    if end.outcome == "rolled_back" and trial.is_worse(training.guard_false_rollback):
-        trial.begin(trial.accepted)
-
-
-def _nothing_waits(training: RLTrainingConfig) -> OpenTrajectories:
-    return OpenTrajectories(training.open_trajectories, training.open_trajectory_s)
-
-
-async def set_aside(ledger: Ledger) -> None:
-    """Keep the journal of a checkpoint that is gone, though the next checkpoint begins another one."""
-    journal = _opened(ledger)
-    kept = await asyncio.to_thread(journal.set_aside)
-    log.warning("journal set aside", extra={"fields": {"file": str(kept), "records": journal.count}})
-
-
-def _log_cut(journal: Journal) -> None:
-    """Say that the end of the journal was cut off, which nobody was told to be written."""
-    if journal.cut:
-        fields = {"file": str(journal.path), "cut_bytes": journal.cut, "kept_records": journal.count}
-        log.warning("journal cut", extra={"fields": fields})
-
-
 def _log_dropped(reason: DropReason, count: int) -> None:
     """Say where it happens that so many trajectories are not learned from."""
     if count:
         log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
-
-
-def _forget(ledger: Ledger, ids: Sequence[str]) -> None:
-    groups = recovery.forget(ids, ledger.buffer, ledger.waiting)
-    if ledger._late is not None:
-        ledger._late += groups
-
-
-def _opened(ledger: Ledger) -> Journal:
-    if ledger._journal is None:
-        raise RuntimeError("the journal is not open")
-    return ledger._journal

@@ -1,6 +1,6 @@
 """The online loop: collect, score, update, validate, publish, beside a server that goes on serving.
 
-Every trajectory and every update is in the journal before anything follows from it, so that after the end of the
+Every trajectory and every update is in the database before anything follows from it, so that after the end of the
 engine or of the process the trainer comes back to exactly where it was and nothing is trained on twice.
 """
 
@@ -127,17 +127,17 @@ class OnlineLearner:
             await self._learner.ledger.close()
 
     async def _save_at_the_end(self) -> None:
-        learner = self._learner
-        if not (
-            learner.is_up and learner.trains and learner.ledger.counters.since_checkpoint and not learner.saver.is_saved
-        ):
+        learner, ledger = self._learner, self._learner.ledger
+        if not (learner.is_up and learner.trains):
             return
-        if learner.ledger.pending is None:
-            try:
-                async with asyncio.timeout(LAST_SAVE_SECONDS):
+        try:
+            async with asyncio.timeout(LAST_SAVE_SECONDS):
+                if ledger.unsaved:
+                    await learner.saver.keep()
+                if ledger.pending is None and ledger.counters.since_checkpoint and not learner.saver.is_saved:
                     await learner.saver.checkpoint(None)
-            except (TandemError, TimeoutError) as e:
-                log.warning("no last checkpoint", extra={"fields": {"error": str(e)}})
+        except (TandemError, TimeoutError) as e:
+            log.warning("no last checkpoint", extra={"fields": {"error": str(e)}})
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
@@ -165,14 +165,7 @@ class OnlineLearner:
         stale = [t for t in trajectories if self.is_stale(t.versions)]
         gone = Counter(t.group for t in stale)
         ids = frozenset(t.id for t in stale)
-        ledger.drop_stale(stale)
-
-        async def shorten() -> None:
-            if ledger.is_large and ledger.pending is None:
-                await self._learner.saver.checkpoint(None, guards=True)
-
-        if ledger.is_large and not self._work:  # it grows with what is collected, also while nothing is learned
-            self._begin(shorten)
+        ledger.drop_stale([t.id for t in stale])
         try:
             await ledger.add([(t, size and size - gone[t.group]) for t in trajectories if t.tokens and t.id not in ids])
         finally:

@@ -1,19 +1,19 @@
-"""The trainer of the served policy: opened where it was left, and taken through what the journal says of it."""
+"""The trainer of the served policy: opened where it was left, and taken through the updates since then."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.learning import LoraOptions, TrainerSpec
-from mlx_tandem.training.online import recovery
+from mlx_tandem.training.online import update
+from mlx_tandem.training.online.states import Start, States, Way
 from mlx_tandem.training.online.versions import RECENT, Version, Versions
-from mlx_tandem.training.store.manifests import Manifest
-from mlx_tandem.training.store.records import Ended, Record
+from mlx_tandem.training.store.saved import UpdateRow
 from mlx_tandem.types import AdapterInfo, AdapterSource
 
 log = logging.getLogger(__name__)
@@ -23,10 +23,9 @@ log = logging.getLogger(__name__)
 class Behind:
     """What the trainer has to be taken through to be where it was."""
 
-    records: Sequence[Record]  # of the journal
-    held: int  # so many of its updates are in the checkpoint
-    ends: Sequence[Ended]  # of the others
-    first: Version  # what the trainer is now
+    updates: Sequence[UpdateRow]
+    first: Version  # what is served until then
+    is_published: bool  # whether the trainer is that now
 
 
 class PolicyTrainer:
@@ -34,34 +33,33 @@ class PolicyTrainer:
     again.
     """
 
-    def __init__(self, config: Config, client: EngineClient, versions: Versions) -> None:
+    def __init__(self, config: Config, client: EngineClient, versions: Versions, states: States) -> None:
         self.name = config.rl_training.adapter
         self.step = 0  # of the optimiser
         self.left = 0
-        self._config, self._client, self._versions = config, client, versions
+        self._config, self._client, self._versions, self._states = config, client, versions, states
 
-    async def begin(
-        self, manifest: Manifest | None, folder: str, records: Sequence[Record], held: int, highest: int
-    ) -> Behind:
-        """Open the trainer as the checkpoint in `folder` has it; without one as the settings say, fresh or from an
-        adapter.
+    async def begin(self, start: Start, folders: Mapping[str, str], highest: int) -> Behind:
+        """Open the trainer as a state has it; without one as the settings say, fresh or from an adapter.
 
-        It is served under its number until `catch_up`. Numbers up to `highest` were given before.
+        What was published last is served under its number until `catch_up`. `folders` are those of checkpoints, by
+        digest. Numbers up to `highest` were given before.
         """
-        ends = [end for _, end in recovery.ended(records, held)]
-        self.left = len(ends)
-        await self.open(folder, "" if folder else await self.initial())
+        way, served = start.way, start.served
+        self.left = len(way.updates)
+        await self.open("" if served is None else self._states.path(served))
         info = await self._client.publish_trainer(self.name)
         self._versions.count_from(highest)
-        number, digest = (1, "") if manifest is None else (manifest.version, manifest.digest)
-        first = self._versions.begin(info, folder, self._same(number, digest, info))
-        return Behind(records, held, ends, first)
+        number, digest = (1, "") if served is None else (served.version, served.digest)
+        first = self._versions.begin(info, folders.get(info.digest, ""), self._same(number, digest, info))
+        if way.base is not None and way.base is not served:
+            await self.open(self._states.path(way.base))
+        return Behind(way.updates, first, way.base is served)
 
-    async def open(self, folder: str, digest: str) -> None:
-        """Open the trainer from a checkpoint, else from an adapter in the engine's memory, else fresh."""
-        # What lies in a folder need not be in the engine's memory.
-        opening = self._client.open_trainer(self.spec(self.name), folder=folder, digest="" if folder else digest)
-        self.step = (await opening).step
+    async def open(self, folder: str) -> None:
+        """Open the trainer from a state or a checkpoint; without a folder as the settings say."""
+        digest = "" if folder else await self.initial()
+        self.step = (await self._client.open_trainer(self.spec(self.name), folder=folder, digest=digest)).step
 
     def spec(self, name: str) -> TrainerSpec:
         """Return the shape of a trainer of this name that is like the policy's."""
@@ -83,45 +81,38 @@ class PolicyTrainer:
         return (await self._client.load_adapter(source)).digest
 
     async def catch_up(self, behind: Behind) -> None:
-        """Compute the journal's updates since the checkpoint again. What the trainer is on the way and at the end is
-        there again under the numbers that it had; what comes out differently, as the device may not compute the same
-        twice, under a new one.
+        """Compute the updates since the state again. What the trainer is on the way and at the end is there again under
+        the numbers that it had; what comes out differently, as the device may not compute the same twice, under a new
+        one. The other versions that states have are there again, too.
         """
         versions, head = self._versions, behind.first
-        published = [end for end in behind.ends if end.version]
+        published = [u.end for u in behind.updates if u.end.version]
         wanted = versions.digests | {end.digest for end in published[-RECENT:]}
-        expected = [end for end in published if end.digest in wanted or end is published[-1]]
-        numbers = {end.version for end in expected}
-        versions.expect(sorted(numbers))
+        numbers = {end.version for end in published if end.digest in wanted or end is published[-1]}
+        others = [s for s in self._states if s.version and s.digest not in versions.digests]
+        versions.expect(sorted(numbers | {s.version for s in others}))
         made = {head.ref.version}
-
-        async def done(end: Ended, step: int | None) -> None:
-            nonlocal head
-            self.step = self.step if step is None else step
+        for state in others:
+            info = await self._client.load_adapter(AdapterSource(self._states.path(state)), pin=True)
+            made.add(versions.reserve(info, self._same(state.version, state.digest, info)).ref.version)
+        for each in behind.updates:
+            self.step = await update.again(self._client, self.name, await self._states.began(each))
             self.left = max(self.left - 1, 1)  # none only when all of it is true
-            if end.version in numbers:
+            if each.end.version in numbers:
                 info = await self._client.publish_trainer(self.name)
-                head = versions.reserve(info, self._same(end.version, end.digest, info))
+                head = versions.reserve(info, self._same(each.end.version, each.end.digest, info))
                 made.add(head.ref.version)
-
-        await recovery.replay(self._client, self.name, behind.records, behind.held, done)
         versions.settle(head, made)
-        good = [end for end in behind.ends if end.outcome in recovery.GOOD]
-        if good and not good[-1].version:
+        if not (behind.updates[-1].end.version if behind.updates else behind.is_published):
             versions.head = None  # it has learned something since then that was not published
         await versions.recovered()
         self.left = 0
 
-    async def go_back(self, folder: str, records: Sequence[Record], held: int, most: int) -> None:
-        """Take the trainer to where it was after `most` updates since the checkpoint in `folder`, or since the very
-        beginning: weights, optimiser and step.
-        """
-        await self.open(folder, "" if folder else await self.initial())
-
-        async def done(end: Ended, step: int | None) -> None:
-            self.step = self.step if step is None else step
-
-        await recovery.replay(self._client, self.name, records, held, done, most)
+    async def follow(self, way: Way) -> None:
+        """Take the trainer where a way leads: weights, optimiser and step."""
+        await self.open("" if way.base is None else self._states.path(way.base))
+        for each in way.updates:
+            self.step = await update.again(self._client, self.name, await self._states.began(each))
 
     def _same(self, number: int, digest: str, info: AdapterInfo) -> int:
         """Return the number, unless the content is another one now; 0 then."""

@@ -1,9 +1,10 @@
-"""Saving the trainer: checkpoints, those that the guard needs, what they are worth, and which of them go."""
+"""Saving the trainer: states, checkpoints, those that the guard needs, what they are worth, and which of them go."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from mlx_tandem.config import Config
@@ -14,6 +15,7 @@ from mlx_tandem.training.online.judging import Judging
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.policy import PolicyTrainer
 from mlx_tandem.training.online.serving import Serving
+from mlx_tandem.training.online.states import States
 from mlx_tandem.training.online.trial import Reference
 from mlx_tandem.training.online.versions import Versions
 from mlx_tandem.training.store.checkpoints import BEST, CheckpointInfo
@@ -38,17 +40,35 @@ class Saver:
         versions: Versions,
         trainer: PolicyTrainer,
         judging: Judging,
+        states: States,
     ) -> None:
         self.saved = ""
         """The checkpoint that has exactly the trainer's state; empty: none has."""
         self._training = config.rl_training
         self._client, self._serving = client, serving
         self._ledger, self._versions, self._trainer, self._judging = ledger, versions, trainer, judging
+        self._states = states
 
     @property
     def is_saved(self) -> bool:
         """Whether a checkpoint has exactly the trainer's state."""
         return any(info.name == self.saved for info in self._ledger.listed)
+
+    async def keep(self) -> None:
+        """Save the trainer as the state from which the next engine goes on. Raises StorageError, EngineError."""
+        head, began = self._versions.head, time.monotonic()
+        number, digest = (0, "") if head is None else (head.ref.version, head.ref.digest)
+        self._ledger.counters.last_version = max(self._ledger.counters.last_version, number)
+        folder = await self._states.new()
+        await self._client.save_trainer(self._trainer.name, folder)
+        await self._states.commit(folder, self._trainer.step, number, digest, began)
+
+    async def try_to_keep(self) -> None:
+        """Save the trainer as a state if that is possible; else more updates are computed again by the next engine."""
+        try:
+            await self.keep()
+        except TandemError as e:
+            log.error("state not saved", extra={"fields": {"error": e.message}})
 
     async def checkpoint(self, name: str | None, *, guards: bool = False) -> str:
         """Save the trainer as it is and return the name. Raises Conflict, StorageError, EngineError.
@@ -102,13 +122,26 @@ class Saver:
             for info in self._ledger.listed:
                 reward = self._worth(info.version)
                 if info.reward is None and info.name != BEST and reward is not None:
-                    await self._ledger.judge(info.name, reward)
+                    await self._judge(info.name, reward)
                     judged = True
         except StorageError as e:  # the next answers are another occasion
             log.warning("checkpoint not judged", extra={"fields": {"error": e.message}})
         if judged:
             self._serving.relist()
         return judged
+
+    async def _judge(self, name: str, reward: float) -> None:
+        """Note what a checkpoint is worth. Raises StorageError."""
+        await asyncio.to_thread(self._ledger.checkpoints.judge, name, reward)
+        self._ledger.listed = await asyncio.to_thread(self._ledger.checkpoints.list)
+
+    async def _remove(self, infos: Sequence[CheckpointInfo]) -> None:
+        """Remove these checkpoints. Raises StorageError."""
+        try:
+            for info in infos:
+                await asyncio.to_thread(self._ledger.checkpoints.delete, info.name)
+        finally:
+            self._ledger.listed = await asyncio.to_thread(self._ledger.checkpoints.list)
 
     def _worth(self, version: int) -> float | None:
         """Return the mean reward of a version's live answers; None: to too few prompts."""
@@ -130,7 +163,7 @@ class Saver:
                 path = str(folder / info.name)
                 if info.digest not in left and self._versions.in_folder(path, kept):
                     await self._client.load_adapter(AdapterSource(path), pin=True)
-            await ledger.remove(going)
+            await self._remove(going)
         except TandemError as e:
             log.warning("checkpoints not removed", extra={"fields": {"error": e.message}})
         there = {info.name for info in ledger.listed}

@@ -26,7 +26,7 @@ class Reference(Struct, frozen=True):
 
 
 class Trial(Struct):
-    """The state of the guard, which checkpoints and the journal keep."""
+    """The state of the guard, which checkpoints and the database keep."""
 
     accepted: Reference | None = None
     candidate: Reference | None = None

@@ -31,10 +31,10 @@ class Pending:
     """An update that has begun and whose end is not written down yet."""
 
     began: Began
-    trajectories: Sequence[Trajectory]  # as far as they are known: after a restart external ones are not
+    trajectories: Sequence[Trajectory]  # as far as they are known
     left_out: Counts = field(default_factory=Counts)  # what was dropped since the update before this one
     attempts: int = 0
-    written: bool = True  # whether the journal has `began`, which waits for what the engine has to compute first
+    written: bool = True  # whether the database has `began`, which waits for what the engine has to compute first
 
 
 class Finding(Struct, frozen=True):

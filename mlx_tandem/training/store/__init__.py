@@ -1,1 +1,1 @@
-"""What learning keeps on the drive: the journal of trajectories and updates, and checkpoints."""
+"""What learning keeps on the drive: a database of trajectories and updates, and folders of checkpoints."""

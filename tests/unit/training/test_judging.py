@@ -205,8 +205,9 @@ def test_a_checkpoint_is_worth_something_from_enough_answers_on(count: int, wort
     live = SimpleNamespace(means={7: Mean(count, 0.5)})
     config: Any = SimpleNamespace(rl_training=RLTrainingConfig(update_frequency=2 * WORTH))
     judging: Any = SimpleNamespace(live=live)
+    states: Any = None
     rest: list[Any] = [None] * 5
-    saver = Saver(config, *rest, judging)
+    saver = Saver(config, *rest, judging, states)
     assert (saver._worth(7), saver._worth(8)) == (worth, None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import tempfile
 from pathlib import Path
@@ -19,14 +18,12 @@ from mlx_tandem.files import StorageError
 from mlx_tandem.training import trajectories
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.update import Pending
-from mlx_tandem.training.open_trajectories import Beginning, Exchange
 from mlx_tandem.training.store.checkpoints import CheckpointInfo
-from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.manifests import Manifest
-from mlx_tandem.training.store.records import Began, Ended, Kept
+from mlx_tandem.training.store.records import Began, Ended
 from mlx_tandem.training.trajectories import Trajectory
-from tests.unit.learning_fakes import config, group
-from tests.unit.online_side import on_a_loop, running
+from tests.unit.learning_fakes import config, group, nothing
+from tests.unit.online_side import full_drive, on_a_loop, running
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
@@ -52,7 +49,7 @@ STEPS = st.lists(
 async def lived(folder: Path, steps: list[Any]) -> Ledger:
     """A ledger after `steps`, whose process has ended without a word."""
     ledger = Ledger(config(folder, trajectory_buffer_size=3, max_staleness=1))
-    await ledger.open()
+    await ledger.open(nothing)
     version = 1
     for kind, *what in steps:
         if kind == "add":
@@ -60,7 +57,7 @@ async def lived(folder: Path, steps: list[Any]) -> Ledger:
             await ledger.add([(trajectory(number, name, reward, version), 0)])
         elif kind == "too old":
             late = trajectory(what[0], "a", 0.0, version)
-            ledger.drop_stale([] if ledger.buffer.knows(late.id) else [late])
+            ledger.drop_stale([] if ledger.buffer.knows(late.id) else [late.id])
         elif kind == "publish":
             version += 1
         elif taken := [t for g in ledger.take(what[0], version) for t in g]:
@@ -79,7 +76,7 @@ def test_another_process_has_the_same_buffer_and_forgets_the_same_ids_next(steps
     async def test(folder: Path) -> None:
         before = await lived(folder, steps)
         after = Ledger(config(folder, trajectory_buffer_size=3, max_staleness=1))
-        await after.open()
+        await after.open(nothing)
         assert after.buffer.held == before.buffer.held
         assert after.buffer.seen == before.buffer.seen
         assert after.buffer.counts.dropped_stale == before.buffer.counts.dropped_stale
@@ -102,35 +99,11 @@ def test_what_was_dropped_for_its_age_is_not_taken_by_the_next_process(
         before = await lived(tmp_path, steps)
         assert before.buffer.counts.dropped_stale == FEW + 1
         after = Ledger(config(tmp_path, trajectory_buffer_size=3))
-        await after.open()
+        await after.open(nothing)
         for ledger in (before, after):
             for number in (0, FEW):
                 assert not ledger.buffer.add(trajectory(number, "a", 1.0, 3))
         await after.close()
-
-    asyncio.run(test())
-
-
-def test_what_comes_while_the_journal_is_read_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a new engine the journal is read again; whoever adds a trajectory meanwhile has been told that it is kept."""
-
-    async def test() -> None:
-        ledger = Ledger(config(tmp_path, trajectory_buffer_size=8))
-        await ledger.open()
-        await ledger.add([(trajectory(1, "a", 0.0, 1), 2)])
-        replay = Journal.replay
-
-        async def slow_replay(journal: Journal) -> Any:
-            records = await replay(journal)
-            await ledger.add([(trajectory(2, "a", 1.0, 1), 2)])
-            await ledger.keep([Kept("late", 0.0, Exchange((1,), (2,), (-1.0,), (-1.0,), (1,)), Beginning("b", 0, 1.0))])
-            return records
-
-        monkeypatch.setattr(Journal, "replay", slow_replay)
-        await ledger.open()
-        assert [t.id for g in ledger.take(2, 1) for t in g] == ["t1", "t2"]
-        assert "late" in ledger.waiting, "nor is an answer forgotten whose reward comes later"
-        await ledger.close()
 
     asyncio.run(test())
 
@@ -211,7 +184,7 @@ async def test_of_what_is_posted_every_trajectory_is_learned_from_or_told_why_no
 async def test_whoever_asks_for_a_checkpoint_or_the_base_is_learned_from_however_old_they_are(tmp_path: Path) -> None:
     """Wherever age decides: when answers come, when they are taken, and when somebody brings them."""
     ledger = Ledger(config(tmp_path, trajectory_buffer_size=99, max_staleness=2))
-    await ledger.open()
+    await ledger.open(nothing)
     ledger.listed = [CheckpointInfo("c", 9, 3, "d", 0.0, None, False, False, 1)]
     made = [
         trajectory(10 * version + i, f"g{version}", float(i), version) for version in (0, 3, 4, 7, 8) for i in (0, 1)
@@ -237,7 +210,7 @@ def test_what_is_shown_to_be_worse_and_taken_back_is_compared_afresh(
     async def test() -> None:
         settings = config(tmp_path)
         ledger = Ledger(settings)
-        await ledger.open()
+        await ledger.open(nothing)
         worse = settings.rl_training.guard_false_rollback
         for _ in range(differences):
             ledger.compared(-1.0, 0.0)
@@ -251,29 +224,24 @@ def test_what_is_shown_to_be_worse_and_taken_back_is_compared_afresh(
             await ledger.flush()
             await ledger.close()
             ledger = Ledger(settings)
-            await ledger.open()
+            await ledger.open(nothing)
         await ledger.close()
 
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("rotates", [False, True], ids=["the process ends before the journal begins again", "later"])
+@pytest.mark.parametrize("is_full", [True, False])
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_comparison_counts_once_whenever_the_process_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, *, rotates: bool
-) -> None:
-    """The journal and the checkpoint that was made of it both have it."""
+def test_a_comparison_counts_once_whenever_the_process_ends(tmp_path: Path, restarts: int, *, is_full: bool) -> None:
+    """The database and the checkpoint that was made both have it, also when the drive is full after the checkpoint."""
 
     async def opened() -> Ledger:
         ledger = Ledger(config(tmp_path))
-        await ledger.open()
+        await ledger.open(nothing)
         return ledger
 
     async def write(folder: str) -> None:
         (Path(folder) / "adapter").write_bytes(b"x")
-
-    async def fails(*_: Any) -> None:
-        raise StorageError("the process ends")
 
     async def test() -> None:
         ledger = await opened()
@@ -283,13 +251,17 @@ def test_a_comparison_counts_once_whenever_the_process_ends(
                 ledger = await opened()
             ledger.compared(1.0, 0.0)
             await ledger.flush()
-        assert ledger.counters.compared == ledger.counters.trial.comparison.count == 2 + restarts
-        with monkeypatch.context() as patch:
-            if not rotates:
-                patch.setattr(Journal, "rotate", fails)
-            with contextlib.nullcontext() if rotates else pytest.raises(StorageError):
-                await ledger.save(Manifest(name="c", step=0, version=0, digest="d"), write)
-        await ledger.close()
+        assert ledger.counters.trial.comparison.count == 2 + restarts
+        save = ledger.save(Manifest(name="c", step=0, version=0, digest="d"), write)
+        if is_full:
+            with full_drive():
+                with pytest.raises(StorageError):
+                    await save
+                ledger.checkpoints.close()
+                ledger.saved.database.close()
+        else:
+            await save
+            await ledger.close()
         for _ in range(2):
             ledger = await opened()
             assert ledger.counters.trial.comparison.count == 2 + restarts
@@ -304,13 +276,13 @@ async def test_a_folder_that_was_removed_and_made_again_is_the_second_server_s(t
     """What the first one does not write is neither acknowledged nor written over what the second one has."""
     folder = tmp_path / "checkpoints"
     first = Ledger(config(folder))
-    await first.open()
+    await first.open(nothing)
     await first.add([(trajectory(1, "a", 0.0, 1), 2)])
     assert await first.folder.error() == ""
     files.remove_tree(folder)
     assert "was removed or replaced" in await first.folder.error()
     second = Ledger(config(folder))
-    await second.open()
+    await second.open(nothing)
     await second.add([(trajectory(2, "b", 0.0, 1), 2)])
     with pytest.raises(StorageError, match="was removed or replaced"):
         await first.add([(trajectory(3, "c", 0.0, 1), 2)])
@@ -318,24 +290,6 @@ async def test_a_folder_that_was_removed_and_made_again_is_the_second_server_s(t
         first.checkpoints.new("checkpoint-1")
     await second.close()
     third = Ledger(config(folder))
-    await third.open()
+    await third.open(nothing)
     assert [t.id for t, _ in third.buffer.held] == ["t2"]
     await third.close()
-
-
-def test_a_journal_that_was_cut_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        before = Ledger(config(tmp_path))
-        await before.open()
-        await before.add([(trajectory(1, "a", 0.0, 1), 2)])
-        await before.close()
-        with (tmp_path / "journal" / "journal-000001.log").open("ab") as file:
-            file.write(b"x" * 7)
-        for _ in range(2):
-            after = Ledger(config(tmp_path))
-            await after.open()
-            await after.close()
-
-    asyncio.run(test())
-    (said,) = [record.fields for record in caplog.records if record.message == "journal cut"]
-    assert (said["cut_bytes"], said["kept_records"]) == (7, 3)

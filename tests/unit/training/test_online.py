@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from mlx_tandem.errors import Conflict
-from mlx_tandem.files import DISK, StorageError
-from mlx_tandem.training.store import journal
+from mlx_tandem.files import StorageError
+from mlx_tandem.training import trajectories
+from mlx_tandem.training.store import database
+from mlx_tandem.training.store import rows as rows_module
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import SamplingParams
-from tests.faulty import FaultFiles
 from tests.unit.learning_fakes import config, group
-from tests.unit.online_side import TRAINER, feed, on_a_loop, running
+from tests.unit.online_side import TRAINER, feed, full_drive, on_a_loop, running
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
@@ -126,19 +127,20 @@ async def test_without_training_everything_is_collected_and_nothing_learned(tmp_
 
 
 @on_a_loop
-async def test_the_journal_begins_again_also_while_nothing_is_learned(tmp_path: Path) -> None:
+async def test_what_is_kept_on_the_drive_is_bounded_also_while_nothing_is_learned(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "LARGE", 4000)
+        patch.setattr(trajectories, "SEEN_IDS", 100)
+        patch.setattr(rows_module, "MOST_PAST", 20)
         async with running(config(tmp_path, trajectory_buffer_size=8), start=False) as side:
-            for number in range(200):
+            for number in range(100):
                 await side.learner.add(group(number), 2)
-            folder = tmp_path / "journal"
-            await side.until(lambda: sum(f.stat().st_size for f in folder.iterdir()) < 60_000)
-            assert side.learner.status().trajectories_collected == 400
+            rows = side.learner._learner.ledger.saved.database.rows
+            assert rows("SELECT count(*), count(body) FROM trajectories") == [(100, 28)]
+            assert side.learner.status().trajectories_collected == 200
             held = side.learner.status().buffered
         async with running(config(tmp_path, trajectory_buffer_size=8), start=False) as side:
-            assert side.learner.status().buffered == held
-            await side.learner.add(group(1), 2)
+            assert side.learner.status().buffered == held == 8
+            await side.learner.add(group(60), 2)
             assert side.learner.status().dropped_duplicate == 2, "what has gone from it is still known"
 
 
@@ -159,21 +161,20 @@ async def test_a_request_with_one_answer_gets_siblings_once(tmp_path: Path) -> N
 async def test_what_waits_for_a_full_drive_is_bounded(tmp_path: Path) -> None:
     """Nothing more is taken then, and nothing more compared, until the drive takes what waits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "BEHIND", 2000)
+        patch.setattr(database, "BEHIND", 2000)
         async with running(config(tmp_path, guard_prompts=1000, update_frequency=1000), start=False) as side:
             await side.learner.update(group(0))
             ledger, current = side.learner._learner.ledger, side.server.current()
-            assert ledger._journal is not None and current is not None
+            assert ledger._writer is not None and current is not None
             side.learner._loop.running = True
-            patch.setattr(ledger._journal, "_ops", FaultFiles(1, repeat=1000))
-            for number in range(1, 200):
-                with pytest.raises(StorageError):
-                    await side.learner.add(group(number), 2)
-            assert sum(map(len, ledger._journal._pending)) < 3000
-            held = side.learner.status().buffered
-            assert held < 60
-            assert side.learner.choose(current) is None
-            patch.setattr(ledger._journal, "_ops", DISK)
+            with full_drive():
+                for number in range(1, 200):
+                    with pytest.raises(StorageError, match="disk is full"):
+                        await side.learner.add(group(number), 2)
+                assert ledger._writer.waiting_bytes < 3000
+                held = side.learner.status().buffered
+                assert held < 60
+                assert side.learner.choose(current) is None
             await side.learner.add(group(999), 2)
             assert side.learner.choose(current) is not None
             side.learner._loop.running = False

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from mlx_tandem.training.online.states import States
 from mlx_tandem.training.store.checkpoints import Checkpoints
-from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.database import Database
 from tests.unit.learning_fakes import Killed, Points, config, died, group
 from tests.unit.online_side import Side, validated
 
@@ -26,7 +27,7 @@ EXPECTED = tuple(t.tokens[-1] for i in (0, 1, 3, 4) for t in BATCHES[i])
 
 def counted(monkeypatch: pytest.MonkeyPatch, points: list[Points]) -> None:
     """Writing is a place where the process can end, too: before it and after it."""
-    for owner, name in ((Journal, "_extend"), (Journal, "_change"), (Checkpoints, "new"), (Checkpoints, "commit")):
+    for owner, name in ((Database, "write"), (Checkpoints, "new"), (Checkpoints, "commit"), (States, "_clear")):
         original = getattr(owner, name)
         if asyncio.iscoroutinefunction(original):
 

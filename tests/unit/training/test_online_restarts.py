@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,13 +10,14 @@ from typing import Any, NoReturn
 import pytest
 
 from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, ModelError, NotFound
-from mlx_tandem.files import DISK, StorageError
+from mlx_tandem.files import StorageError
+from mlx_tandem.training.online import states
 from mlx_tandem.training.store.checkpoints import Checkpoints
-from mlx_tandem.training.store.journal import Journal
-from mlx_tandem.training.store.records import Began, Dropped, Record
-from tests.faulty import FaultFiles
+from mlx_tandem.training.store.database import Database
+from mlx_tandem.training.store.records import Began
+from mlx_tandem.training.store.saved import Saved
 from tests.unit.learning_fakes import Points, config, died, group
-from tests.unit.online_side import Side, feed, on_a_loop, running
+from tests.unit.online_side import Side, feed, full_drive, on_a_loop, running
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
@@ -26,18 +26,18 @@ pytestmark = pytest.mark.usefixtures("at_once")
 @on_a_loop
 async def test_an_update_is_on_the_drive_before_it_is_computed(tmp_path: Path) -> None:
     async with running(config(tmp_path)) as side:
-        ledger = side.learner._learner.ledger
-        seen: list[Record] = []
+        seen: list[Began | None] = []
         original = side.client.run_pass
 
         async def run_pass(*args: Any, **more: Any) -> Any:
-            shutil.copytree(ledger.checkpoints.folder / "journal", tmp_path / f"copy{len(seen)}")
-            seen.append(Journal.open(tmp_path / f"copy{len(seen)}")[1][-1])
+            database = Database.read_only(tmp_path)
+            seen.append(Saved(database, "policy").pending())
+            database.close()
             return await original(*args, **more)
 
         side.client.run_pass = run_pass  # type: ignore[method-assign]
         await feed(side, [1, 2], 1)
-        assert [type(record) for record in seen] == [Began, Began]
+        assert [each.step for each in seen if each is not None] == [1, 1], "the pass, and how far the policy moved"
 
 
 @on_a_loop
@@ -68,23 +68,28 @@ async def test_an_update_that_was_not_to_be_published_is_not_after_a_restart_eit
         assert (side.learner.history[-1].outcome, side.version, len(side.trained)) == ("kept", 1, 4)
 
 
+@pytest.fixture
+def one_state(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One state of the trainer is saved, and then none for a long time."""
+    monkeypatch.setattr(states, "REST", 1e9)
+
+
 async def five_updates(folder: Path) -> tuple[int, tuple[int, ...]]:
-    """By a process that ends suddenly, with a checkpoint after the first: the version and what is learned."""
+    """By a process that ends suddenly, with a state after the first: the version and what is learned."""
     side = Side(config(folder))
     await side.bring_up()
     side.learner.start()
     for i in range(5):
         await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
-        if i == 0:
-            await side.learner.checkpoint("first")
-    await side.learner._learner.ledger.flush()
-    found = side.version, side.trained
+    async with side.learner._lock:  # what the last update leaves to be done has been done
+        found = side.version, side.trained
     await side.kill()
     return found
 
 
+@pytest.mark.usefixtures("one_state")
 @on_a_loop
-async def test_while_updates_are_computed_again_the_checkpoint_is_served(tmp_path: Path) -> None:
+async def test_while_updates_are_computed_again_the_newest_state_is_served(tmp_path: Path) -> None:
     version, trained = await five_updates(tmp_path)
     side = Side(config(tmp_path))
     original, go_on = side.client.run_pass, asyncio.Event()
@@ -113,6 +118,7 @@ async def test_while_updates_are_computed_again_the_checkpoint_is_served(tmp_pat
     await side.learner.close()
 
 
+@pytest.mark.usefixtures("one_state")
 @on_a_loop
 async def test_updates_that_cannot_be_computed_again_stop_learning_and_not_serving(tmp_path: Path) -> None:
     found = await five_updates(tmp_path)
@@ -135,6 +141,7 @@ async def test_updates_that_cannot_be_computed_again_stop_learning_and_not_servi
     await side.learner.close()
 
 
+@pytest.mark.usefixtures("one_state")
 @on_a_loop
 async def test_an_engine_that_ends_while_updates_are_computed_again_does_not_stop_learning(tmp_path: Path) -> None:
     found = await five_updates(tmp_path)
@@ -204,6 +211,7 @@ def test_a_server_that_ends_while_a_checkpoint_gets_its_name_lets_it(
     asyncio.run(test())
 
 
+@pytest.mark.usefixtures("one_state")
 @on_a_loop
 async def test_what_was_switched_to_is_served_again_by_the_next_engine(tmp_path: Path) -> None:
     async with running(config(tmp_path)) as side:
@@ -213,7 +221,7 @@ async def test_what_was_switched_to_is_served_again_by_the_next_engine(tmp_path:
         trained = side.trained
         side.client.restart()
         await side.learner.bring_up()
-        assert side.version == 1, "all that there is at first, under its own number"
+        assert side.version == 2, "all that there is at first, under its own number"
         await side.until(lambda: not side.learner.status().recovering)
         assert (side.version, side.trained) == (4, trained)
         await feed(side, [9, 10], 5)
@@ -258,7 +266,23 @@ async def test_an_update_that_ends_every_engine_is_given_up(tmp_path: Path) -> N
 
 @pytest.mark.promise("FLT-57")
 @on_a_loop
-async def test_a_damaged_checkpoint_loses_updates_and_nothing_is_learned_twice(tmp_path: Path) -> None:
+async def test_a_state_that_is_damaged_loses_nothing(tmp_path: Path) -> None:
+    """The one before it and the updates since then lead to the same trainer."""
+    found = await five_updates(tmp_path)
+    numbers = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob(".state-*"))
+    assert numbers == [3, 4, 5]
+    (tmp_path / ".state-policy-5" / "trainer.json").write_text("{}")
+    async with running(config(tmp_path), start=False) as side:
+        await side.until(lambda: not side.learner.status().recovering)
+        assert (side.version, side.trained) == found
+        assert {v.ref.version for v in side.server.registry.versions("policy")} == {4, 5, 6}, "those that states have"
+        (tmp_path / ".state-policy-4").rename(tmp_path / "elsewhere")
+    async with running(config(tmp_path), start=False) as side:
+        assert (side.version, side.trained) == found
+
+
+@on_a_loop
+async def test_when_no_state_is_whole_updates_are_lost_and_nothing_is_learned_twice(tmp_path: Path) -> None:
     side = Side(config(tmp_path, interval=2))
     await side.bring_up()
     side.learner.start()
@@ -267,16 +291,14 @@ async def test_a_damaged_checkpoint_loses_updates_and_nothing_is_learned_twice(t
     await side.until(lambda: side.learner.status().checkpoint_saves == 2)
     await side.learner.add(group(11), 2)
     await side.kill()
-    (tmp_path / "checkpoint-4" / "trainer.json").write_text("{}")
-    (journal,) = (tmp_path / "journal").iterdir()
-    of_the_damaged = journal.read_bytes()
+    for damaged in [*tmp_path.glob(".state-*"), tmp_path / "checkpoint-4"]:
+        (damaged / "trainer.json").write_text("{}")
     side = Side(config(tmp_path, interval=2))
     await side.bring_up()
     side.learner.start()
     assert side.trained == tuple(n * 100 + i for n in range(1, 5) for i in range(2)), "as in checkpoint-2"
+    assert (tmp_path / "checkpoint-4.corrupt").is_dir()
     assert side.learner.status().buffered == 2
-    (kept,) = (tmp_path / "journal").glob("*.kept")
-    assert kept.read_bytes() == of_the_damaged, "whoever mends the checkpoint has the updates after it"
     for number in range(1, 11):
         await side.learner.add(group(number), 2)
     assert side.learner.status().dropped_duplicate == 20
@@ -312,14 +334,10 @@ async def test_an_engine_that_ends_while_the_drive_is_full_is_made_up_for_by_the
         await feed(side, [1, 2], 1)
         trained, loop = side.trained, side.learner._loop
         await side.until(lambda: bool(loop._wake._waiters))  # type: ignore[attr-defined]
-        journal = side.learner._learner.ledger._journal
-        assert journal is not None
-        journal._ops = FaultFiles(1, repeat=1_000_000)
-        journal.append(Dropped(("x",)))
+        side.learner._learner.ledger.put()
         side.client.restart()
-        with pytest.raises(StorageError):
+        with full_drive(), pytest.raises(StorageError):
             await side.learner.bring_up()
         assert not side.learner._learner.is_up
-        journal._ops = DISK
         await side.until(lambda: side.learner._learner.is_up)
         assert (side.version, side.trained) == (2, trained)
