@@ -18,7 +18,7 @@ from mlx_tandem.training.metrics.writer import require
 ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker")
 """Options that mean something whether or not the server trains an adapter by itself."""
 
-TINKER = ("tinker_trainers", "tinker_rank", "tinker_dir")
+TINKER = ("tinker_trainers", "tinker_rank", "tinker_dir", "tinker_lease_s")
 """Options that mean something only with `enable_tinker`."""
 
 

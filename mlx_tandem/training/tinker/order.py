@@ -43,6 +43,7 @@ class Order:
         self._waiting: dict[int, _Job] = {}
         self._bytes = 0
         self._seen: OrderedDict[int, tuple[bytes, Promise]] = OrderedDict()
+        self._refused: dict[int, TandemError] = {}  # why requests among these were refused
         self._first: list[_Job] = []  # work without a number that goes before all others
         self._last: list[_Job] = []  # work without a number that goes behind all others that can be done
         self._runner: asyncio.Task[None] | None = None
@@ -66,11 +67,13 @@ class Order:
         """Return the promise of a request that has come before; None if it is new.
 
         `content` is a digest of the request. Raises InvalidRequest for a number that another request has used, or that
-        is too far ahead, and Overloaded if too much waits.
+        is too far ahead, Overloaded if too much waits, and the error by which this very request was refused.
         """
         seen = self._seen.get(number)
         if seen is not None:
             if seen[0] == content:
+                if number in self._refused:
+                    raise self._refused[number]
                 return seen[1]
             raise InvalidRequest(f"seq_id {number} was used by another request", param="seq_id")
         if number < self._next:
@@ -93,7 +96,7 @@ class Order:
         self._bytes += size
         self._seen[number] = (content, promise)
         while len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
+            self._refused.pop(self._seen.popitem(last=False)[0], None)
         self._run()
         return promise
 
@@ -110,6 +113,7 @@ class Order:
         try:
             if self.repeated(number, content) is None:
                 self.add(number, content, fail)
+                self._refused[number] = error
         except TandemError:
             pass
 

@@ -151,6 +151,8 @@ class Tinker:
         Raises InvalidRequest when its rank is too high, when its number was used, or when as many models are trained as
         there is memory for. Before that, sessions that have been silent for a while end.
         """
+        if number in session.models:
+            raise InvalidRequest(f"model_seq_id {number} was used in this session", param="model_seq_id")
         if rank > self._config.rank:
             raise InvalidRequest(
                 f"rank is {rank}; models have at most {self._config.rank} here (--tinker-rank)",
@@ -165,8 +167,6 @@ class Tinker:
                 "end its session",
                 param="model_seq_id",
             )
-        if number in session.models:
-            raise InvalidRequest(f"model_seq_id {number} was used in this session", param="model_seq_id")
         run = Run(f"{session.id}:train:{number}", session.owner, base_model, rank, parts, time.time(), dict(metadata))
         order = Order(self.promises, session.owner, session.id)
         model = TrainedModel(self._front.client, self.checkpoints, self._versions, run, order)

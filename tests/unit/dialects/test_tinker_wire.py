@@ -15,44 +15,21 @@ from mlx_tandem import limits
 from mlx_tandem.dialects.tinker import wire
 from mlx_tandem.dialects.tinker.unpacking import unpacked
 from mlx_tandem.errors import InvalidRequest, TooLarge, UnsupportedMedia
+from tests.tinker_server import datum, field, tensor
+from tests.tinker_server import pass_body as body
 
-
-def field(number: int, value: int | bytes) -> bytes:
-    return wire._put(number, value)
-
-
-def tensor(array: Any, kind: int = wire.FLOAT32, shape: list[int] | None = None) -> bytes:
-    packed = b"".join(map(wire._write_varint, array.shape if shape is None else shape))
-    return field(1, array.tobytes()) + field(3, kind) + field(4, packed)
-
-
-def datum(tokens: list[int], **inputs: bytes) -> bytes:
-    chunk = field(1, field(1, np.array(tokens, "<i4").tobytes()))
-    return field(1, chunk) + b"".join(wire._put_entry(2, name, own) for name, own in inputs.items())
-
-
-def body(*data: bytes, loss: str = "cross_entropy", **fields: bytes) -> bytes:
-    head = field(1, b"m") + field(2, 7) + field(4, loss.encode())
-    return head + b"".join(field(3, own) for own in data) + b"".join(fields.values())
-
-
-EXAMPLE = datum(
-    [1, 2, 3],
-    target_tokens=tensor(np.array([2, 3, 4], "<i8"), wire.INT64),
-    weights=tensor(np.array([0.0, 1.0, 0.5], "<f4")),
-)
+EXAMPLE = datum([1, 2, 3], target_tokens=[2, 3, 4], weights=[0.0, 1.0, 0.5])
 
 
 def test_a_pass_is_read() -> None:
-    config = field(5, wire._put(1, "beta") + wire._put(2, 0.25))
-    found = wire.read_pass(body(EXAMPLE, EXAMPLE, only=field(6, 1), config=config))
+    found = wire.read_pass(body(EXAMPLE, EXAMPLE, forward_only=True, config={"beta": 0.25}))
     assert (found.model_id, found.seq_id, found.loss, found.forward_only) == ("m", 7, "cross_entropy", True)
     assert found.config == {"beta": 0.25}
     assert [own.tokens.tolist() for own in found.data] == [[1, 2, 3]] * 2
     assert found.data[1].inputs["target_tokens"].tolist() == [2, 3, 4]
     assert found.data[1].inputs["weights"].tolist() == [0.0, 1.0, 0.5]
     newer = field(7, wire._put(1, "beta") + field(2, wire._put(1, 0.5)))
-    assert wire.read_pass(body(config=config, newer=newer)).config == {"beta": 0.5}
+    assert wire.read_pass(body(config={"beta": 0.25}) + newer).config == {"beta": 0.5}
 
 
 def test_a_sparse_tensor_is_written_out() -> None:
