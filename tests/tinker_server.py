@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,18 @@ def tinker_config(
     """The demo server with Tinker's API; checkpoints are in `folder`."""
     tinker = TinkerConfig(enabled=True, trainers=trainers, rank=rank, dir=str(folder / "tinker"), lease_s=lease_s)
     return learning.resolve(structs.replace(demo_config(**server), tinker=tinker), {})
+
+
+def let_go() -> None:
+    """Close what the SDK leaves to the garbage collector, so that later tests do not find it."""
+    from tinker.lib.internal_client_holder import sessionless_holder_cache
+
+    for holder in sessionless_holder_cache._holders.values():
+        asyncio.run_coroutine_threadsafe(holder.aclose(), holder.get_loop()).result()
+    sessionless_holder_cache._holders.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def field(number: int, value: int | bytes) -> bytes:

@@ -164,7 +164,7 @@ class Tinker:
         if len(self._models) >= self._config.trainers:
             raise InvalidRequest(
                 f"{len(self._models)} models are being trained, which is the most (--tinker-trainers): unload one, or "
-                "end its session",
+                f"end its session. Sessions that have been silent for {SILENT_SECONDS:g} seconds end by themselves",
                 param="model_seq_id",
             )
         run = Run(f"{session.id}:train:{number}", session.owner, base_model, rank, parts, time.time(), dict(metadata))
