@@ -81,10 +81,10 @@ def capabilities(front: ServerFront) -> dict[str, Any]:
 # -- sessions -----------------------------------------------------------------------------------------------------
 
 
-def create_session(front: ServerFront, body: b.SessionBody) -> dict[str, Any]:
+async def create_session(front: ServerFront, body: b.SessionBody) -> dict[str, Any]:
     """Begin a session."""
     metadata = check_metadata(body.user_metadata)
-    session = front.check_tinker().create_session(OWNER.get())
+    session = await front.check_tinker().create_session(OWNER.get())
     session.name, session.metadata = body.display_name, metadata
     return {"type": "create_session", "session_id": session.id}
 

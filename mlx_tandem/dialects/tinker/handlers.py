@@ -23,7 +23,7 @@ from mlx_tandem.strict_json import dumps
 from mlx_tandem.training.tinker.models import Kept, TrainedModel
 from mlx_tandem.training.tinker.order import Work
 from mlx_tandem.training.tinker.promises import POLL_SECONDS, Promise, Result
-from mlx_tandem.training.tinker.samplers import Base, Source, failed
+from mlx_tandem.training.tinker.samplers import Base, Source
 from mlx_tandem.training.tinker.service import saving
 
 PROTOBUF = "application/x-protobuf"
@@ -366,13 +366,9 @@ async def retrieve_futures(front: ServerFront, body: b.RetrieveManyBody) -> dict
     seconds = POLL_SECONDS if body.timeout is None else min(max(body.timeout, 0.0), POLL_SECONDS)
     found = await sampler.completions(body.target.cloned_sampler_id, body.prev_cursor, seconds)
     done = [
-        {"state": "failed", "request_id": each.promise.id}
-        if failed(each)
-        else {
-            "state": "finished",
-            "request_id": each.promise.id,
-            "response_payload_uncompressed_size": each.promise.size,
-        }
+        {"state": "failed", "request_id": each.request}
+        if each.size is None
+        else {"state": "finished", "request_id": each.request, "response_payload_uncompressed_size": each.size}
         for each in found
     ]
     return {"completions": done, "cursor": found[-1].number if found else body.prev_cursor}

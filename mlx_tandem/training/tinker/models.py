@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class TrainedModel:
         self._checkpoints = checkpoints
         self._versions = versions
         self._engine = -1  # number of restarts of the engine that has the trainer; -1: none has
+        self._asked = -1  # the same of the engine that was asked to open it
         self._missing = ""  # why gradients of the present step are missing
 
     @property
@@ -59,8 +61,7 @@ class TrainedModel:
 
     async def open(self, seed: int) -> None:
         """Open the trainer with a new adapter. Raises InvalidRequest for what cannot be trained here."""
-        await self._client.open_trainer(TrainerSpec(self.id, self.run.rank, ALPHA, (), seed, parts=self.run.parts))
-        self._opened()
+        await self._opened(TrainerSpec(self.id, self.run.rank, ALPHA, (), seed, parts=self.run.parts))
 
     async def load(self, checkpoint: Checkpoint, *, optimizer: bool) -> None:
         """Open the trainer as a checkpoint has it, in place of what it was. Without `optimizer` AdamW begins anew.
@@ -71,12 +72,11 @@ class TrainedModel:
             raise InvalidRequest(f"{checkpoint.path} has no state of the optimizer: it is for samplers", param="path")
         source = self._checkpoints.source(checkpoint)
         spec = TrainerSpec(self.id, checkpoint.rank, ALPHA, parts=checkpoint.parts)
-        if optimizer:
-            await self._client.open_trainer(spec, folder=source.path)
-        else:
+        digest = ""
+        if not optimizer:
             await self._versions.forget(source)  # The engine may have dropped it from memory since it was read.
-            ref = await self._versions.read(source, self.id)
-            await self._client.open_trainer(spec, digest=ref.digest)
+            digest = (await self._versions.read(source, self.id)).digest
+        await self._opened(spec, folder=source.path if optimizer else "", digest=digest)
         self.run = Run(
             self.id,
             self.run.owner,
@@ -86,10 +86,12 @@ class TrainedModel:
             self.run.created,
             self.run.metadata,
         )
-        self._opened()
 
-    def _opened(self) -> None:
-        self._engine = self._client.restarts
+    async def _opened(self, spec: TrainerSpec, *, folder: str = "", digest: str = "") -> None:
+        """Open the trainer. It has to be closed even if nobody waits for the answer."""
+        self._asked = self._client.restarts
+        await self._client.open_trainer(spec, folder=folder, digest=digest)
+        self._engine = self._asked
         self._missing = ""
 
     def _check_open(self) -> None:
@@ -114,7 +116,7 @@ class TrainedModel:
             if not forward_only:
                 self.miss(e.message)
             raise
-        return write(found)
+        return await asyncio.to_thread(write, found)
 
     def miss(self, why: str) -> None:
         """Note that gradients of the present step are missing."""
@@ -182,18 +184,17 @@ class TrainedModel:
             await self._versions.release(before)
 
     async def close(self) -> None:
-        """Close the trainer and release what in-flight samplers use. Requests that run finish."""
-        self.order.close()
-        await self.release()
+        """End the queue, give the trainer's memory back, and release what in-flight samplers use.
 
-    async def release(self) -> None:
-        """Give the trainer's memory back."""
+        Requests to these samplers that run finish.
+        """
+        self.order.close()
         inflight, self.inflight = self.inflight, None
         try:
             if inflight is not None:
                 await self._versions.release(inflight)
-            if self._engine == self._client.restarts:
-                self._engine = -1
+            if self._asked == self._client.restarts:
+                self._asked = self._engine = -1
                 await self._client.close_trainer(self.id)
         except TandemError as e:
             log("trainer not closed", model=self.id, error=e.message)

@@ -7,15 +7,15 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from mlx_tandem import limits
-from mlx_tandem.errors import InvalidRequest, Overloaded, TandemError
+from mlx_tandem.errors import InvalidRequest, NotFound, Overloaded, TandemError
 from mlx_tandem.log import log_exception
 from mlx_tandem.training.tinker.promises import Promise, Promises, Result
 
 Work = Callable[[], Awaitable[Result]]
 """The work of a request."""
 
-REMEMBERED = 4096
-"""Number of the last requests of a model that are recognised when they are sent again."""
+REMEMBERED = 2 * limits.MAX_TINKER_AHEAD
+"""Number of the last requests of a model that are recognised when they are sent again; all that wait are among them."""
 
 
 class _Job:
@@ -118,12 +118,15 @@ class Order:
             pass
 
     def close(self) -> None:
-        """End the queue. What waits is not done any more."""
+        """End the queue, from one of its own jobs, too. What waits is not done any more, and fails."""
         self._is_closed = True
+        error = NotFound("the model is gone", param="model_id")
+        for job in (*self._first, *self._waiting.values(), *self._last):
+            self._promises.settle(job.promise, error)
         self._waiting.clear()
         self._first.clear()
         self._last.clear()
-        if self._runner is not None:
+        if self._runner is not None and self._runner is not asyncio.current_task():
             self._runner.cancel()
 
     def _take(self) -> _Job | None:

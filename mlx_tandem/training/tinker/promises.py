@@ -33,6 +33,10 @@ class Gone(InvalidRequest):
     code = "not_found"
 
 
+def _gone() -> Gone:
+    return Gone("this result is no longer kept: send the request again", param="request_id")
+
+
 class Promise:
     """A result that is there or will be: `outcome` is the result, or the error that came instead, or None."""
 
@@ -109,7 +113,7 @@ class Promises:
         """Return a promise of this owner. Raises NotFound, or Gone for a result that was dropped."""
         promise = self._open.get(id) or self._settled.get(id)
         if promise is None and id in self._gone:
-            raise Gone("this result is no longer kept: send the request again", param="request_id")
+            raise _gone()
         if promise is None or promise.owner != owner:
             raise NotFound(f"there is no request {id[:64]!r}", param="request_id")
         return promise
@@ -145,5 +149,7 @@ class Promises:
             self._gone.popitem(last=False)
 
     def _remove(self, id: str) -> None:
-        self._bytes -= self._settled.pop(id).size
+        promise = self._settled.pop(id)
+        self._bytes -= promise.size
+        promise.outcome = _gone()  # Others may still hold the promise.
         self._fetched.pop(id, None)

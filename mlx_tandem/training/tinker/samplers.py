@@ -90,7 +90,8 @@ class Completion(NamedTuple):
     """A request that is done. `number` counts the completions of one client of a sampler."""
 
     number: int
-    promise: Promise
+    request: str  # its id
+    size: int | None  # bytes of its result; None: it has failed
 
 
 class Sampler:
@@ -149,7 +150,8 @@ class Sampler:
         """Note that a request is done."""
         clone = number // CLONE
         self._counts[clone] += 1
-        self._done[clone].append(Completion(self._counts[clone], promise))
+        size = promise.size if isinstance(promise.outcome, Result) else None
+        self._done[clone].append(Completion(self._counts[clone], promise.id, size))
         del self._done[clone][:-REMEMBERED]
         self._news.set()
 
@@ -175,8 +177,3 @@ class Sampler:
             return ()
         self._done[clone] = [c for c in self._done[clone] if c.number > after]
         return tuple(self._done[clone])
-
-
-def failed(completion: Completion) -> bool:
-    """Return whether a request that is done has no result."""
-    return not isinstance(completion.promise.outcome, Result)

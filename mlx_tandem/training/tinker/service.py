@@ -80,8 +80,12 @@ class Tinker:
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
-    def create_session(self, owner: str) -> Session:
-        """Begin a session. Raises Overloaded when there are too many."""
+    async def create_session(self, owner: str) -> Session:
+        """Begin a session. Raises Overloaded when there are too many; before that, the most silent one ends."""
+        if len(self._sessions) >= limits.MAX_TINKER_SESSIONS:
+            most = max(self._sessions.values(), key=lambda session: session.silent)
+            if most.silent > SILENT_SECONDS:
+                await self.end(most)
         if len(self._sessions) >= limits.MAX_TINKER_SESSIONS:
             raise Overloaded("the server has as many sessions as it takes", retry_after=self._config.lease_s)
         session = Session(owner, self._versions, self._clock)
@@ -202,7 +206,7 @@ class Tinker:
     async def unload(self, model: TrainedModel) -> Result:
         """Free a model, as the last of its requests."""
         self._models.pop(model.id, None)
-        await model.release()
+        await model.close()
         return Result(dumps({"model_id": model.id, "type": "unload_model"}))
 
     # -- samplers -----------------------------------------------------------------------------------------------
@@ -264,6 +268,8 @@ class Tinker:
         if known is not None:
             return known
         ref = await sampler.ref(self._versions, session.snapshots)
+        if (known := sampler.repeated(number, content)) is not None:  # It has come again in the meantime.
+            return known
         submissions = make(ref, isinstance(sampler.source, Inflight))
         with contextlib.ExitStack() as admitted:
             admitted.enter_context(self._front.request_admission.admitted(choices))

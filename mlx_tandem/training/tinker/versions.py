@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter, OrderedDict
 
@@ -26,6 +27,7 @@ class Versions:
         self._holders: Counter[str] = Counter()  # by digest
         self._read: OrderedDict[AdapterSource, AdapterRef] = OrderedDict()  # the one that was used last is at the end
         self._engine = client.restarts
+        self._reading = asyncio.Lock()
 
     async def publish(self, trainer: str, name: str) -> AdapterRef:
         """Return a version with a trainer's present weights, which is held until `release`."""
@@ -33,6 +35,11 @@ class Versions:
 
     async def read(self, source: AdapterSource, name: str) -> AdapterRef:
         """Return the version that a checkpoint's folder holds. It need not be released. Raises ModelError."""
+        async with self._reading:
+            return await self._kept(source, name)
+
+    async def _kept(self, source: AdapterSource, name: str) -> AdapterRef:
+        """Return the version of a folder, which is read unless it is kept. The caller holds the lock."""
         if self._engine != self._client.restarts:  # the engine has ended, and what it had read with it
             self._engine = self._client.restarts
             self._read.clear()

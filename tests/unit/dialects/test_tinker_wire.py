@@ -66,8 +66,8 @@ def test_half_precision_is_read() -> None:
         (body(datum([1], w=field(1, b"123") + field(3, 1))), "has 3 bytes, which are no whole numbers"),
         (body(datum([1], w=field(2, b"") + field(3, 2) + field(4, bytes([3, 4])))), "indices that do not fit"),
         (
-            body(datum([1], w=field(2, b"") + field(3, 2) + field(4, wire._write_varint(1 << 23) + bytes([8])))),
-            "have over 16777216 numbers",
+            body(datum([1], w=field(2, b"") + field(3, 2) + field(4, wire._write_varint(1 << 22) + bytes([8])))),
+            f"have over {limits.MAX_TINKER_NUMBERS} numbers",
         ),
         (field(5, field(1, b"beta") + field(2, b"xx")), "loss_fn_config is damaged"),
     ],
