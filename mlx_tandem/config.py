@@ -103,6 +103,7 @@ class DutyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     trainer_rank: int = 0  # rank of a trainer for which memory is reserved at start; 0: none
     trainers: int = 1  # trainers of that rank for which memory is reserved
     several_steps: bool = False  # whether the state before several steps is kept beside passes, too
+    trains_head: bool = False  # whether these trainers adapt the output head as well
 
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -245,6 +246,16 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     environment: str = ""
 
 
+class TinkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of training and sampling by clients of Tinker's API."""
+
+    enabled: bool = False
+    trainers: int = 4  # models that clients train at once, for which memory is reserved at start
+    rank: int = 32  # highest rank of these models
+    dir: str = "./tinker"  # folder of the clients' checkpoints
+    lease_s: float = 120.0  # seconds without a sign of life after which a client's session ends
+
+
 class CheckpointingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the checkpoints that learning writes."""
 
@@ -269,4 +280,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     adapter_root: str = ""  # folder of adapter folders, each read when its name is first asked for
     aliases: tuple[tuple[str, tuple[Arm, ...]], ...] = ()
     rl_training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
+    tinker: TinkerConfig = field(default_factory=TinkerConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

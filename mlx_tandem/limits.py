@@ -214,6 +214,9 @@ SETTINGS |= {
     "rl_training.guard_false_accept": Range(1e-9, 0.5),
     "rl_training.validation_answers": Range(1, 1024, integer=True),
     "rl_training.guard_reward_drop": Range(0.0, 1e9),
+    "tinker.trainers": Range(1, 64, integer=True),
+    "tinker.rank": LEARNING["rank"],
+    "tinker.lease_s": Range(1.0, 86_400.0),
     "checkpointing.interval": Range(1, 2**31 - 1, integer=True),
     "checkpointing.keep_n_checkpoints": Range(1, 100_000, integer=True),
 }
@@ -371,6 +374,21 @@ MAX_LORA_VALUE = 65504.0  # largest number of A, and of B times the scale: float
 MAX_ADAPTER_BYTES = 8 << 30
 MAX_CONFIG_BYTES = 1 << 20
 MAX_EXAMPLE_BYTES = 64 << 20  # bytes of one line of a file of examples
+MAX_TINKER_BODY = 16 << 20  # bytes of one body of Tinker's protocol buffers, as it is sent
+MAX_TINKER_UNPACKED = 32 << 20  # bytes of the same after decompression
+MAX_TINKER_FIELDS = 1 << 18  # fields of the messages in it
+MAX_TINKER_DATA = 4096  # examples in it
+MAX_TINKER_NUMBERS = 1 << 23  # numbers of all tensors in it, sparse ones written out
+MAX_TINKER_WIDTH = 128  # target tokens of one position
+MAX_TINKER_SAMPLES = 1024  # samples of one request
+MAX_TINKER_SESSIONS = 1024  # sessions of all clients
+MAX_TINKER_SAMPLERS = 1 << 16  # sampling sessions of one session
+MAX_TINKER_AHEAD = 4096  # requests of one model that may wait for one that is missing
+MAX_TINKER_WAITING = 128 << 20  # bytes of one model's requests that wait, from which only the next one is taken
+MAX_TINKER_RESULTS = 1 << 16  # results that wait to be fetched, and requests that wait for theirs
+MAX_TINKER_RESULT_BYTES = 256 << 20  # bytes of results that wait to be fetched
+MAX_TINKER_CHECKPOINTS = 10_000  # checkpoints of all clients
+MAX_TINKER_METADATA = 16_384  # bytes of the metadata of a session, a run or a checkpoint, as JSON
 
 
 def bounds(name: str) -> Meta:

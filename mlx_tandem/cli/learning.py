@@ -15,8 +15,11 @@ from mlx_tandem.config import Config
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.metrics.writer import require
 
-ALONE = ("enable_rl_training", "mode")
-"""Options that mean something whether or not an adapter is trained."""
+ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker")
+"""Options that mean something whether or not the server trains an adapter by itself."""
+
+TINKER = ("tinker_trainers", "tinker_rank", "tinker_dir", "tinker_lease_s")
+"""Options that mean something only with `enable_tinker`."""
 
 
 def resolve(config: Config, options: Mapping[str, object]) -> Config:
@@ -26,20 +29,58 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
     """
     if config.engine.duty.inference + config.engine.duty.training <= 0:
         raise InvalidRequest("one of 'duty.inference' and 'duty.training' must be above 0")
+    if config.tinker.enabled:
+        config = _with_tinker(config)
+    elif not config.rl_training.enabled and config.engine.duty.mode == "training_only":
+        raise InvalidRequest(
+            "the mode is training_only, but nothing is trained: "
+            "add --enable-rl-training, or 'enabled: true' under 'rl_training'"
+        )
+    _warn(config, options)
     if not config.rl_training.enabled:
-        if config.engine.duty.mode == "training_only":
-            raise InvalidRequest(
-                "the mode is training_only, but nothing is trained: "
-                "add --enable-rl-training, or 'enabled: true' under 'rl_training'"
-            )
-        for name, flag in LEARNING.items():
-            if name not in ALONE and options.get(name) not in (None, [], ()):
-                warn(f"{flag} has no effect without --enable-rl-training")
         return config
     _check(config)
     if config.rl_training.atropos_url:
         warn(f"'rl_training.atropos_url' has no effect here: {FLAGS['--atropos-url'].text}")
     return _with_room(_scored(config))
+
+
+def _warn(config: Config, options: Mapping[str, object]) -> None:
+    """Warn about each given option that has no effect."""
+    for name, flag in LEARNING.items():
+        if options.get(name) in (None, [], ()):
+            continue
+        if name in TINKER:
+            if not config.tinker.enabled:
+                warn(f"{flag} has no effect without --enable-tinker")
+        elif not config.rl_training.enabled and name not in ALONE:
+            warn(f"{flag} has no effect without --enable-rl-training")
+        elif not config.rl_training.enabled and name == "training_share" and not config.tinker.enabled:
+            warn(f"{flag} has no effect without --enable-rl-training or --enable-tinker")
+
+
+def _with_tinker(config: Config) -> Config:
+    """Return the settings with memory reserved for the trainers of Tinker's clients. Raise InvalidRequest for settings
+    under which these clients could not train or sample.
+    """
+    replace, duty, lora, tinker = msgspec.structs.replace, config.engine.duty, config.engine.lora, config.tinker
+    if duty.mode == "inference_only":
+        raise InvalidRequest("'tinker.enabled' needs a mode that trains: 'duty.mode' is 'inference_only'")
+    if lora.max_loras == 0:
+        raise InvalidRequest("'lora.max_loras' is 0, which leaves no room on the device for what 'tinker' trains")
+    if tinker.rank > lora.max_lora_rank:
+        raise InvalidRequest(
+            f"'tinker.rank' is {tinker.rank}, over 'lora.max_lora_rank', {lora.max_lora_rank}: what is trained could "
+            "not be sampled from"
+        )
+    own = 1 if config.rl_training.enabled else 0
+    duty = replace(
+        duty,
+        trainer_rank=max(duty.trainer_rank, tinker.rank, config.rl_training.lora_rank * own),
+        trainers=max(duty.trainers, tinker.trainers + own),
+        trains_head=True,
+    )
+    return replace(config, engine=replace(config.engine, duty=duty))
 
 
 def _check(config: Config) -> None:
@@ -114,7 +155,7 @@ def _with_room(config: Config) -> Config:
     if not duty.trainer_rank:
         duty = replace(duty, trainer_rank=training.lora_rank)
     if training.kl_coef and training.kl_reference != "base":
-        duty = replace(duty, trainers=max(duty.trainers, 2))
+        duty = replace(duty, trainers=max(duty.trainers, 2 + config.tinker.trainers * config.tinker.enabled))
     if training.steps_per_update > 1:
         duty = replace(duty, several_steps=True)
     return replace(config, engine=replace(config.engine, duty=duty))

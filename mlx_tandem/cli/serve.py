@@ -134,6 +134,9 @@ def _check_files(config: Config) -> None:
         if config.rl_training.metrics_file:
             with _about("--metrics-file"):
                 files.check_writable(Path(config.rl_training.metrics_file))
+    if config.tinker.enabled:
+        with _about("--tinker-dir"):
+            files.check_usable(Path(config.tinker.dir))
     if config.engine.disk.on and config.engine.disk.dir:
         from mlx_tandem.kv.disk.cache import open_folder
 
@@ -244,6 +247,7 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
         f"{_images(info)}"
         f"  adapters  {adapters_line(loaded, unread, front.config.adapter_root)}\n"
         f"{_learning(front.config)}"
+        f"{_tinker(front.config)}"
         f"  try       {curl} {url}/v1/chat/completions \\\n"
         f"              -H 'Content-Type: application/json'{key} \\\n"
         f'              -d \'{{"model": "{model}", "messages": [\n'
@@ -282,6 +286,14 @@ def _learning(config: Config) -> str:
         f"  learning  {training.adapter} (rank {training.lora_rank}, {training.algorithm}); {share[duty.mode]}; "
         f"checkpoints in {config.checkpointing.checkpoint_dir}\n"
     )
+
+
+def _tinker(config: Config) -> str:
+    """Return the line that says what clients of Tinker's API may train; empty without it."""
+    tinker = config.tinker
+    if not tinker.enabled:
+        return ""
+    return f"  tinker    {tinker.trainers} models of rank {tinker.rank} at most; checkpoints in {tinker.dir}\n"
 
 
 def _is_demo(front: Front) -> bool:

@@ -14,12 +14,13 @@ from mlx_tandem.generation.front import Front
 
 if TYPE_CHECKING:
     from mlx_tandem.training.live.learning import Learning
+    from mlx_tandem.training.tinker.service import Tinker
 
 
 class ServerFront(Front):
-    """A front with a store of responses, and with a learner if its settings ask for one.
+    """A front with a store of responses, and with a learner and Tinker's API if its settings ask for them.
 
-    `learning` is None on a server that does not learn.
+    `learning` is None on a server that does not learn by itself, and `tinker` on one without Tinker's API.
     """
 
     def __init__(
@@ -29,6 +30,11 @@ class ServerFront(Front):
         super().__init__(config, launch, on_progress=on_progress)
         self.responses = ResponseStore()
         self.learning: Learning | None = None
+        self.tinker: Tinker | None = None
+        if config.tinker.enabled:
+            from mlx_tandem.training.tinker.service import Tinker
+
+            self.tinker = Tinker(self)
         if config.rl_training.enabled:
             from mlx_tandem.training.live.learning import Learning  # Its imports take time and memory.
 
@@ -36,6 +42,8 @@ class ServerFront(Front):
 
     async def bring_up(self) -> None:
         """Tell a new engine about the adapters, then bring its trainer to the learner's state."""
+        if self.tinker is not None:
+            self.tinker.start()
         if self.learning is None:
             await super().bring_up()
             return
@@ -44,10 +52,20 @@ class ServerFront(Front):
         await self.learning.bring_up()
 
     async def close(self) -> None:
-        """End the learner and the worker processes."""
+        """End the learner, the sessions of Tinker's clients, and the worker processes."""
+        if self.tinker is not None:
+            await self.tinker.close()
         if self.learning is not None:
             await self.learning.close()
         await super().close()
+
+    def check_tinker(self) -> Tinker:
+        """Return Tinker's API. Raises InvalidRequest (`learning_disabled`) on a server without it."""
+        if self.tinker is None:
+            raise InvalidRequest(
+                "Tinker's API is switched off: start the server with --enable-tinker", code="learning_disabled"
+            )
+        return self.tinker
 
     def check_learning(self, what: str, param: str | None = None) -> Learning:
         """Return the learner. Raises InvalidRequest (`learning_disabled`) about `what` on a server without one."""

@@ -14,12 +14,30 @@ from mlx_tandem.errors import TandemError
 PLAIN = frozenset({"", "application/x-www-form-urlencoded"})
 """Content types that curl sends by default, without a body and with one."""
 
-Reads = Literal["json", "steering", "prompts", "texts"]
+Reads = Literal["json", "steering", "prompts", "texts", "bytes"]
 """The way in which the body of a route is read.
 
 json: only when the engine is ready. steering: the same, but the body may be absent. prompts: only when the request
-would be admitted. texts: within the limits for texts to tokenise.
+would be admitted. texts: within the limits for texts to tokenise. bytes: as a Received, whatever it is.
 """
+
+
+@dataclass(frozen=True)
+class Received:
+    """A body as it was sent, with its content type in lower case without parameters, and its content encoding."""
+
+    content: bytes
+    media: str
+    encoding: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply with a content type and a status of its own."""
+
+    content: bytes = b""
+    media: str | None = None
+    status: int = 200
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class Route:
     if there is one. It may be a coroutine function. It returns one of these: a Plan, which the server then generates;
     bytes, which are JSON already, or for `texts` a sequence of them; an iterator of bytes, which are server-sent events
     and are made on another thread; a text, which is sent as plain text; an HTTP status with a value; or a value, which
-    is sent as JSON.
+    is sent as JSON; or a Reply.
     """
 
     method: str
@@ -67,5 +85,5 @@ class Route:
     def needs_body(self) -> bool:
         """Whether a request without a body is refused."""
         if self.body is None:
-            return False
+            return self.reads == "bytes"
         return self.reads != "steering" or any(field.required for field in structs.fields(self.body))

@@ -9,6 +9,10 @@ from msgspec import Struct
 
 LossKind = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 
+Part = Literal["attention", "mlp", "head"]
+"""A part of a model by what its linears do: they mix positions, they are of feed-forward blocks or experts, or they are
+the output head."""
+
 
 class LossConfig(Struct, frozen=True):
     """A loss and its settings; `training/device/losses.py` has the formulas.
@@ -42,7 +46,11 @@ WHOLE = Truncation()
 
 
 class Datum(Struct, frozen=True, array_like=True):
-    """One sequence to learn from. `weights` and `logprobs` are as long as its completion, `tokens[prompt_length:]`."""
+    """One sequence to learn from. `weights` and `logprobs` are as long as its completion, `tokens[prompt_length:]`.
+
+    With `targets` a loss is computed for these tokens in place of the completion's, one or several at each of its
+    positions. Then `weights`, `logprobs` and the like are as long as `targets`.
+    """
 
     tokens: tuple[int, ...]
     prompt_length: int  # at least 1
@@ -55,10 +63,21 @@ class Datum(Struct, frozen=True, array_like=True):
         WHOLE  # of the draw: p is that of the same tokens, and tokens that are not among them count not
     )
     reference: tuple[float, ...] = ()  # logprobs of the model that kl_coef keeps to; empty: of the base
+    targets: tuple[int, ...] = ()  # the tokens of each position of the completion, position after position
+
+    @property
+    def completion_length(self) -> int:
+        """Number of positions of the completion."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def predicted(self) -> tuple[int, ...]:
+        """The tokens whose logprobs are computed."""
+        return self.targets or self.tokens[self.prompt_length :]
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Whether each token of the completion is trained on."""
+        """Whether each of the predicted tokens is trained on."""
         return tuple(map(bool, self.mask or self.weights))
 
 
@@ -98,6 +117,7 @@ class TrainerSpec(Struct, frozen=True):
     targets: tuple[str, ...] = ()  # last parts of module paths; empty: every linear layer but the output head
     seed: int = 0
     options: LoraOptions = LoraOptions()
+    parts: tuple[Part, ...] = ()  # parts whose linears are adapted, in place of `targets`; empty: by `targets`
 
     @property
     def scale(self) -> float:
@@ -122,7 +142,7 @@ class BatchResult(Struct, frozen=True):
     trainer: str
     loss: float
     tokens: int
-    logprobs: tuple[tuple[float, ...], ...]  # the trainer's, of each completion token, at the datum's temperature
+    logprobs: tuple[tuple[float, ...], ...]  # the trainer's, of each predicted token, at the datum's temperature
     model_logprobs: tuple[tuple[float, ...], ...]  # the same at temperature 1
     kl_reference: float = 0.0  # mean k3 to the reference of the loss; 0 when kl_coef is
 

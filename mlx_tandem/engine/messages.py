@@ -126,12 +126,14 @@ class PublishTrainer(Struct, frozen=True, array_like=True, tag="publish"):
 class SaveTrainer(Struct, frozen=True, array_like=True, tag="save"):
     """Write the adapter in PEFT's format and the optimiser's state into `folder`, which exists and is empty.
 
-    Answered by CallDone once everything is on disk; other work continues meanwhile.
+    Answered by CallDone once everything is on disk; other work continues meanwhile. Without `optimizer` only the
+    adapter is written, from which no trainer can be opened.
     """
 
     call: int
     trainer: str
     folder: str
+    optimizer: bool = True
 
 
 class Report(Struct, frozen=True, array_like=True, tag="report"):

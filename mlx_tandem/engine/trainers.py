@@ -62,8 +62,10 @@ class TrainerBackend(Protocol):
     def publish(self, name: str) -> Callable[[], AdapterWeights]:
         """Copy the present weights. The returned function turns them into an adapter, on any thread."""
 
-    def snapshot(self, name: str) -> Callable[[str], None]:
-        """Copy the present state. The returned function writes it into a folder, on any thread."""
+    def snapshot(self, name: str, optimizer: bool) -> Callable[[str], None]:
+        """Copy the present state, or without `optimizer` only the adapter. The returned function writes it into a
+        folder, on any thread.
+        """
 
     def drop_gradients(self, name: str) -> None:
         """Forget the gradients of a trainer, if there is one of that name."""
@@ -235,7 +237,7 @@ class TrainerHost:
                 self._exports.begin(message, backend.publish(message.trainer))
                 return ()
             case m.SaveTrainer():
-                write, folder = backend.snapshot(message.trainer), message.folder
+                write, folder = backend.snapshot(message.trainer, message.optimizer), message.folder
                 self._exports.begin(message, lambda: write(folder))
                 return ()
             case m.SettleTrainer():

@@ -14,6 +14,9 @@ from mlx_tandem.types import AdapterRef, Grammar, Image, Pooling, Request, Sampl
 CLIENT: ContextVar[int] = ContextVar("client", default=0)
 """The client whose request is being handled; clients take turns where their requests wait."""
 
+OWNER: ContextVar[str] = ContextVar("owner", default="")
+"""Who owns what the request makes: a digest of the key that it shows. On a server that asks for a key it is empty."""
+
 
 @dataclass(frozen=True)
 class Prompted:

@@ -360,18 +360,22 @@ def _subject(config: EngineConfig, model: LoadedModel, found: probe.Examined, gi
 def _estimate(config: EngineConfig, limit: Limit, model: LoadedModel) -> probe.Examined:
     """Return what the model caches. Raise ModelError if it and its adapters do not fit into `limit`."""
     found = examine(config, model, evaluate=False)
-    linears = footprint.linears(model.module)
-    _divide(
-        config,
-        limit,
-        footprint.needs(config, limit.size, model, found.layers, found.vocab_size, linears, model.dtype, found.states),
-    )
+    own = footprint.linears(model.module), model.dtype, found.states, footprint.head(model.module)
+    _divide(config, limit, footprint.needs(config, limit.size, model, found.layers, found.vocab_size, *own))
     return found
 
 
 def _needs(config: EngineConfig, limit: Limit, model: LoadedModel, found: probe.Examined, adapters: LoraState) -> Needs:
     return footprint.needs(
-        config, limit.size, model, found.layers, found.vocab_size, adapters.linears(), adapters.dtype, found.states
+        config,
+        limit.size,
+        model,
+        found.layers,
+        found.vocab_size,
+        adapters.linears(),
+        adapters.dtype,
+        found.states,
+        adapters.head(),
     )
 
 

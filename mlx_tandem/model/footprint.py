@@ -26,7 +26,7 @@ from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.loader import LoadedModel, every_weight, weights
-from mlx_tandem.model.lora.adapted import find_targets
+from mlx_tandem.model.lora.adapted import find_head, find_targets
 from mlx_tandem.model.vision.embeddings import ROOM_BYTES
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "cuda": 1536, "metal": 512}
@@ -83,16 +83,19 @@ def needs(
     linears: Mapping[str, LinearShape],
     lora_dtype: mx.Dtype,
     states: Sequence[StateShape] = (),
+    head: Mapping[str, LinearShape] | None = None,
 ) -> Needs:
     """Return the bytes that `model` needs on a device with `limit` bytes.
 
-    `layers` are the shapes in which keys and values lie in the pool, and `states` those of recurrent layers.
+    `layers` are the shapes in which keys and values lie in the pool, and `states` those of recurrent layers. `head` is
+    the output head if adapters may change it, which counts where trainers do.
     """
     lora = config.lora
     weight_bytes = sum(p.nbytes for p in every_weight(model)) + (ROOM_BYTES if model.encoder is not None else 0)
     learning = 0
+    adapted = {**linears, **(head or {})} if config.duty.trains_head else linears
     if config.duty.trainer_rank:
-        learning = config.duty.trainers * trainer_bytes(linears, config.duty.trainer_rank)
+        learning = config.duty.trainers * trainer_bytes(adapted, config.duty.trainer_rank)
         if config.duty.several_steps:
             learning += _STEP_BACK * slot_bytes(linears, linears, 0, config.duty.trainer_rank, 4)
         learning += pass_bytes(config, model, len(layers) + len(states), vocab_size, linears)
@@ -110,7 +113,7 @@ def needs(
         weights=weight_bytes,
         step=step,
         learning=learning,
-        adapter_slots=slot_bytes(linears, linears, lora.max_loras, bucket(lora.max_lora_rank), lora_dtype.size)
+        adapter_slots=slot_bytes(adapted, adapted, lora.max_loras, bucket(lora.max_lora_rank), lora_dtype.size)
         if lora.max_loras
         else 0,
         block=(others or windowed) * size,
@@ -148,6 +151,12 @@ def adapter_bytes(model: nn.Module, rank: int, itemsize: int) -> int:
 def linears(model: nn.Module) -> dict[str, LinearShape]:
     """Return every linear that an adapter may change, by path."""
     return {path: target.shape for path, target in find_targets(model).items()}
+
+
+def head(model: nn.Module) -> dict[str, LinearShape]:
+    """Return the output head by its path, if an adapter may change it."""
+    found = find_head(model)
+    return {} if found is None else {found.path: found.shape}
 
 
 def read_by_a_step(model: nn.Module) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,12 +19,12 @@ from starlette.types import ASGIApp, Scope
 from mlx_tandem import __version__
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
-from mlx_tandem.dialects.route import Route
+from mlx_tandem.dialects.route import Reply, Route
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.explain import explain
-from mlx_tandem.limits import MAX_RECEIVED_BYTES
+from mlx_tandem.limits import MAX_RECEIVED_BYTES, MAX_TINKER_BODY
 from mlx_tandem.server.auth import Gate
-from mlx_tandem.server.body import BodyLimit, read_json
+from mlx_tandem.server.body import BodyLimit, read_bytes, read_json
 from mlx_tandem.server.error_reply import ERRORS
 from mlx_tandem.server.guard import Guard, error_handlers
 from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health, speculation_stats
@@ -100,6 +101,7 @@ def _json(body: Any, status: int = 200) -> Response:
 def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: BodyLimit) -> Endpoint:
     """Return the endpoint of a dialect's route. The limit `with_images` is for bodies that may hold images."""
     parameters, body = route.parameters, route.body
+    unpacked = replace(usual, size=MAX_TINKER_BODY)
 
     async def endpoint(request: Request) -> ASGIApp:
         limit = with_images if route.images and front.reads_images else usual
@@ -111,6 +113,10 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
         values: list[Any] = [request.path_params[name] for name in parameters]
         if route.query is not None:
             values.append(_query(request, route.query))
+        if route.reads == "bytes":
+            front.client.check_ready()
+            with unpacked.receiving.body() as incoming:
+                return await _handled(front, route, [*values, await read_bytes(request, unpacked, incoming)])
         if body is not None:
             # A request that cannot be admitted now is refused before its body is read.
             if route.reads == "prompts":
@@ -152,6 +158,8 @@ def _answer(front: ServerFront, found: Any) -> ASGIApp:
         case Plan():
             reply = StreamReply(front, found) if found.stream else WholeReply(front, found)
             return WithSkippedHeader(reply, found.skipped) if found.skipped else reply
+        case Reply():
+            return Response(found.content, found.status, media_type=found.media)
         case bytes():
             return Response(found, media_type="application/json")
         case Iterator():

@@ -12,9 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.dialects.openai.errors import error_body
+from mlx_tandem.dialects.tinker.errors import PREFIX as TINKER
 from mlx_tandem.errors import Forbidden, TandemError, Unauthorized
 from mlx_tandem.generation.metrics import Metrics
-from mlx_tandem.generation.prompted import CLIENT
+from mlx_tandem.generation.prompted import CLIENT, OWNER
 from mlx_tandem.server.body import refusal_headers
 from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ERRORS, ErrorReply
@@ -22,6 +23,9 @@ from mlx_tandem.server.keys import is_loopback
 
 PUBLIC = frozenset({"/health", "/livez", "/readyz"})
 """Paths whose GET needs no key. Without a key, /health tells nothing but its status."""
+
+TINKER_KEY = b"tml-"
+"""Beginning of every key that the SDK of Tinker sends: it refuses to send others."""
 
 _HOST = re.compile(rb"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,255})(:[0-9]{1,5})?")
 
@@ -77,7 +81,12 @@ class Gate:
         if self._hosts is not None and not (len(hosts) == 1 and self._is_ours(hosts[0])):
             await self._refuse(_foreign(hosts), scope, receive, send)
             return
-        shown = self._digest is None or self._opens(credentials, keys, self._digest)
+        is_tinker = scope["path"].startswith(f"{TINKER}/")
+        if is_tinker:
+            OWNER.set(
+                "" if self._digest is not None else hashlib.sha256(b"".join((keys or credentials)[:1])).hexdigest()
+            )
+        shown = self._digest is None or self._opens(credentials, keys, self._digest, is_tinker)
         if not shown and not (scope["method"] == "GET" and scope["path"] in PUBLIC):
             error = Unauthorized("a valid API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY")
             await self._refuse(error, scope, receive, send, (b"www-authenticate", b"Bearer"))
@@ -95,16 +104,19 @@ class Gate:
         await ErrorReply(error, headers, scope.get(ERRORS, error_body))(scope, receive, send)
 
     @staticmethod
-    def _opens(credentials: list[bytes], keys: list[bytes], digest: bytes) -> bool:
+    def _opens(credentials: list[bytes], keys: list[bytes], digest: bytes, is_tinker: bool) -> bool:
         """Return whether the request's only Authorization or its only X-Api-Key header has the key.
 
-        One of the two is enough, because a proxy may have added the other. Keys are compared in constant time.
+        One of the two is enough, because a proxy may have added the other. Keys are compared in constant time. On paths
+        of Tinker's API the key may stand behind TINKER_KEY.
         """
         shown = keys if len(keys) == 1 else []
         if len(credentials) == 1:
             scheme, _, key = credentials[0].partition(b" ")
             if scheme.lower() == b"bearer":
                 shown = [*shown, key]
+        if is_tinker:
+            shown = [*shown, *(key.removeprefix(TINKER_KEY) for key in shown)]
         return any(hmac.compare_digest(hashlib.sha256(key).digest(), digest) for key in shown)
 
     def _takes_host(self, value: bytes) -> bool:

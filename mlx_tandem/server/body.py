@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from mlx_tandem.dialects.route import Received
 from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge, UnsupportedMedia
 from mlx_tandem.server.receiving import SMALL_BODY, Incoming, Receiving
 from mlx_tandem.strict_json import decode
@@ -50,13 +51,7 @@ async def read_json(
         raise UnsupportedMedia("Content-Type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("compressed bodies are not supported")
-    try:
-        async with asyncio.timeout(limit.seconds) as incoming.timer:
-            body = await _read(request, limit.size, incoming)
-    except TimeoutError:
-        if incoming.lost is not None:
-            raise incoming.lost from None
-        raise ReceiveTimeout(f"the body did not come within {limit.seconds:g} s") from None
+    body = await _read_in_time(request, limit, incoming)
     if body and not named:
         raise UnsupportedMedia("Content-Type must be application/json")
     if not body and not optional:
@@ -67,6 +62,24 @@ async def read_json(
     async with limit.receiving.turn:
         await asyncio.sleep(0)
         return decode(body, kind, prepare)
+
+
+async def read_bytes(request: Request, limit: BodyLimit, incoming: Incoming) -> Received:
+    """Return the body as it was sent. Its bytes count in `incoming`. Raises what `read_json` raises for its size."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    return Received(await _read_in_time(request, limit, incoming), media, encoding)
+
+
+async def _read_in_time(request: Request, limit: BodyLimit, incoming: Incoming) -> bytes:
+    """Return the whole body. Raises ReceiveTimeout, TooLarge, Overloaded, and ClientDisconnect."""
+    try:
+        async with asyncio.timeout(limit.seconds) as incoming.timer:
+            return await _read(request, limit.size, incoming)
+    except TimeoutError:
+        if incoming.lost is not None:
+            raise incoming.lost from None
+        raise ReceiveTimeout(f"the body did not come within {limit.seconds:g} s") from None
 
 
 async def _read(request: Request, limit: int, incoming: Incoming) -> bytes:

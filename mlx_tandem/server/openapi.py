@@ -79,6 +79,9 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
         },
         "security": [] if is_public else [{"bearer": []}, {"key": []}],
     }
+    if route.reads == "bytes":
+        binary = {"schema": {"type": "string", "format": "binary"}}
+        operation["requestBody"] = {"required": True, "content": {"application/x-protobuf": binary}}
     if route.body is not None:
         content = {"application/json": {"schema": bodies[route.body]}}
         operation["requestBody"] = {"required": route.needs_body, "content": content}

@@ -78,6 +78,8 @@ def test_wrong_requests_are_refused_in_the_one_shape(server: RunningServer, tmp_
     pytest.importorskip("schemathesis")
     tool = [str(Path(sys.executable).parent / "st"), "run", f"{server.url}/openapi.json", "--no-color"]
     data = ["--mode", "negative", "--generation-allow-x00", "true", "--generation-database", "none", "--seed", "19"]
+    # Those of Tinker are all refused on this server; tests/api/test_tinker.py attacks them on another one.
+    data += ["--exclude-path-regex", "^/api/v1/"]
     # Stateful tests would follow links between operations, of which the document has none that they reach.
     effort = ["--phases", "coverage,fuzzing", "--max-examples", "8", "--no-shrink", "--warnings", "off"]
     done = subprocess.run(

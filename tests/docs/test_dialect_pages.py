@@ -11,6 +11,7 @@ from msgspec import Struct
 from mlx_tandem.dialects.anthropic.bodies import MessagesBody
 from mlx_tandem.dialects.ollama.bodies import ChatBody, GenerateBody, Options
 from mlx_tandem.dialects.responses.bodies import ResponseBody
+from mlx_tandem.dialects.tinker import bodies as tinker
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -23,6 +24,22 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
         ("ollama.md", GenerateBody),
         ("ollama.md", Options),
         ("responses.md", ResponseBody),
+        *(
+            ("tinker.md", kind)
+            for kind in (
+                tinker.SessionBody,
+                tinker.ModelBody,
+                tinker.LoraBody,
+                tinker.StepBody,
+                tinker.AdamBody,
+                tinker.SaveBody,
+                tinker.SaveSamplerBody,
+                tinker.LoadBody,
+                tinker.SamplerBody,
+                tinker.SampleBody,
+                tinker.SamplingBody,
+            )
+        ),
     ],
 )
 def test_every_field_is_in_a_table(page: str, kind: type[Struct]) -> None:

@@ -47,6 +47,7 @@ from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.manifests import Manifest
 from tests.commands import curl, free_port, running
 from tests.fake_hub import fake_hub
+from tests.tinker_server import let_go
 from tests.unit.cli_tools import on_a_thread, tandem
 from tests.unit.disk_tools import filled
 
@@ -183,8 +184,16 @@ def lines(chosen: Callable[[list[str]], bool]) -> list[object]:
     return found
 
 
+LEAVES_OPEN = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+"""Of examples of Tinker's SDK, which leaves connections to the garbage collector."""
+
+
 def of_language(language: str) -> list[object]:
-    return [pytest.param(b, id=f"{b.page}:{b.line}") for b in blocks() if b.language == language]
+    return [
+        pytest.param(b, id=f"{b.page}:{b.line}", marks=[LEAVES_OPEN] if "import tinker" in b.text else [])
+        for b in blocks()
+        if b.language == language
+    ]
 
 
 @pytest.fixture
@@ -222,7 +231,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     where = tmp_path_factory.mktemp("served")
     shutil.copytree(demo.ADAPTER_PATHS["shout"], where / "my-adapter")
     port = free_port()
-    options = ["--enable-rl-training", "--lora-rank", "4", *(w for pair in SMALL.items() for w in pair)]
+    options = [
+        "--enable-rl-training",
+        "--lora-rank",
+        "4",
+        "--enable-tinker",
+        *(w for pair in SMALL.items() for w in pair),
+    ]
     with running([*TANDEM, "serve", "--port", str(port), "--adapter-root", ".", *options], port, where) as server:
         yield Served(port, where)
         assert server.stop() == 0
@@ -499,6 +514,8 @@ def test_python(block: Block, folder: Path, served: Served, here: Here) -> None:
     program = folder / "program.py"
     program.write_text(block.text.replace(":8000", f":{served.port}"), encoding="utf-8")
     here.program(program)
+    if "import tinker" in block.text:
+        let_go()
 
 
 def test_the_settings_file(folder: Path) -> None:

@@ -106,7 +106,7 @@ class Backend:
     def publish(self, name: str) -> Callable[[], AdapterWeights]:
         return lambda: adapter(name)
 
-    def snapshot(self, name: str) -> Callable[[str], None]:
+    def snapshot(self, name: str, optimizer: bool = True) -> Callable[[str], None]:
         return lambda folder: None
 
     def drop_gradients(self, name: str) -> None:

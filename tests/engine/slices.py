@@ -92,7 +92,7 @@ class Slices:
         made = adapter(f"{name}{self._version(name)}")
         return lambda: made if name != "wide" else AdapterWeights(structs.replace(made.info, rank=16), {})
 
-    def snapshot(self, name: str) -> Callable[[str], None]:
+    def snapshot(self, name: str, optimizer: bool = True) -> Callable[[str], None]:
         version = self._version(name)
 
         def write(folder: str) -> None:

@@ -191,9 +191,9 @@ class EngineClient(Supervisor):
         assert isinstance(info, AdapterInfo)
         return info
 
-    async def save_trainer(self, trainer: str, folder: str) -> None:
-        """Write adapter and optimiser into an empty folder, and return once they are on disk."""
-        await self._call(lambda call: SaveTrainer(call, trainer, folder))
+    async def save_trainer(self, trainer: str, folder: str, *, optimizer: bool = True) -> None:
+        """Write the adapter, and with `optimizer` its state, into an empty folder, and return once they are on disk."""
+        await self._call(lambda call: SaveTrainer(call, trainer, folder, optimizer))
 
     async def _call(self, message: Callable[[int], Inbound]) -> Any:
         """Send a message that has one answer, and return the answer. Raises the error that the engine reports."""

@@ -266,15 +266,18 @@ class TrainedAdapter:
         spec, linears = self.spec, self._linears
         return lambda: formats.from_arrays(*_peft([each.read()[0] for each in copies], spec), linears)
 
-    def snapshot(self) -> Callable[[str], None]:
+    def snapshot(self, optimizer: bool = True) -> Callable[[str], None]:
         """Copy all state; the result writes it into an empty folder: a PEFT adapter, and the optimiser's state with it.
 
-        Call the result once, on any thread. The files are on the drive when it returns.
+        Call the result once, on any thread. The files are on the drive when it returns. Without `optimizer` it writes
+        the adapter alone.
         """
         known = zip(self._chunks, self._now.flats, self._now.moments, strict=True)
-        copies = [_Copies(chunk, self.pairs, [whole, *moments]) for chunk, whole, moments in known]
+        copies = [
+            _Copies(chunk, self.pairs, [whole, *(moments if optimizer else ())]) for chunk, whole, moments in known
+        ]
         about = About(self.spec, self.step_count)
-        return lambda folder: _write(Path(folder), [each.read() for each in copies], about)
+        return lambda folder: _write(Path(folder), [each.read() for each in copies], about, optimizer)
 
     def _restore(self, folder: Path) -> None:
         """Take the optimiser's state from a checkpoint. Raises ModelError."""
@@ -372,23 +375,24 @@ def _peft(chunks: Sequence[HostPairs], spec: TrainerSpec) -> tuple[dict[str, Any
     return convert.to_peft(modules, spec.rank, spec.alpha, rslora=spec.options.rslora, dropout=spec.options.dropout)
 
 
-def _write(folder: Path, chunks: Sequence[Sequence[HostPairs]], about: About) -> None:
-    """Write each chunk's weights and moments into a folder, durably."""
+def _write(folder: Path, chunks: Sequence[Sequence[HostPairs]], about: About, optimizer: bool) -> None:
+    """Write each chunk's weights, and with `optimizer` its moments, into a folder, durably."""
     from safetensors.numpy import save
 
-    optimizer = {
-        _name(path, side, kind): x
-        for _, *moments in chunks
-        for kind, pairs in zip(Moments._fields, moments, strict=True)
-        for path, pair in pairs.items()
-        for side, x in zip("AB", pair, strict=True)
-    }
     config, tensors = _peft([weights for weights, *_ in chunks], about.spec)
-    for name, data in (
-        (formats.CONFIG, json.dumps(config, indent=2).encode() + b"\n"),
-        (formats.WEIGHTS["peft"], save(tensors)),
-        (OPTIMIZER, save(optimizer)),
-        (TRAINER, msgspec.json.encode(about)),
-    ):
+    written = {
+        formats.CONFIG: json.dumps(config, indent=2).encode() + b"\n",
+        formats.WEIGHTS["peft"]: save(tensors),
+    }
+    if optimizer:
+        moments = {
+            _name(path, side, kind): x
+            for _, *moments in chunks
+            for kind, pairs in zip(Moments._fields, moments, strict=True)
+            for path, pair in pairs.items()
+            for side, x in zip("AB", pair, strict=True)
+        }
+        written |= {OPTIMIZER: save(moments), TRAINER: msgspec.json.encode(about)}
+    for name, data in written.items():
         files.create(folder / name, data)
     files.sync_folder(folder)

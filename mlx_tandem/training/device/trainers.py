@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from mlx_tandem.engine.learning import (
     BatchResult,
     Datum,
     LossConfig,
+    Part,
     StepDone,
     TrainerInfo,
     TrainerSpec,
@@ -37,7 +39,6 @@ from mlx_tandem.model.loader import first_line
 from mlx_tandem.model.step.inputs import Inputs, receive, specs
 from mlx_tandem.training.device import completions, losses, pages, rows
 from mlx_tandem.training.device.backward import MicroBatch, Positions, Weights
-from mlx_tandem.training.device.completions import Part
 from mlx_tandem.training.device.cutting import PLAIN, Cutter, Cutting, evenly, items_of
 from mlx_tandem.training.device.layerwise import LayerwiseForward
 from mlx_tandem.training.device.pages import PageInputs
@@ -47,6 +48,9 @@ from mlx_tandem.training.device.trained_adapter import TRAINER, About, TrainedAd
 from mlx_tandem.training.device.tree import Dropout, Pair, Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
+
+_FEED_FORWARD = re.compile(r"(^|\.)(\w*mlp\w*|\w*ffn\w*|feed_?forward\w*|\w*moe\w*|\w*experts?\w*)\.")
+"""Pattern of the paths of linears in feed-forward blocks, with the names that model families have for these."""
 
 
 class MLXTrainers:
@@ -101,7 +105,7 @@ class MLXTrainers:
         if folder:
             spec = _saved_spec(Path(folder), spec)
         _check_spec(spec)
-        return footprint.trainer_bytes(self._chosen(spec.targets), spec.rank)
+        return footprint.trainer_bytes(self._chosen(spec), spec.rank)
 
     def open(self, spec: TrainerSpec, folder: str, weights: AdapterWeights | None) -> TrainerInfo:
         """Make a trainer of `spec.name`, in place of one of that name. Raises InvalidRequest, ModelError, DeviceError.
@@ -111,8 +115,8 @@ class MLXTrainers:
         _check_spec(spec)
         if self._problem:
             raise InvalidRequest(self._problem, param="model")
-        linears = self._chosen(spec.targets)
-        if weights is not None and not spec.targets:
+        linears = self._chosen(spec)
+        if weights is not None and not spec.targets and not spec.parts:
             linears |= {path: shape for path, shape in self._tree.head.items() if path in weights.tensors}
         with device_errors():
             if folder:
@@ -141,11 +145,15 @@ class MLXTrainers:
         self._get(name)
         del self._trainers[name]
 
-    def _chosen(self, targets: Sequence[str]) -> dict[str, LinearShape]:
-        """Return the linears that `targets` name, by path; none name all but the output head.
+    def _chosen(self, spec: TrainerSpec) -> dict[str, LinearShape]:
+        """Return the linears that a trainer adapts, by path: those of its parts, else those that its targets name, else
+        all but the output head.
 
         Raises InvalidRequest for a name that the model has not.
         """
+        if spec.parts:
+            return self._of_parts(spec.parts)
+        targets = spec.targets
         if not targets:
             return dict(self._tree.linears)
         chosen = {
@@ -160,6 +168,18 @@ class MLXTrainers:
                     f"the model has no linear layer {target[:80]!r}; it has {', '.join(known)}", param="targets"
                 )
         return chosen
+
+    def _of_parts(self, parts: Sequence[Part]) -> dict[str, LinearShape]:
+        """Return the linears of these parts of the model, by path. Raises InvalidRequest for a part without any."""
+        of: dict[Part, dict[str, LinearShape]] = {"attention": {}, "mlp": {}, "head": dict(self._tree.head)}
+        for path, shape in self._tree.linears.items():
+            of["mlp" if _FEED_FORWARD.search(path) else "attention"][path] = shape
+        for part in parts:
+            if not of[part]:
+                raise InvalidRequest(
+                    f"this model has no linear layers of its {part} that can be adapted", param="parts"
+                )
+        return {path: shape for part in parts for path, shape in of[part].items()}
 
     def _get(self, name: str) -> TrainedAdapter:
         trainer = self._trainers.get(name)
@@ -192,10 +212,12 @@ class MLXTrainers:
 
         return published
 
-    def snapshot(self, name: str) -> Callable[[str], None]:
-        """Copy the present state and return what writes it into an empty folder, on any thread. Raises NotFound."""
+    def snapshot(self, name: str, optimizer: bool = True) -> Callable[[str], None]:
+        """Copy the present state, or without `optimizer` only the adapter, and return what writes it into an empty
+        folder, on any thread. Raises NotFound.
+        """
         with device_errors():
-            return self._get(name).snapshot()
+            return self._get(name).snapshot(optimizer)
 
     def drop_gradients(self, name: str) -> None:
         """Forget the gradients of a trainer, if there is one of that name."""
@@ -270,18 +292,22 @@ class MLXTrainers:
                 f"{where} has {n} tokens, {p} of them prompt; 1 and 1 are needed, {self._most_tokens} fit", param=where
             )
         limits.check_token_ids(datum.tokens, self._vocab_size, f"{where}.tokens")
+        limits.check_token_ids(datum.targets, self._vocab_size, f"{where}.targets")
+        count = len(datum.predicted)
+        if count % (n - p):
+            raise InvalidRequest(f"{where}.targets has {count} entries for {n - p} positions", param=where)
         needs = batch.loss.kind != "cross_entropy"
         for name in ("weights", "logprobs", "anchor", "reference"):
             values = getattr(datum, name)
             if values is None:
                 continue
             must = name == "weights" or (name == "logprobs" and needs)
-            if len(values) != n - p and (must or values):
-                raise InvalidRequest(f"{where}.{name} has {len(values)} entries for {n - p} tokens", param=where)
+            if len(values) != count and (must or values):
+                raise InvalidRequest(f"{where}.{name} has {len(values)} entries for {count} tokens", param=where)
             if not np.isfinite(np.array(values, np.float32)).all():
                 raise InvalidRequest(f"{where}.{name} holds what is not finite", param=where)
-        if datum.mask and len(datum.mask) != n - p:
-            raise InvalidRequest(f"{where}.mask has {len(datum.mask)} entries for {n - p} tokens", param=where)
+        if datum.mask and len(datum.mask) != count:
+            raise InvalidRequest(f"{where}.mask has {len(datum.mask)} entries for {count} tokens", param=where)
         if not 1e-3 <= datum.temperature <= 100.0:
             raise InvalidRequest(f"{where}.temperature must be 0.001 to 100", param=where)
         cut = datum.truncation
@@ -293,7 +319,7 @@ class MLXTrainers:
         served = [self._get(b.trainer).served(self._tree.dtype) for b in batches]
         # Copies: nothing counts before all of it is done.
         sums = [{} if forward_only else self._get(b.trainer).gradients for b in batches]
-        parts: list[Part] = []
+        parts: list[completions.Part] = []
         found: list[mx.array] = []
         for i, micro in enumerate(self._cut(batches, tokens)):
             yield PAUSE if i else launched()  # empty, since what the host did so far took as long as a slice
@@ -354,7 +380,7 @@ class MLXTrainers:
         self,
         batches: Sequence[Batch],
         given: Rows,
-        own: Sequence[Part],
+        own: Sequence[completions.Part],
         adapters: Sequence[Weights],
         forward_only: bool,
         found: list[mx.array],
@@ -411,7 +437,7 @@ class MLXTrainers:
 
 
 def _adapters(
-    own: Sequence[Part],
+    own: Sequence[completions.Part],
     counts: Sequence[int],
     served: Sequence[dict[str, Pair]],
     sums: Sequence[dict[str, Pair]],

@@ -40,6 +40,8 @@ FILES = {  # an option that names an output file, and a command of it that would
 FOLDERS = {
     "serve --checkpoint-dir": "serve --port 0 --enable-rl-training --checkpoint-dir {}",
     "train rl --checkpoint-dir": "train rl --port 0 --checkpoint-dir {}",
+    "serve --tinker-dir": "serve --port 0 --enable-tinker --tinker-dir {}",
+    "train rl --tinker-dir": "train rl --port 0 --enable-tinker --tinker-dir {}",
     "serve --ssd-cache-dir": "serve --port 0 --ssd-cache-dir {}",
     "train rl --ssd-cache-dir": "train rl --port 0 --ssd-cache-dir {}",
     "train sft --adapter-out": "train sft lessons.jsonl --adapter-out {}",

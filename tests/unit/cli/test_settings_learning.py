@@ -18,12 +18,17 @@ from mlx_tandem.cli.app import app
 from mlx_tandem.cli.flags import FLAGS, MODES
 from mlx_tandem.cli.options import PANELS
 from mlx_tandem.cli.settings import SettingsError, build
-from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, RLTrainingConfig
+from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, RLTrainingConfig, TinkerConfig
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.manifests import Manifest
 
 ROOT = Path(__file__).resolve().parents[3]
-SECTIONS = {"duty": DutyConfig, "rl_training": RLTrainingConfig, "checkpointing": CheckpointingConfig}
+SECTIONS = {
+    "duty": DutyConfig,
+    "rl_training": RLTrainingConfig,
+    "tinker": TinkerConfig,
+    "checkpointing": CheckpointingConfig,
+}
 
 PARALLM = """
 server:
@@ -296,6 +301,47 @@ def test_settings_can_be_written_down() -> None:
 )
 def test_memory_is_reserved_for_the_reference_and_for_a_step_back(tmp_path: Path, text: str, duty: DutyConfig) -> None:
     assert settings(tmp_path, f"rl_training: {{enabled: true, {text}}}").engine.duty == duty
+
+
+@pytest.mark.parametrize(
+    ("text", "duty"),
+    [
+        ("tinker: {enabled: true}", DutyConfig(trainer_rank=32, trainers=4, trains_head=True)),
+        (
+            "tinker: {enabled: true, trainers: 2, rank: 8}\nrl_training: {enabled: true}",
+            DutyConfig(trainer_rank=16, trainers=3, trains_head=True),
+        ),
+        (
+            "tinker: {enabled: true, trainers: 2}\nrl_training: {enabled: true, kl_coef: 0.1, kl_reference: accepted}",
+            DutyConfig(trainer_rank=32, trainers=4, trains_head=True),
+        ),
+    ],
+)
+def test_memory_is_reserved_for_clients_of_tinker(tmp_path: Path, text: str, duty: DutyConfig) -> None:
+    assert settings(tmp_path, text).engine.duty == duty
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("duty: {mode: inference_only}", "needs a mode that trains"),
+        ("lora: {max_loras: 0}", "'lora.max_loras' is 0"),
+        ("lora: {max_lora_rank: 16}", "'tinker.rank' is 32, over 'lora.max_lora_rank', 16"),
+    ],
+)
+def test_settings_under_which_no_client_of_tinker_could_train_are_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(says)):
+        settings(tmp_path, f"tinker: {{enabled: true}}\n{text}")
+
+
+def test_options_of_tinker_without_it_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    build(None, {"tinker_rank": 8, "training_share": 0.5})
+    assert capsys.readouterr().err.splitlines() == [
+        "tandem: warning: --training-share has no effect without --enable-rl-training or --enable-tinker",
+        "tandem: warning: --tinker-rank has no effect without --enable-tinker",
+    ]
+    build(None, {"tinker_rank": 8, "training_share": 0.5, "enable_tinker": True, "mode": "training_only"})
+    assert capsys.readouterr().err == ""
 
 
 def test_a_reference_without_a_weight_has_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.dialects.anthropic.errors import ERRORS
 from mlx_tandem.generation.metrics import Metrics
+from mlx_tandem.generation.prompted import OWNER
 from mlx_tandem.server.auth import Gate
 
 KEY = "s3cret"
@@ -131,3 +132,45 @@ def test_refusals_have_the_form_of_the_path() -> None:
     assert ask((b"host", b"evil.example"), path="/v1/messages") == (403, "permission_error")
     assert ask(HOST, key=KEY, path="/v1/messages/batches") == (401, "authentication_error"), "no route, and below one"
     assert ask(HOST, key=KEY, path="/v1/messagesx") == (401, "invalid_api_key"), "not below"
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "opens"),
+    [
+        ("/api/v1/asample", (b"x-api-key", b"tml-s3cret"), True),
+        ("/api/v1/asample", OWN, True),
+        ("/api/v1/asample", BEARER, True),
+        ("/api/v1/asample", (b"x-api-key", b"tml-tml-s3cret"), False),
+        ("/api/v1/asample", (b"x-api-key", b"tml-other"), False),
+        ("/api/v1/asample", (b"x-api-key", b"tml-"), False),
+        ("/api/v1asample", (b"x-api-key", b"tml-s3cret"), False),
+        ("/v1/completions", (b"x-api-key", b"tml-s3cret"), False),
+    ],
+)
+def test_the_key_may_stand_behind_the_beginning_of_tinker_s_keys(
+    path: str, header: tuple[bytes, bytes], opens: bool
+) -> None:
+    assert ask(header, key=KEY, path=path) == ((200, True) if opens else (401, "invalid_api_key"))
+
+
+def test_a_key_that_begins_like_tinker_s_is_shown_as_it_is() -> None:
+    assert ask((b"x-api-key", b"tml-own"), key="tml-own", path="/api/v1/asample") == (200, True)
+
+
+def owner_of(*headers: tuple[bytes, bytes], key: str = "") -> str:
+    """Who owns what a request to Tinker's API makes."""
+    found: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found.append(OWNER.get())
+
+    gate = Gate(app, key, ServerConfig(allowed_hosts=("a",)), Metrics(), {})
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": [(b"host", b"a"), *headers]}
+    asyncio.run(gate(scope, None, None))  # type: ignore[arg-type]
+    return found[0]
+
+
+def test_what_is_made_belongs_to_the_key() -> None:
+    a, b = owner_of((b"x-api-key", b"tml-a")), owner_of((b"x-api-key", b"tml-b"))
+    assert a == owner_of((b"x-api-key", b"tml-a")) != b and "tml" not in a
+    assert owner_of(OWN, key=KEY) == owner_of((b"x-api-key", b"tml-s3cret"), key=KEY) == owner_of(BEARER, key=KEY) == ""
