@@ -36,6 +36,7 @@ CLIENTS: Mapping[str, tuple[str, ...]] = {
     "test_openai_agents": ("openai-agents", "openai"),
     "test_openai_responses": ("openai",),
     "test_pydantic_ai": ("pydantic-ai-slim", "openai"),
+    "test_renderers": ("renderers", "openai"),
 }
 """The packages that each module of tests/clients tries: of PyPI, or of NPM."""
 

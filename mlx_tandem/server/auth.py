@@ -20,7 +20,7 @@ from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ERRORS, ErrorReply
 from mlx_tandem.server.keys import is_loopback
 
-PUBLIC = frozenset({"/health", "/livez", "/readyz"})
+PUBLIC = frozenset({"/health", "/health/", "/livez", "/liveness", "/readyz"})
 """Paths whose GET needs no key. Without a key, /health tells nothing but its status."""
 
 _HOST = re.compile(rb"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,255})(:[0-9]{1,5})?")
