@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
 import threading
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from mlx_tandem import demo
 from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.api.test_prompt_logprobs import plain
+from tests.serving import demo_config, serving
 from tests.waiting import until
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
@@ -298,6 +300,18 @@ def test_a_pause_holds_new_requests_and_a_swap_meanwhile_answers_them(server):
     exact = drawn(server, model="json", temperature=0)[0]["token_ids"]
     assert replies[0]["choices"][0]["token_ids"] == exact
     server.client.post("/v1/unload_lora_adapter", json={"lora_name": "swapped"})
+
+
+def test_what_waits_is_refused_when_the_server_ends():
+    with serving(demo_config()) as server:
+        server.client.post("/pause")
+        statuses: list[int] = []
+        thread = threading.Thread(target=lambda: statuses.append(server.complete("Once").status_code))
+        thread.start()
+        until(lambda: server.client.get("/v1/engine/metrics").json()["held_requests"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        thread.join()
+        assert statuses == [503]
 
 
 def test_a_pause_cannot_abort(server):

@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import InvalidRequest, TandemError
-from mlx_tandem.log import log
+from mlx_tandem.log import log, log_exception
 from mlx_tandem.training.atropos.client import Client, NotRegistered, Unreachable, check_url
 from mlx_tandem.training.atropos.scored import ScoredData, trajectories
 from mlx_tandem.training.online.online import OnlineLearner
@@ -69,14 +69,23 @@ class Feed:
     async def run(self) -> None:
         """Ask for batches whenever something is lacking for an update, and keep what comes."""
         while True:
+            again = False
             try:
                 again = await self._turn()
                 self.status.error = ""
             except NotRegistered:
-                self._registered, again = False, False
-            except (Unreachable, TandemError) as e:
-                self._fail(str(e))
-                again = False
+                self._registered = False
+            except Unreachable as e:
+                self.status.state = "connecting"
+                self._fail("Atropos does not answer", str(e))
+            except (
+                TandemError
+            ) as e:  # The engine is not there, or the drive takes nothing: the batch is kept until then.
+                self._fail("a batch of Atropos waits", e.message)
+            except Exception as e:
+                log_exception("taking from Atropos failed", e)
+                self.status.error = f"internal error: {type(e).__name__}"
+                self._left = []
             if not again:
                 await asyncio.sleep(POLL_SECONDS)
 
@@ -141,12 +150,11 @@ class Feed:
             text = "Atropos has no batch yet: an environment has to run, and the size of its groups to divide the batch"
             log(text, logging.WARNING, url=self.status.url, batch_size=self.status.batch_size)
 
-    def _fail(self, error: str) -> None:
+    def _fail(self, event: str, error: str) -> None:
         """Record an error, which is logged once."""
         if error != self.status.error:
-            log("Atropos does not answer", logging.WARNING, url=self.status.url, error=error)
+            log(event, logging.WARNING, url=self.status.url, error=error)
         self.status.error = error
-        self.status.state = "connecting"
 
     def describe(self) -> dict[str, object]:
         """Return the status for clients."""

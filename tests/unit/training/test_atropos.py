@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec import convert
 
-from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
+from mlx_tandem.errors import EngineUnavailable, InvalidRequest
+from mlx_tandem.files import StorageError
 from mlx_tandem.training.atropos.client import MOST_BYTES, Client, NotRegistered, Unreachable, check_url
-from mlx_tandem.training.atropos.feed import batch_size
+from mlx_tandem.training.atropos.feed import Feed, batch_size
 from mlx_tandem.training.atropos.scored import ScoredData, trajectories
 from mlx_tandem.training.online import advantages
 from mlx_tandem.training.trajectories import Trajectory
@@ -159,3 +163,87 @@ def test_a_reply_is_bounded(monkeypatch):
     assert MOST_BYTES > 1 << 20
     with atropos_api() as api, pytest.raises(Unreachable, match="over 10 bytes"):
         asyncio.run(Client(api.url).batch())
+
+
+class Learner:
+    """What the feed asks of a learner."""
+
+    def __init__(self, *lacking: int | None) -> None:
+        self.kept: list[list[Trajectory]] = []
+        self.failing: list[Exception] = []
+        self._lacking = list(lacking)
+
+    def lacking(self) -> int | None:
+        return self._lacking.pop(0) if len(self._lacking) > 1 else self._lacking[0]
+
+    def status(self) -> Any:
+        return SimpleNamespace(step=7)
+
+    async def add(self, group: list[Trajectory], size: int) -> frozenset[str]:
+        assert size == len(group)
+        if self.failing:
+            raise self.failing.pop(0)
+        self.kept.append(group)
+        return frozenset()
+
+
+def fed(api: Any, learner: Learner, done: Callable[[Feed], object], monkeypatch: pytest.MonkeyPatch) -> Feed:
+    """A feed that has run until it is `done`."""
+    monkeypatch.setattr("mlx_tandem.training.atropos.feed.POLL_SECONDS", 0.002)
+    training = RLTrainingConfig(enabled=True, update_frequency=6, atropos_url=f"{api.url}/")
+    config = Config(EngineConfig(ModelConfig(path="")), rl_training=training)
+    engine: Any = SimpleNamespace(check_ready=lambda: SimpleNamespace(vocab_size=10, max_model_len=6))
+    feed = Feed(config, engine, cast(Any, learner), lambda: 5.0)
+
+    async def run() -> None:
+        task = asyncio.create_task(feed.run())
+        try:
+            async with asyncio.timeout(30):
+                while not done(feed):
+                    await asyncio.sleep(0.001)
+        finally:
+            task.cancel()
+
+    asyncio.run(run())
+    return feed
+
+
+FOUR = scored([3, 4], [[5, 6], [7, 8], [5, 8], [5, 5]], [1.0, 0.0, 0.5, 0.0])
+
+
+def test_nothing_is_asked_for_while_there_is_enough_or_learning_is_stopped(monkeypatch):
+    with atropos_api() as api:
+        states = {
+            lacking: fed(
+                api, Learner(lacking), lambda feed: feed.status.state != "connecting", monkeypatch
+            ).status.state
+            for lacking in (None, 0, -5)
+        }
+        assert states == {None: "stopped", 0: "learning", -5: "learning"}
+        assert api.asked == []
+
+
+def test_a_batch_waits_while_it_cannot_be_kept(monkeypatch):
+    with atropos_api() as api:
+        learner = Learner(4)
+        learner.failing = [EngineUnavailable("the engine is not there"), StorageError("the drive is full")]
+        api.put(FOUR)
+        feed = fed(api, learner, lambda feed: learner.kept, monkeypatch)
+        assert api.registration is not None and api.registration["starting_step"] == 7
+        assert [len(group) for group in learner.kept] == [4]
+        assert (feed.status.batches, feed.status.trajectories) == (1, 4)
+
+
+def test_an_error_that_nobody_expected_ends_nothing(monkeypatch):
+    with atropos_api() as api:
+        learner = Learner(4)
+        learner.failing = [KeyError("x")]
+        api.put(FOUR, FOUR)
+        feed = fed(api, learner, lambda feed: learner.kept, monkeypatch)
+        assert (feed.status.batches, len(learner.kept)) == (2, 1)
+
+
+def test_what_may_be_wrong_is_said_after_a_while(monkeypatch, caplog):
+    with atropos_api() as api:
+        fed(api, Learner(4), lambda feed: caplog.records and "no batch yet" in caplog.text, monkeypatch)
+        assert api.asked.count("/batch") >= 60
