@@ -242,8 +242,8 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     guard_reward_drop: float = 0.1  # drop of the mean reward that matters
     validation_prompts: str = ""  # JSONL file of prompts that each version answers before it is published
     validation_answers: int = 4  # answers of a version to each validation prompt
-    atropos_url: str = ""  # reserved for a later version
-    environment: str = ""
+    atropos_url: str = ""  # address of Atropos' trajectory API, from which batches are taken; empty: none
+    environment: str = ""  # name of a scoring function, or a label of what the environment of Atropos plays
 
 
 class TinkerConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -37,6 +37,7 @@ CLIENTS: Mapping[str, tuple[str, ...]] = {
     "test_openai_responses": ("openai",),
     "test_pydantic_ai": ("pydantic-ai-slim", "openai"),
     "test_tinker": ("tinker",),
+    "test_renderers": ("renderers", "openai"),
 }
 """The packages that each module of tests/clients tries: of PyPI, or of NPM."""
 
@@ -56,7 +57,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
 The name of a test begins with the key of its program.
 """
 
-OWN = ("test_jan", "test_keepalives", "test_loopback", "test_refusals")
+OWN = ("test_environments", "test_jan", "test_keepalives", "test_loopback", "test_refusals")
 """Modules of tests/clients that run no client, or several at once."""
 
 HEAD = """\

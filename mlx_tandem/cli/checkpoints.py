@@ -32,6 +32,8 @@ def ls(checkpoint_dir: Folder = FOLDER) -> None:
     table = Table(*("checkpoint", "step", "version", "mean reward", "made", "digest"))
     with _clear():
         for info in _opened(checkpoint_dir).list():
+            if info.guards:
+                continue  # the server's own
             table.add_row(*_row(info))
     show(table)
 

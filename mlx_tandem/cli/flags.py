@@ -74,7 +74,6 @@ FLAGS: dict[str, Flag] = {
     "--embedding": Flag("every model answers /v1/embeddings, and goes on answering chats"),
     # MLX ParaLLM
     "--share-model": Flag("one process holds the model, and every request and adapter shares it"),
-    "--atropos-url": Flag("this version does not speak to Atropos yet; requests bring the trajectories", value=True),
     "--connect-to": Flag(
         "this version learns on the machine that serves, and on no other yet", value=True, refuse=True
     ),

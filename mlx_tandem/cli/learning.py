@@ -9,10 +9,10 @@ import msgspec
 
 from mlx_tandem import limits
 from mlx_tandem.cli.console import warn
-from mlx_tandem.cli.flags import FLAGS
 from mlx_tandem.cli.options import LEARNING
 from mlx_tandem.config import Config
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.training.atropos.client import check_url
 from mlx_tandem.training.metrics.writer import require
 
 ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker")
@@ -40,8 +40,6 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
     if not config.rl_training.enabled:
         return config
     _check(config)
-    if config.rl_training.atropos_url:
-        warn(f"'rl_training.atropos_url' has no effect here: {FLAGS['--atropos-url'].text}")
     return _with_room(_scored(config))
 
 
@@ -124,6 +122,8 @@ def _check(config: Config) -> None:
         )
     if training.kl_reference != "base" and not training.kl_coef:
         warn("'rl_training.kl_reference' has no effect without 'rl_training.kl_coef'")
+    if training.atropos_url:
+        check_url(training.atropos_url)
     require(training.report_to)
     _check_checkpoints(config)
 
@@ -176,6 +176,8 @@ def _scored(config: Config) -> Config:
     if not training.environment:
         return config
     if training.environment not in names:
+        if training.atropos_url:
+            return config  # a label: Atropos' environment scores
         warn(f"'rl_training.environment' has no effect here: '{training.environment}' is no scoring function")
         return config
     training = msgspec.structs.replace(training, scoring_function=training.environment)

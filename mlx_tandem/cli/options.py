@@ -367,6 +367,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Scoring function of requests that collect and name none.",
             "NAME",
         ),
+        Option(
+            "rl_training.atropos_url",
+            "--atropos-url",
+            "Address of Atropos' trajectory API (run-api), whose batches are learned from.",
+            "URL",
+        ),
         Option("rl_training.update_frequency", "--update-frequency", "Completions per update (100)."),
         Option("rl_training.trajectory_buffer_size", "--trajectory-buffer-size", "Completions that are kept (1000)."),
         Option("rl_training.scoring_batch_size", "--scoring-batch-size", "Completions scored at once (32)."),

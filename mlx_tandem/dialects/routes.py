@@ -8,8 +8,9 @@ from mlx_tandem.dialects.ollama.routes import ROUTES as OLLAMA
 from mlx_tandem.dialects.openai.routes import ROUTES as OPENAI
 from mlx_tandem.dialects.parallm.routes import ROUTES as PARALLM
 from mlx_tandem.dialects.responses.routes import ROUTES as RESPONSES
+from mlx_tandem.dialects.rollouts.routes import ROUTES as ROLLOUTS
 from mlx_tandem.dialects.tinker.routes import ROUTES as TINKER
 from mlx_tandem.dialects.training.routes import ROUTES as TRAINING
 from mlx_tandem.dialects.vllm.routes import ROUTES as VLLM
 
-ROUTES = (*ANTHROPIC, *OPENAI, *RESPONSES, *OLLAMA, *VLLM, *PARALLM, *ADAPTERS, *TRAINING, *TINKER)
+ROUTES = (*ANTHROPIC, *OPENAI, *RESPONSES, *OLLAMA, *VLLM, *ROLLOUTS, *PARALLM, *ADAPTERS, *TRAINING, *TINKER)

@@ -30,6 +30,9 @@ class RequestAdmission:
         self.open_requests = 0
         self.open_choices = 0
         self.open_arrays = 0  # bytes of the arrays of images
+        self.held = 0  # requests that wait while the server is paused
+        self._resumed = asyncio.Event()
+        self._resumed.set()
         self.refused: Counter[str] = Counter()  # by the setting, or the limit without a setting, that refused
         self._idle = asyncio.Event()
         self._idle.set()
@@ -68,6 +71,32 @@ class RequestAdmission:
             requests = (occupancy.used_blocks - limit + 1) * self.open_requests / occupancy.used_blocks
             message = "the cache for prompts and answers is nearly full"
             raise self._refusal("memory_pressure_threshold", message, requests)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests wait."""
+        return not self._resumed.is_set()
+
+    def pause(self) -> None:
+        """Let new requests wait until `resume`."""
+        self._resumed.clear()
+
+    def resume(self) -> None:
+        """Admit the requests that wait, and all later ones."""
+        self._resumed.set()
+
+    async def turn(self) -> None:
+        """Wait while the server is paused. Raises Overloaded if too many requests wait already."""
+        if self._resumed.is_set():
+            return
+        if self.held >= max(self._server.max_queue_size, 1):
+            raise self._refusal("max_queue_size", "the server is paused, and its queue is full", 1.0)
+        self.held += 1
+        try:
+            await self._resumed.wait()
+        finally:
+            self.held -= 1
+        self.check()
 
     def _refusal(self, reason: str, message: str, requests: float) -> Overloaded:
         """Count a refusal for `reason` and return its error.

@@ -121,6 +121,7 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
             # A request that cannot be admitted now is refused before its body is read.
             if route.reads == "prompts":
                 front.check_open()
+                await front.request_admission.turn()
             else:
                 front.client.check_ready()
             optional = route.reads == "steering"
@@ -211,8 +212,10 @@ def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
         "/v1/cache/stats": counters(cache_stats),
         "/v1/spec_decode/metrics": counters(speculation_stats),
         "/health": get_health,
+        "/health/": get_health,  # as TRL's client asks
         "/readyz": get_ready,
         "/livez": get_live,
+        "/liveness": get_live,  # as prime-rl asks
         "/metrics": get_metrics,
         "/version": get_version,
     }

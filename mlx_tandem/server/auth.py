@@ -21,7 +21,7 @@ from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ERRORS, ErrorReply
 from mlx_tandem.server.keys import is_loopback
 
-PUBLIC = frozenset({"/health", "/livez", "/readyz"})
+PUBLIC = frozenset({"/health", "/health/", "/livez", "/liveness", "/readyz"})
 """Paths whose GET needs no key. Without a key, /health tells nothing but its status."""
 
 TINKER_KEY = b"tml-"

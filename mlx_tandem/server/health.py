@@ -69,6 +69,7 @@ def engine_metrics(front: ServerFront) -> dict[str, Any]:
         "restarts": front.client.restarts,
         "open_requests": front.request_admission.open_requests,
         "open_choices": front.request_admission.open_choices,
+        "held_requests": front.request_admission.held,
         "refused": dict(front.request_admission.refused),
         "max_queue_size": front.config.server.max_queue_size,
         "engine": structs.asdict(front.client.occupancy) | msgspec.to_builtins(front.client.stats),

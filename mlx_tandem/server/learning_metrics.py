@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
+    from mlx_tandem.training.atropos.feed import FeedStatus
     from mlx_tandem.training.live.learning import Learning
 
 
@@ -27,6 +28,7 @@ def families(learning: Learning) -> Iterator[Metric]:
     pace = learning.updates_per_second()
 
     yield _counter("tandem_training_trajectories", "Trajectories collected.", status.trajectories_collected)
+    yield _counter("tandem_training_siblings", "Answers that the server drew by itself.", status.siblings_drawn)
     yield _by("tandem_training_trajectories_dropped", "Trajectories never trained on.", "reason", dropped.items())
     yield _counter("tandem_training_groups_skipped", "Groups whose rewards were all the same.", status.skipped_groups)
     yield _by(
@@ -38,6 +40,8 @@ def families(learning: Learning) -> Iterator[Metric]:
         "kind",
         learner.rewards.failures.items(),
     )
+    if learning.feed is not None:
+        yield from _atropos(learning.feed.status)
     yield _counter("tandem_training_publishes", "Versions published.", status.publishes)
     yield _counter(
         "tandem_training_rollbacks", "Times that training went back to an earlier version.", status.rollbacks
@@ -70,6 +74,16 @@ def families(learning: Learning) -> Iterator[Metric]:
     yield _gauge("mlx_parallm_rl_updates_per_second", "Over five minutes.", pace)
     yield _counter("mlx_parallm_lora_swaps", "Times that the trained name came to stand for a version.", learning.swaps)
     yield _counter("mlx_parallm_checkpoint_saves", "Checkpoints written.", status.checkpoint_saves)
+
+
+def _atropos(fed: FeedStatus) -> Iterator[Metric]:
+    """Yield the counters of what came from Atropos."""
+    for name, text, count in (
+        ("batches", "Batches taken from Atropos, this server.", fed.batches),
+        ("trajectories", "Trajectories taken from Atropos, this server.", fed.trajectories),
+        ("refused_groups", "Groups of Atropos that could not be learned from, this server.", fed.refused_groups),
+    ):
+        yield _counter(f"tandem_training_atropos_{name}", text, count)
 
 
 BAD = ("rolled_back", "refused")

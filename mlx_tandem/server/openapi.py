@@ -65,7 +65,8 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
     is_public = not needs_key or (route.method == "GET" and path in PUBLIC)
     error = {"$ref": "#/components/responses/Error"} if route.errors is None else _error(route.errors.schema)
     operation: dict[str, Any] = {
-        "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
+        # Two paths may differ in the slash at their end.
+        "operationId": "_".join(re.findall(r"\w+|/$", f"{route.method.lower()} {path}")).replace("/", ""),
         "parameters": [
             *(
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

@@ -171,6 +171,7 @@ class Server(uvicorn.Server):
         front = self._front
         log("draining", open_requests=front.request_admission.open_requests)
         front.client.begin_drain()
+        front.request_admission.resume()  # what waits is refused now
         try:
             async with asyncio.timeout(front.config.server.drain_seconds):
                 await front.request_admission.idle()

@@ -50,6 +50,7 @@ class Trajectory(Struct, frozen=True, array_like=True):
     finish_reason: str = ""  # why the completion ended; empty: unknown
     mask: tuple[int, ...] = ()  # 1: the policy's own token, 0: what a tool or a user said; empty: all are its own
     turn_rewards: tuple[float, ...] = ()  # one for each turn, part of `reward`; empty: the reward is for the whole
+    drawn: bool = False  # the server has drawn it by itself, to compare a request's answer with
 
     @property
     def turns(self) -> list[slice]:
@@ -166,6 +167,7 @@ class Counts(Struct):
     dropped_duplicate: int = 0
     skipped_groups: int = 0  # complete, and every reward the same: nothing to learn from
     dropped_no_reward: int = 0
+    drawn: int = 0  # of those collected, by the server itself
 
     @property
     def dropped(self) -> dict[DropReason, int]:
@@ -289,6 +291,7 @@ class Buffer:
             return False
         self.remember((trajectory.id,))
         self.counts.collected += 1
+        self.counts.drawn += trajectory.drawn
         while len(self) >= self.capacity:
             # Its own group last: the rest of that is still to come.
             oldest = next((name for name in self._groups if name != trajectory.group), trajectory.group)
@@ -349,6 +352,22 @@ class Buffer:
             self.remove([t.id for t in groups[-1]])
         self.counts.taken += total
         return Taken(tuple(groups), tuple(stale))
+
+    def get(self, id: str) -> Trajectory | None:
+        """Return the trajectory with this id, if it waits here."""
+        name = self._group_of.get(id)
+        return None if name is None else next(t for t in self._groups[name].members if t.id == id)
+
+    def pick(self, ids: Iterable[str]) -> list[Trajectory]:
+        """Hand out those of `ids` that wait here and have a sibling among them with another reward."""
+        wanted = frozenset(ids)
+        found = []
+        for group in self._groups.values():
+            own = [t for t in group.members if t.id in wanted]
+            found += own if any(t.reward != own[0].reward for t in own) else []
+        self.remove([t.id for t in found])
+        self.counts.taken += len(found)
+        return found
 
     def shrink(self, name: str) -> None:
         """Note that one member of a group of known size will never come; a complete group lacks none."""

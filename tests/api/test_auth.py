@@ -64,7 +64,7 @@ def routes() -> list[tuple[str, str]]:
 
 @pytest.mark.promise("C7", "F2")
 def test_every_route_asks_for_the_key(guarded):
-    tried = [*routes(), ("GET", "/"), ("GET", "/nothing"), ("GET", "/docs"), ("GET", "/health/"), ("POST", "/health")]
+    tried = [*routes(), ("GET", "/"), ("GET", "/nothing"), ("GET", "/docs"), ("GET", "/health//"), ("POST", "/health")]
     tried += [("HEAD", "/health"), ("GET", "//health"), ("GET", "/health/../v1/models"), ("OPTIONS", "/v1/models")]
     public = set()
     for method, path in tried:
@@ -78,11 +78,11 @@ def test_every_route_asks_for_the_key(guarded):
             assert REFUSED["message"] in json.dumps(reply.json()["error"])
         else:
             assert method == "HEAD" or reply.json() == {"error": REFUSED}
-    assert public == {"/health", "/livez", "/readyz"}
+    assert public == {"/health", "/health/", "/livez", "/liveness", "/readyz"}
 
 
 def test_health_tells_strangers_only_its_status(guarded):
-    for path in ("/health", "/readyz", "/livez"):
+    for path in ("/health", "/health/", "/readyz", "/livez", "/liveness"):
         assert guarded.client.get(path).json() == {"status": "ok"}
     known = guarded.client.get("/health", headers={"authorization": f"Bearer {KEY}"}).json()
     assert known["engine"]["model_type"] == "qwen3"

@@ -29,7 +29,8 @@ def test_live_prompts_are_answered_by_both_versions(tmp_path: Path) -> None:
             answered |= versions
         assert answered == {accepted, newest}
         # The second answers are learned from, too.
-        until(lambda: status(server)["trajectories_collected"] == 4 + 2 * 12 * 4)
+        until(lambda: status(server)["siblings_drawn"] == 12 * 4)
+        assert status(server)["trajectories_collected"] == 4 + 12 * 4
         now = status(server)
         assert now["compared"] == 12
         assert (now["rollbacks"], now["alarm"]) == (0, "")

@@ -10,7 +10,7 @@ from mlx_tandem.training.external import External
 class UpdateBody(Struct, forbid_unknown_fields=True):
     """The body of a request for an update."""
 
-    trajectories: list[External] = []  # empty: the update uses the collected trajectories
+    trajectories: list[str | External] = []  # ids of collected ones are texts; empty: all that were collected
     update_inference: bool = True  # serve the result as a new version
     checkpoint_name: str | None = None  # save the result under this name
     wait: bool = False  # answer only when the update has ended
@@ -42,4 +42,4 @@ class RollbackBody(Struct, forbid_unknown_fields=True):
 class SwitchBody(Struct, forbid_unknown_fields=True):
     """The body of a request to serve another version under the trained adapter's name."""
 
-    version: str | int
+    version: str | int  # a version, a checkpoint, or "latest": what the trainer has now

@@ -20,8 +20,8 @@ from mlx_tandem.dialects.training.bodies import (
     UpdateBody,
 )
 from mlx_tandem.errors import NotFound
-from mlx_tandem.training.external import check_external
-from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.training.external import Sent, check_external
+from mlx_tandem.training.store.checkpoints import GUARDS
 
 if TYPE_CHECKING:
     from mlx_tandem.training.online.serving import UpdateReport
@@ -40,14 +40,16 @@ async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, A
     if body.checkpoint_name is not None:
         learning.check_checkpoint_name(body.checkpoint_name, "checkpoint_name")
     info = front.client.check_ready()
-    trajectories: tuple[Trajectory, ...] = ()
+    sent = Sent((), ())
     if body.trajectories:
-        trajectories = await asyncio.to_thread(
+        sent = await asyncio.to_thread(
             check_external,
             body.trajectories,
             vocab_size=info.vocab_size,
             max_tokens=front.room(info),
             newest_version=learner.newest_version,
+            number_of=learning.number_of,
+            waits=learner.waits,
             encode_prompt=learning.encode,
             encode_completion=lambda text: front.tokens_of(text, "completion", begins=False),
         )
@@ -55,7 +57,7 @@ async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, A
     async def work() -> UpdateReport:
         with learning.naming(body.checkpoint_name, "checkpoint_name"):
             return await learner.update(
-                trajectories, publish=body.update_inference, checkpoint_name=body.checkpoint_name
+                sent.made, ids=sent.ids, publish=body.update_inference, checkpoint_name=body.checkpoint_name
             )
 
     job = learning.jobs.start(work)
@@ -113,6 +115,9 @@ async def status(front: ServerFront) -> dict[str, Any]:
         }
     await front.client.refresh()
     found: dict[str, Any] = msgspec.to_builtins(front.learning.learner.status())
+    found["atropos"] = None if front.learning.feed is None else front.learning.feed.describe()
+    found["current_lora"] = front.learning.current_name()
+    found["available_checkpoints"] = [n for n in found["available_checkpoints"] if not GUARDS.fullmatch(n)]
     return found
 
 
@@ -145,18 +150,23 @@ async def checkpoint(front: ServerFront, body: CheckpointBody) -> dict[str, Any]
 
 async def rollback(front: ServerFront, body: RollbackBody) -> dict[str, Any]:
     """Return serving and training to an earlier version."""
-    learner = front.check_learning(WHAT).check_up()
+    learning = front.check_learning(WHAT)
+    learner = learning.check_up()
     with _naming("to"):
         ref = await learner.rollback(None if body.to is None else _model_id(front, body.to, "to"))
+    learning.switched(ref, ref.label)
     return {"status": "rolled_back", "current_lora": ref.label, "version": ref.version}
 
 
 async def switch(front: ServerFront, body: SwitchBody) -> dict[str, Any]:
     """Serve another version under the trained adapter's name. Training continues unchanged."""
-    learner = front.check_learning(WHAT).check_up()
+    learning = front.check_learning(WHAT)
+    learner = learning.check_up()
+    to = _model_id(front, body.version, "version")
     with _naming("version"):
-        ref = await learner.switch(_model_id(front, body.version, "version"))
-    return {"status": "switched", "current_lora": ref.label, "version": ref.version}
+        ref = await learner.switch(to)
+    learning.switched(ref, to)
+    return {"status": "switched", "current_lora": learning.current_name(), "version": ref.version}
 
 
 @contextmanager

@@ -19,19 +19,27 @@ from typing import Any, get_args
 
 from msgspec import structs
 
-from mlx_tandem.errors import Conflict, InvalidRequest, TandemError, renamed
+from mlx_tandem.errors import Conflict, InvalidRequest, NotFound, TandemError, renamed
 from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.log import log, log_exception
+from mlx_tandem.training.atropos.feed import Feed
 from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.live.jobs import Jobs
 from mlx_tandem.training.live.reporting import Reporting, said
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
 from mlx_tandem.training.store import manifests
-from mlx_tandem.training.store.checkpoints import AUTOMATIC, BEST, CheckpointInfo, Checkpoints
+from mlx_tandem.training.store.checkpoints import (
+    AUTOMATIC,
+    BEST,
+    GUARDS,
+    LATEST,
+    CheckpointInfo,
+    Checkpoints,
+)
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams
 
@@ -58,6 +66,8 @@ class Serving(ABC):
         self._naming: set[str] = set()  # names, in lower case, of checkpoints that are being saved
         self._listing = asyncio.Lock()
         self._numbers: dict[str, int] = {}  # version numbers of the checkpoints' contents, by digest
+        self._named_versions: dict[str, int] = {}  # the same of the checkpoints that are served, by name
+        self._switched: tuple[AdapterRef, str] | None = None
         self.swaps = 0
 
     # -- versions -----------------------------------------------------------------------------------------------
@@ -96,6 +106,31 @@ class Serving(ABC):
         registry = self._front.models.registry
         return registry.entry(self._name).ref if registry.is_read(self._name) else None
 
+    def switched(self, ref: AdapterRef, to: str) -> None:
+        """Record that a client has made the trained adapter's name stand for `ref`, which it called `to`."""
+        self._switched = (ref, to) if to in self._named_versions else None
+
+    def current_name(self) -> str:
+        """Return what the trained adapter's name stands for: a version, or the checkpoint that was switched to."""
+        current = self.current()
+        if self._switched is not None and self._switched[0] == current:
+            return self._switched[1]
+        return "" if current is None else current.label
+
+    def number_of(self, version: int | str) -> int:
+        """Return the number of a version that is named by its number, as NAME@NUMBER or by its checkpoint.
+
+        Raises NotFound.
+        """
+        if isinstance(version, int):
+            return version
+        plain = version.removeprefix(f"{self._name}@")
+        if plain.isascii() and plain.isdigit() and len(plain) < 12:
+            return int(plain)
+        if version not in self._named_versions:
+            raise NotFound(f"there is no version or checkpoint {version[:64]!a}", code="version_not_found")
+        return self._named_versions[version]
+
     async def retire(self, ref: AdapterRef) -> None:
         """Forget a version, so that new requests cannot name it. Requests that run under it finish."""
         await self._front.models.retire(ref)
@@ -121,7 +156,7 @@ class Serving(ABC):
 
     def check_checkpoint_name(self, name: str, param: str) -> None:
         """Raise InvalidRequest naming `param` unless a new checkpoint may be saved and served as `name`."""
-        if name in (BEST, "journal") or ".corrupt" in name or name.isdigit():  # A number would name a version.
+        if name in (BEST, LATEST, "journal") or ".corrupt" in name or name.isdigit():  # A number would name a version.
             raise InvalidRequest(f"{param} may not be {name[:64]!r}", param=param)
         if name.casefold() in self._named | self._naming:
             raise Conflict(f"there is a checkpoint {name[:64]!r}", param=param, code="checkpoint_exists")
@@ -153,7 +188,7 @@ class Serving(ABC):
                 names[BEST] = best
         for each, source in names.items():
             self._named.add(each.casefold())
-            if self._takes(each):
+            if not GUARDS.fullmatch(each) and self._takes(each):
                 self._front.models.saved(each, source, info)
 
     async def read_checkpoints(self) -> Sequence[CheckpointInfo]:
@@ -170,10 +205,12 @@ class Serving(ABC):
     async def _list_checkpoints(self) -> None:
         """Bring the served checkpoints in line with the folder. The caller holds the lock."""
         models, before = self._front.models, frozenset(self._checkpoints)
-        found = await self.read_checkpoints()
+        listed = await self.read_checkpoints()
+        found = [info for info in listed if not info.guards]
         names = {info.name for info in found}
-        self._numbers = {info.digest: info.version for info in found if info.version}
-        models.shelve({f"{self._name}@{i.version}": self._source(i.name) for i in found if i.version})
+        self._numbers = {info.digest: info.version for info in listed if info.version}
+        self._named_versions = {info.name: info.version for info in found}
+        models.shelve({f"{self._name}@{i.version}": self._source(i.name) for i in listed if i.version})
         for info in found:
             source = self._source(info.name)
             if info.name not in self._checkpoints:
@@ -268,6 +305,11 @@ class Learning(Serving):
         self.reporting = Reporting(front.config, front.tokenizer.decode, partial(said, front.tokenizer))
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
+        self.feed: Feed | None = None
+        """What takes batches from Atropos, if the settings name its API."""
+        if front.config.rl_training.atropos_url and front.config.engine.duty.mode != "inference_only":
+            self.feed = Feed(front.config, front.client, self.learner, clock)
+        self._feeding: asyncio.Task[None] | None = None
         front.models.rules.is_checkpoint = self.is_checkpoint
         self.outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
         """The numbers of this server's updates, by their outcomes."""
@@ -304,7 +346,10 @@ class Learning(Serving):
             log("learning could not go on", error=e.message)
         if not self._was_up:
             self._was_up = True
+            self._pace.append((self.clock(), self.learner.status().updates))
             self.learner.start()
+            if self.feed is not None:
+                self._feeding = asyncio.create_task(self.feed.run())
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
         """Record a new checkpoint, then serve those in the folder."""
@@ -321,9 +366,10 @@ class Learning(Serving):
             return
         self._closed = True
         await self.jobs.close()
-        for task in list(self._tasks):
+        ended = [*self._tasks, *([] if self._feeding is None else [self._feeding])]
+        for task in ended:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*ended, return_exceptions=True)
         await self.learner.close()
         await asyncio.to_thread(self.reporting.close)
 
@@ -358,7 +404,7 @@ class Learning(Serving):
         return self._front.client.stats
 
     def updates_per_second(self) -> float:
-        """Return the updates per second over the last PACE_SECONDS, or since the first call if that is later."""
+        """Return the updates per second over the last PACE_SECONDS, or since the start if that is later."""
         now = (self.clock(), self.learner.status().updates)
         while len(self._pace) > 1 and now[0] - self._pace[1][0] >= PACE_SECONDS:
             self._pace.popleft()

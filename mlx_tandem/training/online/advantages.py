@@ -72,6 +72,11 @@ def varies(group: Group) -> bool:
     return any(t.reward != group[0].reward for t in group)
 
 
+def varying(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Return the groups of these trajectories whose rewards differ."""
+    return [group for group in by_group(trajectories) if varies(group)]
+
+
 def batches(groups: Sequence[Group], config: RLTrainingConfig, baselines: Baselines | None = None) -> tuple[Batch, ...]:
     """Return the batches of one update: whole groups, about `update_frequency` completions to a batch.
 

@@ -119,6 +119,10 @@ class Loop:
         """Whether there are completions for an update."""
         return self._learner.ledger.buffer.usable >= self._need
 
+    def lacking(self) -> int | None:
+        """Return how many completions are lacking for an update; None while the loop is stopped."""
+        return self._need - self._learner.ledger.buffer.usable if self.running else None
+
     @property
     def _need(self) -> int:
         steps = self._training.gradient_accumulation_steps

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ from mlx_tandem.training.online.loop import Loop
 from mlx_tandem.training.online.prompts import Prompt, Recorded
 from mlx_tandem.training.online.serving import Sampled, Serving, TrainingStatus, UpdateReport
 from mlx_tandem.training.rewards import RewardPool, Scoring
+from mlx_tandem.training.store.checkpoints import LATEST
 from mlx_tandem.training.trajectories import DropReason, Trajectory, is_across
 from mlx_tandem.types import AdapterRef, SamplingParams
 
@@ -57,6 +59,7 @@ class OnlineLearner:
         self._lock = asyncio.Lock()
         self.later = Later(self._learner.ledger, self.add, clock)
         self._loop = Loop(config, client, self._learner, self._alone, self._compare, self._sample)
+        self.lacking, self.waits = self._loop.lacking, partial(_waits, self._learner)
         self._work: set[asyncio.Task[Any]] = set()
         self.folder = self._learner.ledger.folder
         self._closed = False
@@ -198,9 +201,17 @@ class OnlineLearner:
     # -- what can be asked for ------------------------------------------------------------------------------------
 
     async def update(
-        self, trajectories: Sequence[Trajectory] = (), *, publish: bool = True, checkpoint_name: str | None = None
+        self,
+        trajectories: Sequence[Trajectory] = (),
+        *,
+        ids: Sequence[str] = (),
+        publish: bool = True,
+        checkpoint_name: str | None = None,
     ) -> UpdateReport:
-        """Learn now, from these or else from what the buffer holds. Raises Conflict, EngineError, StorageError."""
+        """Learn now: from these, from those that wait under `ids`, or, without either, from all that the buffer holds.
+
+        A checkpoint is saved only if something was learned and kept. Raises Conflict, EngineError, StorageError.
+        """
         _check_trains(self._learner)
         ledger = self._learner.ledger
         if checkpoint_name is not None:
@@ -212,19 +223,20 @@ class OnlineLearner:
             await self._finish()
             await self._learner.saver.propose_if_due()
             dropped: dict[DropReason, list[int]] = {}
-            if trajectories:
+            if trajectories or ids:
                 self._learner.judging.see_sent(trajectories)
                 groups, dropped = ledger.accept(trajectories, self._learner.version)
+                groups += advantages.varying(ledger.buffer.pick(ids))
             else:
                 groups = ledger.take(ledger.buffer.capacity, self._learner.version)
             if groups:
                 report = await self._learner.learn(groups, publish=publish)
             else:
                 report = self._learner.nothing()
-            await self._learner.return_if_worse()
+            undone = await self._learner.return_if_worse()
             await self._learner.saver.propose_if_due()
             self._loop.look_back()
-            if checkpoint_name is not None:
+            if checkpoint_name is not None and report.outcome in ("published", "kept") and not undone:
                 await self._learner.saver.checkpoint(checkpoint_name)
             await self._loop.save_if_due()
             await self._learner.saver.judge_checkpoints()
@@ -249,7 +261,11 @@ class OnlineLearner:
         return await self._alone(lambda: self._learner.rollback(to))
 
     async def switch(self, to: str) -> AdapterRef:
-        """Serve another version or checkpoint, until the next one is published. Raises NotFound."""
+        """Serve another version or checkpoint, until the next one is published. Raises NotFound.
+
+        LATEST is the version that the trainer's weights are.
+        """
+        to = str(self._learner.version) if to == LATEST else to
         await _check_there(self._learner, to)
         return await self._alone(lambda: self._learner.switch(to))
 
@@ -309,6 +325,11 @@ class OnlineLearner:
             if group:
                 await self._keep(group, len(group))
         return bool(chosen)
+
+
+def _waits(learner: Learner, id: str) -> Trajectory | None:
+    """Return the collected trajectory with this id, if it waits to be learned from."""
+    return learner.ledger.buffer.get(id)
 
 
 async def _check_there(learner: Learner, to: str | None) -> None:

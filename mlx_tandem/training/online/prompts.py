@@ -270,6 +270,7 @@ async def groups(
                     metadata=prompt.scoring.metadata,
                     truncation=truncation(prompt.params),
                     finish_reason=s.finish_reason,
+                    drawn=True,
                 )
                 for s, reward in zip(completions, own, strict=True)
                 if reward is not None and s.tokens

@@ -133,7 +133,8 @@ class TrainingStatus(Struct, frozen=True):
     version: int
     step: int
     updates: int
-    trajectories_collected: int
+    trajectories_collected: int  # answers of requests, and what clients have sent
+    siblings_drawn: int  # answers that the server has drawn to compare those with
     buffered: int
     dropped_stale: int
     dropped_duplicate: int

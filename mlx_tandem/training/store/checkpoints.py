@@ -28,6 +28,9 @@ from mlx_tandem.training.store.manifests import FORMAT, MANIFEST, Corrupt, Manif
 log = logging.getLogger(__name__)
 
 BEST = "best-performance"
+LATEST = "latest"
+"""What clients call the version that the trainer has now. No checkpoint has this name."""
+
 AUTOMATIC = re.compile(rf"{BEST}|(checkpoint|guard)-\d+(\.\d+)?")
 """Names that checkpoints get when nobody gives them one."""
 

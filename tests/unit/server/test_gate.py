@@ -12,7 +12,7 @@ from mlx_tandem.config import ServerConfig
 from mlx_tandem.dialects.anthropic.errors import ERRORS
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.generation.prompted import OWNER
-from mlx_tandem.server.auth import Gate
+from mlx_tandem.server.auth import PUBLIC, Gate
 
 KEY = "s3cret"
 BEARER, OWN = (b"authorization", b"Bearer s3cret"), (b"x-api-key", b"s3cret")
@@ -82,10 +82,10 @@ def test_the_key(headers: tuple[tuple[bytes, bytes], ...], opens: bool) -> None:
     assert ask(HOST, *headers) == (200, True), "no key is asked for"
 
 
-@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz", "/metrics", "/v1/models", "/health/", "/version"])
+@pytest.mark.parametrize("path", [*sorted(PUBLIC), "/metrics", "/v1/models", "/health//", "/version"])
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
 def test_what_needs_no_key(path: str, method: str) -> None:
-    is_public = method == "GET" and path in ("/health", "/livez", "/readyz")
+    is_public = method == "GET" and path in PUBLIC
     expected = (200, False) if is_public else (401, "invalid_api_key")
     assert ask(HOST, key=KEY, method=method, path=path) == expected
     assert ask(HOST, BEARER, key=KEY, method=method, path=path) == (200, True)

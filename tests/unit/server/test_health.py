@@ -43,7 +43,9 @@ def front(state: str = "ready", used: int = 0, **changes: Any) -> Any:
         failure=None,
         check_ready=lambda: INFO,
     )
-    admission = SimpleNamespace(open_requests=7, open_choices=8, utilization=used / 100, refused={"max_queue_size": 3})
+    admission = SimpleNamespace(
+        open_requests=7, open_choices=8, held=4, utilization=used / 100, refused={"max_queue_size": 3}
+    )
     found = SimpleNamespace(
         client=client,
         request_admission=admission,
@@ -189,8 +191,8 @@ def test_counters_of_the_front() -> None:
     }  # fmt: skip
 
     assert found == {
-        "state": "ready", "restarts": 2, "open_requests": 7, "open_choices": 8, "refused": {"max_queue_size": 3},
-        "max_queue_size": asked.config.server.max_queue_size, "prompt_tokens": 30, "generated_tokens": 300,
-        "total_tokens_generated": 300, "requests_completed": 9, "adapters": {},
+        "state": "ready", "restarts": 2, "open_requests": 7, "open_choices": 8, "held_requests": 4,
+        "refused": {"max_queue_size": 3}, "max_queue_size": asked.config.server.max_queue_size, "prompt_tokens": 30,
+        "generated_tokens": 300, "total_tokens_generated": 300, "requests_completed": 9, "adapters": {},
         "finished": {"stop": 6, "length": 8, "abort": 10, "error": 12},
     }  # fmt: skip

@@ -192,7 +192,8 @@ def test_each_counter_of_an_arm_has_its_own_number(front: ServerFront) -> None:
 
 def test_each_family_of_learning_has_its_own_number() -> None:
     status = SimpleNamespace(
-        trajectories_collected=1, dropped_stale=2, dropped_duplicate=3, dropped_overflow=4, dropped_no_reward=21,
+        trajectories_collected=1, siblings_drawn=23, dropped_stale=2, dropped_duplicate=3, dropped_overflow=4,
+        dropped_no_reward=21,
         open_trajectories=22, skipped_groups=5,
         publishes=6, rollbacks=7, checkpoint_saves=8, buffered=9, recovering=10, running=True, step=11, version=12,
         loss=0.1, mean_reward=0.2, kl=0.3, grad_norm=0.4,
@@ -204,12 +205,14 @@ def test_each_family_of_learning_has_its_own_number() -> None:
         swaps=14,
         updates_per_second=lambda: 0.5,
         outcomes=Counter(published=15),
+        feed=None,
     )
     found = {
         (s.name, *s.labels.values()): s.value for family in learning_metrics.families(learning) for s in family.samples
     }
     assert found == {
         ("tandem_training_trajectories_total",): 1,
+        ("tandem_training_siblings_total",): 23,
         ("tandem_training_trajectories_dropped_total", "stale"): 2,
         ("tandem_training_trajectories_dropped_total", "duplicate"): 3,
         ("tandem_training_trajectories_dropped_total", "overflow"): 4,

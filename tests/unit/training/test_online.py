@@ -151,10 +151,11 @@ async def test_a_request_with_one_answer_gets_siblings_once(tmp_path: Path) -> N
         side.learner.record_prompt((1, 2, 3), scoring, SamplingParams(8), alone=True)
         await side.until(lambda: side.learner.status().updates == 1)
         assert side.learner.history[-1].trajectories == 4
-        assert side.learner.status().trajectories_collected == 4
+        status = side.learner.status()
+        assert (status.trajectories_collected, status.siblings_drawn) == (0, 4)
         side.learner.record_prompt((1, 2, 4), scoring, SamplingParams(8), alone=False)
         await side.learner.update()
-        assert side.learner.status().trajectories_collected == 4, "one with siblings of its own gets none"
+        assert side.learner.status().siblings_drawn == 4, "one with siblings of its own gets none"
 
 
 @on_a_loop

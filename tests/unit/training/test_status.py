@@ -57,7 +57,7 @@ def of(learner: Any, current: AdapterRef | None = None, works: bool = False, **l
 
 
 def test_every_number_is_there_under_its_name() -> None:
-    counts = Counts(201, 202, 203, 204, 205, 206, 207)
+    counts = Counts(201, 202, 203, 204, 205, 206, 207, drawn=90)
     found = of(learner(**structs.asdict(counts)), AdapterRef("policy", 120, "d"))
     assert structs.replace(found, advice="") == TrainingStatus(
         training_enabled=True,
@@ -70,7 +70,8 @@ def test_every_number_is_there_under_its_name() -> None:
         version=120,
         step=111,
         updates=100,
-        trajectories_collected=201,
+        trajectories_collected=111,
+        siblings_drawn=90,
         buffered=102,
         dropped_stale=203,
         dropped_duplicate=205,

@@ -312,7 +312,7 @@ def check(*items: dict[str, Any]) -> Sequence[Trajectory]:
         newest_version=3,
         encode_prompt=encode_prompt,
         encode_completion=lambda text: [6] * len(text),
-    )
+    ).made
 
 
 def test_external_trajectories_of_several_turns():

@@ -1,0 +1,1 @@
+"""Learning from environments of Atropos: a trainer for its trajectory API."""

@@ -1,0 +1,59 @@
+"""A server that learns from the batches of an Atropos API."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from mlx_tandem import demo
+from mlx_tandem.generation.tokenizer import Tokenizer
+from tests.atropos_api import atropos_api, scored
+from tests.commands import free_port, running
+from tests.waiting import until
+
+TANDEM = [sys.executable, "-m", "mlx_tandem"]
+TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
+PROMPT = TOKENIZER.encode("Sort down: 3 1 2")
+ANSWERS = [TOKENIZER.encode(text) for text in ("3 2 1", "1 2 3", "3 1 2", "2 1 3")]
+SMALL = ["--max-model-len", "1024", "--num-blocks", "512", "--lora-rank", "4"]
+
+
+def test_batches_become_updates_across_restarts_of_the_api(tmp_path: Path):
+    port = free_port()
+
+    def get(path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as reply:
+            return str(reply.read().decode())
+
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(get("/v1/training/status"))
+        return found
+
+    with atropos_api() as api:
+        words = [*TANDEM, "serve", "--port", str(port), "--enable-rl-training", "--update-frequency", "8", *SMALL]
+        with running([*words, "--atropos-url", api.url], port, tmp_path):
+            until(lambda: status()["atropos"]["state"] == "waiting")
+            assert api.registration is not None
+            assert (api.registration["batch_size"], api.registration["max_token_len"]) == (8, 1024)
+            bad = scored(PROMPT, [[2000]] * 4, [1.0, 0.0, 0.0, 1.0])
+            good = scored(PROMPT, ANSWERS, [1.0, 0.0, 0.5, 0.0])
+            api.put(bad, good, good, good)  # half of the first batch is of no use, so a second one is asked for
+            until(lambda: status()["updates"] == 1)
+            fed = status()["atropos"]
+            assert (fed["batches"], fed["trajectories"], fed["refused_groups"]) == (2, 12, 1)
+            assert (fed["url"], fed["batch_size"], fed["without_logprobs"], fed["error"]) == (api.url, 8, 0, "")
+            api.restart()
+            until(lambda: api.registration is not None)
+            assert api.registration["starting_step"] == 1
+            api.put(good, good)
+            until(lambda: status()["updates"] == 2)
+            now = status()
+            assert now["trajectories_collected"] == 20
+            assert "tandem_training_atropos_trajectories_total 20.0" in get("/metrics")
+            assert now["kl"] >= 0 and now["last_verdict"] == "ok"
+        with running(words, port, tmp_path):
+            now = status()
+            assert (now["atropos"], now["trajectories_collected"], now["updates"]) == (None, 20, 2)
