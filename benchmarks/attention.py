@@ -33,7 +33,7 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.division import start
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
+from mlx_tandem.model.ops.timing import copy_bandwidth
 
 BLOCK = 16
 LAYERS = 36

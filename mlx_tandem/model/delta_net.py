@@ -17,15 +17,15 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
 from mlx_tandem.model import gated_delta
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.states import PoolLines, StateCache
 from mlx_tandem.model.kernel_checks import delta_net as check
-from mlx_tandem.model.kernel_checks.frame import Verdict
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.delta_net import DeltaNetInputs, GatedNorm, Mixer, Product
 from mlx_tandem.model.kernels.gated_delta import GatedDelta
 from mlx_tandem.model.linears.merged import Merged, home_of
-from mlx_tandem.model.mixin import mix_in, unmix
+from mlx_tandem.model.modules import mix_in, unmix
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.checking import Verdict
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 
 
 class DepthwiseBySum:

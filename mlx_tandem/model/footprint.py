@@ -26,7 +26,7 @@ from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.loader import LoadedModel, every_weight, weights
-from mlx_tandem.model.lora.adapted import find_targets
+from mlx_tandem.model.targets import find_targets
 from mlx_tandem.model.vision.embeddings import ROOM_BYTES
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "cuda": 1536, "metal": 512}

@@ -19,12 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta
 
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.states import StateCache
 from mlx_tandem.model.kernel_checks import gated_delta as check
-from mlx_tandem.model.kernel_checks.frame import Verdict
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs, fits
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.checking import Verdict
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from mlx_tandem.model.kernel_checks import mlp as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.swiglu import EACH, TYPES, SwiGLU
 from mlx_tandem.model.linears.merged import MOST_TOKENS, joined_product, whole_of
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan, Tables
-from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import EngineInfo, SamplingParams
 

@@ -22,8 +22,8 @@ from mlx_tandem.model.cache.states import (
     keeps_state,
     leaves,
 )
-from mlx_tandem.model.kernel_checks import machine
 from mlx_tandem.model.loader import LoadedModel, blamed_on, first_line, not_finite, suspects
+from mlx_tandem.model.ops import timing
 from mlx_tandem.model.unserved import UNSERVED
 from mlx_tandem.model_folder import CONFIG
 
@@ -224,7 +224,7 @@ def decode_seconds(
     """Return the seconds of a compiled forward of `rows` rows with one token each."""
     paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block, states)
     step = mx.compile(paged.step)
-    return machine.seconds(lambda: step(*paged.step_arguments()), 1)
+    return timing.seconds(lambda: step(*paged.step_arguments()), 1)
 
 
 def _paged_logits(

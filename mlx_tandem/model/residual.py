@@ -27,7 +27,7 @@ from mlx_tandem.model.kernel_checks import residual as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import EACH, AddNorm, Norm
 from mlx_tandem.model.linears.skinny import FewRows, find_few_rows
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 
 log = logging.getLogger(__name__)
 

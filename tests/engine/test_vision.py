@@ -21,9 +21,8 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.kv.disk.cache import DiskCache
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.attention.fused_block import FusedBlock
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import Writing
-from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.inplace import Store, Writing
 from mlx_tandem.model.vision import library
 from mlx_tandem.model_folder import VISION_FAMILIES
 from mlx_tandem.types import AdapterRef, Image, Request, SamplingParams

@@ -17,16 +17,15 @@ import mlx.core as mx
 import pytest
 
 from mlx_tandem.model import build, device, gated_delta
-from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.device import Limit
 from mlx_tandem.model.kernel_checks import attention as choice
 from mlx_tandem.model.kernel_checks import delta_net as delta_check
 from mlx_tandem.model.kernel_checks import gated_delta as rule_check
-from mlx_tandem.model.kernel_checks import machine
-from mlx_tandem.model.kernel_checks.frame import Verdict
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
 from mlx_tandem.model.linears.tuning import Tuned
-from mlx_tandem.model.memory import Limit
+from mlx_tandem.model.ops import inplace, timing
+from mlx_tandem.model.ops.checking import Verdict
 from tests.hazards.graph import flat
 
 Around = Callable[[Source, Make], Kernel]
@@ -109,9 +108,9 @@ def time_by_clock(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate(*arrays)
 
     monkeypatch.setattr(mx, "eval", counted)
-    for module in (choice, machine):
+    for module in (choice, timing):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))
-    monkeypatch.setattr(machine, "_LONG_ENOUGH", 1e-9)  # by this clock every run takes the same
+    monkeypatch.setattr(timing, "_LONG_ENOUGH", 1e-9)  # by this clock every run takes the same
 
 
 def uncompilable(source: Source, make: Make) -> Kernel:

@@ -20,7 +20,6 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model import warm_up
 from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.build import Built, build
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
     MOST_KEPT,
     AdapterLimits,
@@ -37,7 +36,7 @@ from mlx_tandem.model.choices import (
 from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import attention as choice
 from mlx_tandem.model.kernel_checks import delta_net as delta_check
-from mlx_tandem.model.kernel_checks import everything, lora, machine, sampling, store
+from mlx_tandem.model.kernel_checks import everything, lora, sampling
 from mlx_tandem.model.kernel_checks import gated_delta as rule_check
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.everything import examine
@@ -48,6 +47,7 @@ from mlx_tandem.model.linears.products import Meter
 from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Shape
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import load_unread
+from mlx_tandem.model.ops import inplace, timing
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees
@@ -102,7 +102,7 @@ def refuse(*args: Any, **options: Any) -> NoReturn:
 def serve_by_given(folder: Path, file: Path) -> None:
     """What the other process does."""
     forbidden: list[tuple[Any, str]] = [
-        (machine, "seconds"),
+        (timing, "seconds"),
         (warm_up.time, "perf_counter"),
         (choice, "_problem"),
         (choice, "_seconds"),
@@ -110,7 +110,7 @@ def serve_by_given(folder: Path, file: Path) -> None:
         (lora, "wrong"),
         (sampling, "wrong"),
         (sampling, "wrong_truncated"),
-        (store, "problem"),
+        (inplace, "problem"),
         (rule_check, "problem"),
         (delta_check, "problem"),
         (delta_check, "seconds"),

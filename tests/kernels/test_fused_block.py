@@ -13,14 +13,13 @@ from mlx_lm.models import llama, qwen3, qwen3_next
 from mlx_tandem.model.attention import hook
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.attention.fused_block import FusedBlock, fusable_blocks, use_fused_path
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.cache.kvcache import LayerShape, PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.store import Store
-from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import merge
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.inplace import Store, Writing
+from mlx_tandem.model.targets import find_groups
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")

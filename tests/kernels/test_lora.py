@@ -17,18 +17,17 @@ from msgspec.structs import replace
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import Writing
-from mlx_tandem.model.kernel_checks.frame import Choice
 from mlx_tandem.model.kernel_checks.lora import UNLIMITED, choose
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.kernels.store import Store
-from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import joined_product, merge
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import TILE, cut_tiles
 from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.checking import Choice
+from mlx_tandem.model.ops.inplace import Store, Writing
+from mlx_tandem.model.targets import find_groups
 from tests.engine.mlx_engine import assert_agrees
 from tests.engine.test_equivalence import ask, serve_adapters
 from tests.engine.test_lora import TOLERANCE, adapter, build, far, installed, merged, prompts, run

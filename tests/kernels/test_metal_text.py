@@ -25,8 +25,8 @@ from mlx_tandem.model.kernels.gumbel_max import GumbelMax, Masks, Noise
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
 from mlx_tandem.model.kernels.rotary import Norms, Rotary
-from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.model.kernels.truncated_draw import Limits, TruncatedDraw
+from mlx_tandem.model.ops.inplace import Store
 from tests.kernels.metal.compiler import MOST_BUFFERS, problems
 from tests.kernels.metal.text import Call, Recorder, call_of
 

@@ -14,7 +14,6 @@ from msgspec import structs
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
 from mlx_tandem.model.kernel_checks import sampling as check_of_sampling
-from mlx_tandem.model.kernel_checks.frame import Choice
 from mlx_tandem.model.kernel_checks.sampling import (
     Seconds,
     choose,
@@ -28,6 +27,7 @@ from mlx_tandem.model.kernels.argmax import Argmax
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.gumbel_max import GumbelMax, Masks, Noise
 from mlx_tandem.model.kernels.truncated_draw import Limits, TruncatedDraw
+from mlx_tandem.model.ops.checking import Choice
 from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers, pick_with_mlx
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.model.clone import clone
 from mlx_tandem.model.kernel_checks.skinny import choose
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths, forms
-from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.linears.products import Meter
 from mlx_tandem.model.linears.skinny import SkinnyEmbedding, SkinnyLinear, candidates, speed_up
+from mlx_tandem.model.modules import clone
+from mlx_tandem.model.targets import find_groups
 from tests.engine.test_lora import build, prompts
 from tests.kernels import shim
 from tests.kernels.broken import Broken

@@ -18,10 +18,10 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.kernels.swiglu import SwiGLU
-from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import MOST_TOKENS, merge
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.targets import find_groups
 from tests.engine.test_lora import adapter
 from tests.kernels import shim
 from tests.kernels.broken import Broken

@@ -27,10 +27,10 @@ GPU_POOL_BLOCKS = 20_000
 def opens(bench: Bench) -> Outcome:
     """Check that MLX opens a device and multiplies matrices rightly on it."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.kernel_checks import machine
+    from mlx_tandem.model.ops import timing
 
     says = device.describe()
-    error = machine.product_error()
+    error = timing.product_error()
     figures: Figures = {"product_error": error, "memory_gb": round(device.memory_limit().size / 2**30, 1)}
     if not error < 1e-5:
         raise Failed(f"{says}: a product of matrices is wrong by {error:.1e}", _REPORT, figures)
@@ -55,9 +55,9 @@ _REPORT = "This must not happen on a machine that is supported: please report it
 def compiles(bench: Bench) -> Outcome:
     """Check that compiled functions give the same as their parts."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.kernel_checks import machine
+    from mlx_tandem.model.ops import timing
 
-    error = machine.compiled_error()
+    error = timing.compiled_error()
     if not error < 1e-5:
         raise Failed(f"a fused function differs from its parts by {error:.1e}", _REPORT)
     if os.environ.get("MLX_DISABLE_COMPILE"):

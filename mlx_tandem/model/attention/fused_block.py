@@ -21,7 +21,7 @@ from mlx_tandem.model.cache.kvcache import PagedCache, Rotation
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.kernels.rotary import Norms
 from mlx_tandem.model.linears.merged import joined_product, whole_of
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 
 GATED = (qwen3_next.Qwen3NextAttention,)
 """The attention classes of mlx-lm with a gated output that the fused path may replace."""

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Bytes
-from mlx_tandem.model.cache.inplace import Order, after, write
+from mlx_tandem.model.ops.inplace import Order, after, write
 
 
 class ArrayForm(Protocol):

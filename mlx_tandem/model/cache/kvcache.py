@@ -18,15 +18,15 @@ import numpy as np
 
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model.attention import portable
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import after, write, zero_of
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.deterministic.attention import OrderedAttention
 from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
 from mlx_tandem.model.kernels.rotary import Norms, Rotary
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.inplace import after, write, zero_of
+from mlx_tandem.model.shapes import EXACT_ROWS
 from mlx_tandem.model.step.pauses import Pacer
-from mlx_tandem.model.step.shapes import EXACT_ROWS
 
 
 @dataclass(frozen=True, slots=True)

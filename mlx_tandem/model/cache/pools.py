@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import Bytes
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.inplace import Order, after
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.states import StateShape, put
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.inplace import Order, after
 
 
 def windows_of(shapes: Iterable[LayerShape]) -> tuple[int | None, ...]:

@@ -14,7 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.model import device
 from mlx_tandem.model.deterministic.tiles import in_tiles, keeps_places, matmul, sizes_of
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 
 Function = Callable[[mx.array], mx.array]
 

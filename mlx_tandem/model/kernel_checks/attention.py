@@ -23,9 +23,9 @@ from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, PoolLayout, StepView
 from mlx_tandem.model.choices import AttentionDivision
 from mlx_tandem.model.kernel_checks import attention_cases as cases
-from mlx_tandem.model.kernel_checks.frame import Rejected, checked
 from mlx_tandem.model.kernels.division import Division, shorter, wider
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+from mlx_tandem.model.ops.checking import Rejected, checked
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ import mlx.nn as nn
 
 from mlx_tandem.model import probe
 from mlx_tandem.model.attention import fused_block
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.kvcache import LayerKernels
-from mlx_tandem.model.kernel_checks.frame import Rejected, checked
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.mixin import unmix
+from mlx_tandem.model.modules import unmix
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.checking import Rejected, checked
 
 ROWS = 16
 """Rows of the forward that is timed."""

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_tandem.model import gated_delta
 from mlx_tandem.model.cache.states import StateArray, StateCache, StateShape, StateView
-from mlx_tandem.model.kernel_checks import machine
-from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
 from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE
+from mlx_tandem.model.ops import timing
+from mlx_tandem.model.ops.checking import Rejected, checked, relative_error
 
 ROWS, TOKENS = 3, 2
 
@@ -99,7 +99,7 @@ def seconds(layer: Any) -> float:
         cache.release()
         return [out, *view.written]
 
-    return machine.seconds(step)
+    return timing.seconds(step)
 
 
 def _apart(lines: mx.array) -> mx.array:

@@ -15,8 +15,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.kvcache import Asks, LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernel_checks import attention, gated_delta, lora, mlp, residual, sampling, store
-from mlx_tandem.model.kernel_checks.frame import checked
+from mlx_tandem.model.kernel_checks import attention, gated_delta, lora, mlp, residual, sampling
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
@@ -24,6 +23,8 @@ from mlx_tandem.model.kernels.gumbel_max import GumbelMax
 from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.kernels.swiglu import SwiGLU
 from mlx_tandem.model.kernels.truncated_draw import TruncatedDraw
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.checking import checked
 
 HALVES = (mx.float16, mx.bfloat16)
 
@@ -101,7 +102,7 @@ class FirstCalls:
 
 def _checks(target: Target) -> dict[str, Callable[[Make], str]]:
     """Return the checks by the kernels' names. A check returns what is wrong; empty if the kernel may be used."""
-    found: dict[str, Callable[[Make], str]] = {"store": store.problem}
+    found: dict[str, Callable[[Make], str]] = {"store": inplace.problem}
     for dtype in HALVES:
         for bits in (0, 8):
             name = f"attention {str(dtype).rpartition('.')[2]}" + (f", {bits} bits" if bits else "")

@@ -17,7 +17,6 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import cpu, delta_net, device, gated_delta, probe
 from mlx_tandem.model.attention import fused, hook, portable
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
     AdapterLimits,
     AttentionDivision,
@@ -28,7 +27,6 @@ from mlx_tandem.model.choices import (
 from mlx_tandem.model.kernel_checks import attention, blocks, lora, sampling
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.attention import AttentionChoice
-from mlx_tandem.model.kernel_checks.frame import MAX_REASON, Choice
 from mlx_tandem.model.kernels.skinny import Form
 from mlx_tandem.model.kernels.wgmma import WideForm
 from mlx_tandem.model.linears import skinny
@@ -37,6 +35,8 @@ from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Forms
 from mlx_tandem.model.linears.transposed import use_views
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.lora.grouped import GroupedDeltas
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.checking import MAX_REASON, Choice
 from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from mlx_tandem.model.kernel_checks import machine
-from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs
-from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.ops import timing
+from mlx_tandem.model.ops.checking import Rejected, checked, relative_error
+from mlx_tandem.model.ops.inplace import Store
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 """Function that returns the outputs and the states after, given the inputs of the rule and the states."""
@@ -113,5 +113,5 @@ def _seconds(kernel: GatedDelta, rival: Rule, store: Store) -> tuple[float, floa
         y, state = rival(*inputs, pool[read].reshape(ROWS, heads, dim, dim))
         return [y, store(pool, write, state.reshape(ROWS, -1))]
 
-    ours = machine.seconds(lambda: [kernel.in_place(inputs, pool, read, write)])
-    return ours, machine.seconds(gathered)
+    ours = timing.seconds(lambda: [kernel.in_place(inputs, pool, read, write)])
+    return ours, timing.seconds(gathered)

@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.kernel_checks.frame import Choice, Rejected, checked, makers_of_device
-from mlx_tandem.model.kernel_checks.machine import seconds
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
-from mlx_tandem.model.linears.groups import Group, find_groups
 from mlx_tandem.model.linears.merged import whole_of
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import Ints, cut_tiles
+from mlx_tandem.model.ops.checking import Choice, Rejected, checked, makers_of_device
+from mlx_tandem.model.ops.timing import seconds
+from mlx_tandem.model.targets import Group, find_groups
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 """Largest error by type, relative to the largest number of a result; twice the rounding error of the short types."""

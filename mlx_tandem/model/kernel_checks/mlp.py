@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.activations import swiglu
 
-from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.swiglu import SwiGLU
+from mlx_tandem.model.ops.checking import Rejected, checked, relative_error
 
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 """Largest relative error by type: two units in the last place of the largest number."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.model.kernel_checks.frame import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
+from mlx_tandem.model.ops.checking import Rejected, checked, relative_error
 
 TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 """Largest difference by type: two steps of a number of the largest size."""

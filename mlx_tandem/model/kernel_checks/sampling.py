@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, mask_words
 from mlx_tandem.model.choices import SamplingKernels
-from mlx_tandem.model.kernel_checks import machine
-from mlx_tandem.model.kernel_checks.frame import Choice, Rejected, checked, makers_of_device
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.gumbel_max import GumbelMax, Masks, Noise
 from mlx_tandem.model.kernels.truncated_draw import Limits, TruncatedDraw
+from mlx_tandem.model.ops import timing
+from mlx_tandem.model.ops.checking import Choice, Rejected, checked, makers_of_device
 from mlx_tandem.model.step.mask_table import bits_of
 from mlx_tandem.model.step.sampler import (
     MLX_PICKERS,
@@ -364,7 +364,7 @@ def _seconds(pickers: Pickers, dtype: mx.Dtype, vocabulary: int) -> Seconds:
     rounds = SamplingFlags.rounds_for(0.9)
     flags = SamplingFlags(noise=True, top_k=True, top_p_rounds=rounds, top_p_rows=ROWS)
     return Seconds(
-        machine.seconds(lambda: [pickers.plain(logits, None, None)], CHAIN),
-        machine.seconds(lambda: [pickers.plain(logits, noise, None)], CHAIN),
-        machine.seconds(lambda: [sample(logits, noise.position, off, flags, None, pickers).tokens], CHAIN),
+        timing.seconds(lambda: [pickers.plain(logits, None, None)], CHAIN),
+        timing.seconds(lambda: [pickers.plain(logits, noise, None)], CHAIN),
+        timing.seconds(lambda: [sample(logits, noise.position, off, flags, None, pickers).tokens], CHAIN),
     )

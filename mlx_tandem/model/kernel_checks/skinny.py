@@ -14,13 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_tandem.model.kernel_checks.frame import Choice, Rejected, checked
 from mlx_tandem.model.kernel_checks.lora import TOLERANCE, floats
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.skinny import EIGHTHS, forms
 from mlx_tandem.model.kernels.wgmma import wide_form
 from mlx_tandem.model.linears.products import HOST_SHARE, Call, Kind, Meter, input_of
 from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Forms, Shape
+from mlx_tandem.model.ops.checking import Choice, Rejected, checked
 
 log = logging.getLogger(__name__)
 

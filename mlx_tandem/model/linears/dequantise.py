@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 
 GAIN = 0.95
 """Longest time with a dequantised weight, as a share of the packed product's time, that is worth the memory."""

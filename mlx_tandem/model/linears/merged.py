@@ -14,9 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem.model.clone import clone
-from mlx_tandem.model.linears.groups import Group
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import clone, mix_in
+from mlx_tandem.model.targets import Group
 
 MOST_TOKENS = 512
 """Most tokens for which each linear is given its part of the wide product. With more, products hide their cost on

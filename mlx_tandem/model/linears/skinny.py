@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem.model.clone import clone
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths, fits
 from mlx_tandem.model.kernels.wgmma import Product, Wgmma, WideForm
 from mlx_tandem.model.linears.merged import Merged
 from mlx_tandem.model.linears.transposed import TransposedLinear
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import clone, mix_in
 
 
 class Shape(NamedTuple):

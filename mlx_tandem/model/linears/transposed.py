@@ -12,9 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem.model.clone import clone
 from mlx_tandem.model.linears.merged import Merged
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import clone, mix_in
 
 
 class TransposedView:

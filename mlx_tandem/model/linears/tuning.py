@@ -18,8 +18,8 @@ from msgspec import Struct
 from mlx_tandem.model.device import is_cuda, is_metal
 from mlx_tandem.model.linears.dequantise import dequantised, use_from, worth_from
 from mlx_tandem.model.linears.products import Kind, Meter, input_of, kinds, pass_cost
+from mlx_tandem.model.shapes import row_count
 from mlx_tandem.model.step.pauses import METAL_TOKENS
-from mlx_tandem.model.step.shapes import row_count
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Tuned(Struct, frozen=True):
     """The results: good row counts, and when quantised linears dequantise."""
 
     rows: tuple[int, ...] = ()
-    """Good row counts, ascending; beyond the last the fixed rule of `step/shapes.py` applies."""
+    """Good row counts, ascending; beyond the last the fixed rule of `shapes.py` applies."""
 
     dequantise: dict[str, int] = {}
     """By kind of linear, the number of tokens from which it dequantises."""

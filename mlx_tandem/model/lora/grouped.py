@@ -13,9 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
-from mlx_tandem.model.linears.groups import Group
 from mlx_tandem.model.linears.merged import home_of, whole_of
-from mlx_tandem.model.lora.adapted import Target
+from mlx_tandem.model.targets import Group, Target
 
 Stacked = Mapping[str, tuple[mx.array, mx.array]]
 """The stacked arrays by path: A [slots, inputs, rank] and B [slots, rank, outputs]."""

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.model.inputs import Numbers
 
 Ints = npt.NDArray[np.int64]
 

@@ -24,19 +24,19 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.model import device
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import Order
 from mlx_tandem.model.deterministic.products import TiledDeltas
 from mlx_tandem.model.footprint import bucket
+from mlx_tandem.model.inputs import Numbers, constant
 from mlx_tandem.model.linears.skinny import FewRows
-from mlx_tandem.model.lora.adapted import Target, adapt, find_head, find_targets
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import WINDOW, Ids, Ints, Layout, lay_out, read
 from mlx_tandem.model.lora.stack import Stack
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.lora.writer import SlotWriter
-from mlx_tandem.model.mixin import mix_in
-from mlx_tandem.model.step.inputs import Numbers, constant
+from mlx_tandem.model.modules import mix_in
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.inplace import Order
+from mlx_tandem.model.targets import Target, adapt, find_head, find_targets
 
 KEEP_ROUTES = 64
 """Routes that are kept for the next step with the same rows."""

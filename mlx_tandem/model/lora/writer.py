@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_tandem.model.cache.inplace import Order, after
-from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.ops.inplace import Order, Store, after
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_tandem.model import device
-from mlx_tandem.model.memory import machine_bytes
+from mlx_tandem.model.device import machine_bytes
+from mlx_tandem.model.inputs import Numbers, specs
 from mlx_tandem.model.step.draw import Drawing
 from mlx_tandem.model.step.forward import Forward, Ranges, Step
-from mlx_tandem.model.step.inputs import Numbers, specs
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.pauses import Pause
 from mlx_tandem.model.step.sampler import SamplingFlags

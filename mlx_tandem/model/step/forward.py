@@ -14,12 +14,11 @@ import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
 from mlx_tandem.model import cpu, delta_net, depthwise, device, gated_delta, mlp, residual
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.cache.turns import Turns, line_of
+from mlx_tandem.model.inputs import ArraySpec, copied, receive
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.accept import Accept
 from mlx_tandem.model.kernels.gate import Gate
@@ -28,13 +27,14 @@ from mlx_tandem.model.kernels.settle import Settle
 from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
+from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.inplace import after, zero_of
 from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.chain import Chain
 from mlx_tandem.model.step.draw import Drawing, drawing
 from mlx_tandem.model.step.head import HeadPositions
-from mlx_tandem.model.step.inputs import ArraySpec, copied, receive
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.operands import Operands
 from mlx_tandem.model.step.pauses import Pacer, Pause

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_tandem.engine.plan import Row
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model.cache.turns import TurnNumbers, TurnShape, turn_numbers
-from mlx_tandem.model.step.inputs import Numbers, constant, padded
+from mlx_tandem.model.inputs import Numbers, constant, padded
 from mlx_tandem.model.step.seattables import SeatTables
 
 KEPT_ARRAYS = 64

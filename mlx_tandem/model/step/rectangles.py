@@ -8,7 +8,7 @@ from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import Row
 from mlx_tandem.model import device
-from mlx_tandem.model.step.shapes import blocks_read, cut, split_by_context
+from mlx_tandem.model.shapes import blocks_read, cut, split_by_context
 from mlx_tandem.model.step.verify import goes_with_decodes
 
 COMMON_OFFSET_TOKENS = 256

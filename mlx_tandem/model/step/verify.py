@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Row, RowKind, StepPlan
-from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.model.inputs import Numbers
 
 PADDED_DRAFTS = tuple(4**n for n in range(1, 12))
 """Numbers to which the drafts of a row are padded; few, so that few kinds of steps are traced."""

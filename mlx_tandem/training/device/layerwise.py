@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_tandem.model.cache.states import arranged
 from mlx_tandem.model.deterministic.mode import Deterministic
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 
 Layer = Callable[[mx.array], mx.array]
 

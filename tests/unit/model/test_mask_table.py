@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.engine.plan import mask_words
+from mlx_tandem.model.inputs import Inputs
 from mlx_tandem.model.step import mask_table
-from mlx_tandem.model.step.inputs import Inputs
 from mlx_tandem.model.step.mask_table import EVERYTHING, MaskTable, bits_of, masks_at, places_of_rows
 
 

@@ -21,9 +21,9 @@ from mlx_tandem.model.linears.dequantise import Dequantising, dequantised, use_f
 from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.linears.products import Call, Meter, kinds, pass_cost
 from mlx_tandem.model.linears.tuning import MOST_COUNTS, SECONDS, Tuned, good_counts, tune
-from mlx_tandem.model.lora.adapted import find_targets
 from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.step.shapes import EXACT_ROWS, row_count
+from mlx_tandem.model.shapes import EXACT_ROWS, row_count
+from mlx_tandem.model.targets import find_targets
 from mlx_tandem.types import AdapterInfo
 
 times = st.dictionaries(st.integers(1, 512), st.floats(1e-6, 1.0), min_size=1, max_size=60)

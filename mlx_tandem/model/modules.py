@@ -1,12 +1,33 @@
-"""Copies of a model's module tree over the same arrays, so that modules of one tree can be changed without the
-other.
+"""Changes of one module of a model in place, and copies of a model's module tree over the same arrays.
+
+Modules of a copy can be changed without those of the other tree.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import mlx.nn as nn
+
+
+def mix_in(module: nn.Module, mixin: type) -> None:
+    """Give the module a class in which the methods of `mixin` come before those of its own class.
+
+    The methods of `mixin` reach the module's own with `super()`. The new class is a subclass of the old one, so
+    `isinstance` gives the same answers.
+    """
+    module.__class__ = _mixed(mixin, type(module))
+
+
+def unmix(module: nn.Module) -> None:
+    """Undo the last `mix_in`."""
+    module.__class__ = type(module).__bases__[1]
+
+
+@cache
+def _mixed(mixin: type, plain: type) -> type[Any]:
+    return type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {})
 
 
 def clone(module: nn.Module) -> nn.Module:
