@@ -21,7 +21,6 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, device, footprint, probe
-from mlx_tandem.model.attention import fused
 from mlx_tandem.model.choices import Choices, Kept, Subject
 from mlx_tandem.model.deterministic import mode
 from mlx_tandem.model.deterministic.mode import Deterministic
@@ -39,6 +38,7 @@ from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weigh
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.modules import clone
+from mlx_tandem.model.ops.attention import fused
 from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts
 from mlx_tandem.model.runner import MLXRunner, RunnerSizes
 from mlx_tandem.model.targets import find_groups

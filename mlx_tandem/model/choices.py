@@ -27,14 +27,14 @@ from mlx_tandem import files
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import StateShape
-from mlx_tandem.model.kernels.division import Division
 from mlx_tandem.model.kernels.skinny import Form
 from mlx_tandem.model.kernels.wgmma import WideForm
 from mlx_tandem.model.linears.skinny import Shape
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.ops.attention.division import Division
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.pool import Window
 from mlx_tandem.model import device
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.loader import LoadedModel, every_weight, weights

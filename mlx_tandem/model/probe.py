@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, PoolLayout, ProbeCache, StepView
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import KVPools, windows_of
 from mlx_tandem.model.cache.states import (
     StateArray,
@@ -24,6 +24,7 @@ from mlx_tandem.model.cache.states import (
 )
 from mlx_tandem.model.loader import LoadedModel, blamed_on, first_line, not_finite, suspects
 from mlx_tandem.model.ops import timing
+from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, ProbeCache, StepView
 from mlx_tandem.model.unserved import UNSERVED
 from mlx_tandem.model_folder import CONFIG
 

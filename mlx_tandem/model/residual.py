@@ -21,13 +21,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 
-from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import residual as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import EACH, AddNorm, Norm
 from mlx_tandem.model.linears.skinny import FewRows, find_few_rows
 from mlx_tandem.model.modules import mix_in
+from mlx_tandem.model.ops.attention.block import FusedBlock
 
 log = logging.getLogger(__name__)
 

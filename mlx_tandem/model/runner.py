@@ -19,18 +19,19 @@ from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.plan import LONGEST_READ, DeviceError, Mask, RowKind, StepPlan, StepResult
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model import compiler, device
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateShape
 from mlx_tandem.model.cache.turns import HeldStates
-from mlx_tandem.model.deterministic.attention import OrderedAttention
 from mlx_tandem.model.deterministic.mode import compiles
 from mlx_tandem.model.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.kernels.gate import IN_ORDER
-from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache
+from mlx_tandem.model.ops.attention.ordered import OrderedAttention
+from mlx_tandem.model.ops.attention.paged import EVERYTHING, MOST_QUERIES
 from mlx_tandem.model.step import pauses
 from mlx_tandem.model.step.compiled import USUAL, CompiledSteps
 from mlx_tandem.model.step.dispatch import DispatchQueue

@@ -18,8 +18,8 @@ from mlx_tandem.engine.learning import WHOLE, Batch, Datum, LossConfig, TrainerS
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
-from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.deterministic.check import check
+from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import AdapterRef, EngineInfo, Request, SamplingParams
 from tests import tiny_models

@@ -19,14 +19,14 @@ from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.turns import TurnShape
 from mlx_tandem.model.inputs import Inputs, Staging
 from mlx_tandem.model.kernels.accept import Accept
 from mlx_tandem.model.kernels.gate import RESERVED
-from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
 from mlx_tandem.model.kernels.settle import Settle
 from mlx_tandem.model.lora.routes import Layout
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.attention.grouped import GroupedAttention
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step import prebuilt
 from mlx_tandem.model.step.forward import StepArrays

@@ -20,7 +20,6 @@ from mlx_tandem.config import DutyConfig, EngineConfig, LoraConfig, ModelConfig,
 from mlx_tandem.engine.plan import CARRY, Row, RowKind
 from mlx_tandem.model import build as build_module
 from mlx_tandem.model import device
-from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.choices import (
     AdapterLimits,
@@ -34,9 +33,10 @@ from mlx_tandem.model.choices import (
 )
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Source
-from mlx_tandem.model.kernels.division import start
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.attention.division import start
+from mlx_tandem.model.ops.attention.fused import Fused
 from tests.engine.mlx_engine import Engine
 from tests.hazards.command_buffers import Run
 from tests.hazards.graph import Graph, Op

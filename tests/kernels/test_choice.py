@@ -9,11 +9,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache.kvcache import Asks, LayerKernels, LayerShape
-from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernel_checks import attention
-from mlx_tandem.model.kernels.division import LIVE_FLOATS, Division, live_floats, shorter, start
+from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
+from mlx_tandem.model.ops.attention import choice as attention
+from mlx_tandem.model.ops.attention.cache import LayerKernels
+from mlx_tandem.model.ops.attention.division import LIVE_FLOATS, Division, live_floats, shorter, start
+from mlx_tandem.model.ops.attention.fused import Fused
 from tests.kernels import shim
 from tests.kernels.broken import Broken
 

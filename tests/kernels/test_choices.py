@@ -18,7 +18,6 @@ from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import warm_up
-from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.choices import (
     MOST_KEPT,
@@ -34,13 +33,11 @@ from mlx_tandem.model.choices import (
     Subject,
 )
 from mlx_tandem.model.delta_net import FusedDeltaNet
-from mlx_tandem.model.kernel_checks import attention as choice
 from mlx_tandem.model.kernel_checks import delta_net as delta_check
 from mlx_tandem.model.kernel_checks import everything, lora, sampling
 from mlx_tandem.model.kernel_checks import gated_delta as rule_check
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.everything import examine
-from mlx_tandem.model.kernels.division import Division
 from mlx_tandem.model.kernels.skinny import Form
 from mlx_tandem.model.kernels.wgmma import WideForm
 from mlx_tandem.model.linears.products import Meter
@@ -48,6 +45,9 @@ from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Shape
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import load_unread
 from mlx_tandem.model.ops import inplace, timing
+from mlx_tandem.model.ops.attention import choice
+from mlx_tandem.model.ops.attention.block import FusedBlock
+from mlx_tandem.model.ops.attention.division import Division
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from mlx_lm.models import llama, qwen3, qwen3_next
 
-from mlx_tandem.model.attention import hook
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.attention.fused_block import FusedBlock, fusable_blocks, use_fused_path
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerShape, PagedCache, PoolLayout, StepView
-from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
 from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.attention import portable
+from mlx_tandem.model.ops.attention.block import FusedBlock, fusable_blocks, use_fused_path
+from mlx_tandem.model.ops.attention.cache import PagedCache, PoolLayout, StepView
+from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.inplace import Store, Writing
 from mlx_tandem.model.targets import find_groups
 from tests.kernels import shim
@@ -74,7 +74,7 @@ def block_of(name: str) -> Any:
     mx.random.seed(7)
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     mx.eval(model.parameters())  # type: ignore[no-untyped-call]
-    hook.install()
+    portable.install()
     merge(find_groups(model))
     blocks = fusable_blocks(model)
     use_fused_path(blocks)

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.division import Division
-from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
+from mlx_tandem.model.ops.attention.division import Division
+from mlx_tandem.model.ops.attention.grouped import GroupedAttention
 from tests.kernels import shim
 from tests.kernels.test_paged_attention import EVERYTHING, TOLERANCE, plain
 

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.kernel_checks.lora import UNLIMITED, choose
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.kernels.lora import LoraKernels
@@ -25,6 +24,7 @@ from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import TILE, cut_tiles
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.checking import Choice
 from mlx_tandem.model.ops.inplace import Store, Writing
 from mlx_tandem.model.targets import find_groups

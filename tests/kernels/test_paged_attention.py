@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Kernel, Source
-from mlx_tandem.model.kernels.division import Division, start
-from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
+from mlx_tandem.model.ops.attention.division import Division, start
+from mlx_tandem.model.ops.attention.paged import EVERYTHING, PagedAttention, unreadable_rows
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerShape
-from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
 from mlx_tandem.model.kernels.dialect import Kernel, Source
-from mlx_tandem.model.kernels.rotary import Norms, Rotary
+from mlx_tandem.model.ops.attention.rotary import Norms, Rotary
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")

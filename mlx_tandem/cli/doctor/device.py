@@ -73,7 +73,7 @@ def compiles(bench: Bench) -> Outcome:
 
 def attention(bench: Bench) -> Outcome:
     """Check every attention back end against plain float32."""
-    from mlx_tandem.model.kernel_checks import attention_cases as cases
+    from mlx_tandem.model.ops.attention import cases
 
     figures: Figures = {}
     wrong = []

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import StateShape, put
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.inplace import Order, after

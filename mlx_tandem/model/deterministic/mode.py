@@ -17,15 +17,15 @@ import mlx.nn as nn
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import cpu, device
-from mlx_tandem.model.attention import fused
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.choices import sources
-from mlx_tandem.model.deterministic.attention import OrderedAttention, WholeCache
-from mlx_tandem.model.deterministic.products import TiledDeltas, let_learn, use_tiles
 from mlx_tandem.model.footprint import bucket, linears
-from mlx_tandem.model.kernels.division import Division
-from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.ops.attention import fused
+from mlx_tandem.model.ops.attention.division import Division
+from mlx_tandem.model.ops.attention.ordered import OrderedAttention, WholeCache
+from mlx_tandem.model.ops.attention.paged import PagedAttention
+from mlx_tandem.model.ops.products.ordered import TiledDeltas, let_learn, use_tiles
 from mlx_tandem.model.probe import Examined
 from mlx_tandem.types import EngineInfo
 

@@ -12,10 +12,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache.kvcache import Asks, LayerShape
-from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernel_checks import attention, gated_delta, lora, mlp, residual, sampling
+from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
+from mlx_tandem.model.kernel_checks import gated_delta, lora, mlp, residual, sampling
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
@@ -24,6 +22,8 @@ from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.kernels.swiglu import SwiGLU
 from mlx_tandem.model.kernels.truncated_draw import TruncatedDraw
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.attention import choice
+from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.checking import checked
 
 HALVES = (mx.float16, mx.bfloat16)
@@ -128,7 +128,7 @@ def _by(wrong: Callable[[Make], str]) -> Callable[[Make], str]:
 def _attention(target: Target, make: Make, shape: LayerShape) -> str:
     """Return why the kernels of attention cannot be used for layers of this shape; empty if they can."""
     try:
-        attention.choose(target, [shape], BLOCK_SIZE, (), [Fused(target, make)])
+        choice.choose(target, [shape], BLOCK_SIZE, (), [Fused(target, make)])
     except ModelError as e:
         return e.message
     return ""

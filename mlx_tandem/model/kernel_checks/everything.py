@@ -16,7 +16,6 @@ import mlx.nn as nn
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import cpu, delta_net, device, gated_delta, probe
-from mlx_tandem.model.attention import fused, hook, portable
 from mlx_tandem.model.choices import (
     AdapterLimits,
     AttentionDivision,
@@ -24,9 +23,8 @@ from mlx_tandem.model.choices import (
     KernelChoices,
     Products,
 )
-from mlx_tandem.model.kernel_checks import attention, blocks, lora, sampling
+from mlx_tandem.model.kernel_checks import lora, sampling
 from mlx_tandem.model.kernel_checks import skinny as skinny_check
-from mlx_tandem.model.kernel_checks.attention import AttentionChoice
 from mlx_tandem.model.kernels.skinny import Form
 from mlx_tandem.model.kernels.wgmma import WideForm
 from mlx_tandem.model.linears import skinny
@@ -36,6 +34,9 @@ from mlx_tandem.model.linears.transposed import use_views
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.attention import block, fused, portable
+from mlx_tandem.model.ops.attention import choice as attention
+from mlx_tandem.model.ops.attention.choice import AttentionChoice
 from mlx_tandem.model.ops.checking import MAX_REASON, Choice
 from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
 
@@ -110,7 +111,7 @@ def choose(
     if any(chosen.layers):
         timed = asked == attention.AUTO
         adapted = config.lora.max_loras > 0
-        own_blocks = blocks.choose(model, found, chosen.layers, block_size, timed=timed, adapters=adapted)
+        own_blocks = block.choose(model, found, chosen.layers, block_size, timed=timed, adapters=adapted)
     report("checking adapters", 0.0)
     adapters = lora.choose(model.module, config.lora, model.dtype)
     kernels = Kernels(products, chosen, own_blocks, adapters, sampling.choose(model.dtype, found.vocab_size))
@@ -150,7 +151,7 @@ def _install(
     found = examine(config, model, evaluate=False)._replace(mask_axes=given.mask_axes)
     chosen = attention.made(given.attention, found.layers, config.cache.block_size, candidates)
     if any(chosen.layers) and not given.own_blocks:
-        blocks.use(model)
+        block.use(model)
     deltas = lora.made(model.module, given.adapters.same, given.adapters.mixed) if given.adapters.mixed else None
     pickers = sampling.made(given.sampling)
     kernels = Kernels(
@@ -203,7 +204,7 @@ def examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) 
 
 def prepare() -> None:
     """Have the model's attention and its functions on a CPU go through this package."""
-    hook.install()
+    portable.install()
     if device.is_cpu():
         cpu.install()
 

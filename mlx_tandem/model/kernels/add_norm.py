@@ -15,7 +15,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
-from mlx_tandem.model.kernels.paged_attention import bits_of
+from mlx_tandem.model.ops.attention.paged import bits_of
 
 EACH = 4
 """Neighbouring numbers of a row that a thread has at a time."""

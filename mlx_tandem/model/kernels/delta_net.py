@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
 from mlx_tandem.model.kernels.gated_delta import RuleInputs
-from mlx_tandem.model.kernels.paged_attention import bits_of
+from mlx_tandem.model.ops.attention.paged import bits_of
 
 WARPS = 4
 """Warps in a block of threads."""

@@ -24,7 +24,6 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.model import device
-from mlx_tandem.model.deterministic.products import TiledDeltas
 from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.inputs import Numbers, constant
 from mlx_tandem.model.linears.skinny import FewRows
@@ -36,6 +35,7 @@ from mlx_tandem.model.lora.writer import SlotWriter
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.inplace import Order
+from mlx_tandem.model.ops.products.ordered import TiledDeltas
 from mlx_tandem.model.targets import Target, adapt, find_head, find_targets
 
 KEEP_ROUTES = 64

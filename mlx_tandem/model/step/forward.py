@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
 from mlx_tandem.model import cpu, delta_net, depthwise, device, gated_delta, mlp, residual
-from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.cache.turns import Turns, line_of
@@ -29,6 +28,7 @@ from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.attention.cache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.ops.inplace import after, zero_of
 from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep

@@ -17,8 +17,8 @@ import mlx.core as mx
 
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.model import device
-from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.attention.paged import MOST_QUERIES
 
 _ANY = 1 << 62
 

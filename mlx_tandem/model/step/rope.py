@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_tandem.model.cache.kvcache import arange
+from mlx_tandem.model.ops.attention.cache import arange
 
 Angles = tuple[mx.array, mx.array]
 

@@ -9,7 +9,7 @@ describes a row of an array.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,52 +17,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.kv.pool import first_block
-from mlx_tandem.model.attention import portable
-from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.deterministic.attention import OrderedAttention
-from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
-from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
-from mlx_tandem.model.kernels.rotary import Norms, Rotary
+from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.attention import portable
+from mlx_tandem.model.ops.attention.grouped import GroupedAttention
+from mlx_tandem.model.ops.attention.ordered import OrderedAttention
+from mlx_tandem.model.ops.attention.paged import EVERYTHING, MOST_QUERIES, PagedAttention
+from mlx_tandem.model.ops.attention.rotary import Norms, Rotary
 from mlx_tandem.model.ops.inplace import after, write, zero_of
 from mlx_tandem.model.shapes import EXACT_ROWS
 from mlx_tandem.model.step.pauses import Pacer
-
-
-@dataclass(frozen=True, slots=True)
-class Asks:
-    """The attention that a layer's code asks for, where it does so through `attend`."""
-
-    heads: int  # heads of queries
-    sinks: bool
-    casts: bool = False  # whether queries have another type than the keys, so that no kernel answers them
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """The keys and values that one layer caches, whose heads and widths differ in latent attention.
-
-    window: how many positions the layer sees, the last of them the query's own; None: all.
-    """
-
-    keys: RowFormat
-    values: RowFormat
-    asks: Asks | None = None
-    window: int | None = None
-
-    @property
-    def halves(self) -> tuple[RowFormat, RowFormat]:
-        """The formats of keys and values."""
-        return self.keys, self.values
-
-    def bytes_per_token(self) -> int:
-        """Return the bytes of keys and values at one position."""
-        return sum(half.bytes_per_token() for half in self.halves)
-
-    def quantised(self, bits: int, group: int) -> LayerShape:
-        """Return the shape of the same layer with keys and values in so many bits, in groups of at least `group`."""
-        keys, values = (replace(half, bits=bits, group=group) for half in self.halves)
-        return replace(self, keys=keys, values=values)
 
 
 class Rotation(NamedTuple):

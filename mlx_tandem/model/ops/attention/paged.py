@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source
-from mlx_tandem.model.kernels.division import ALIGN, Division
+from mlx_tandem.model.ops.attention.division import ALIGN, Division
 
 MOST_QUERIES = 8
 """Most queries of a sequence in one step."""

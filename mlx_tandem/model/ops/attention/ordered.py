@@ -18,10 +18,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.model import cpu, device
-from mlx_tandem.model.attention import unpaged
-from mlx_tandem.model.deterministic.products import with_gradient_of
-from mlx_tandem.model.deterministic.tiles import matmul, sizes_of
-from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention
+from mlx_tandem.model.ops.attention import portable
+from mlx_tandem.model.ops.attention.paged import EVERYTHING, PagedAttention
+from mlx_tandem.model.ops.products.ordered import matmul, sizes_of, with_gradient_of
 
 KEYS = 64
 """Keys of a block. A layer that sees a window has blocks of the size of the pool's, since its keys begin at a block of
@@ -135,7 +134,7 @@ class OrderedAttention:
         )
 
         def plain(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-            found = unpaged.in_blocks(q, k, v, scale, mask, None)
+            found = portable.in_blocks(q, k, v, scale, mask, None)
             if found is None:
                 found = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
             return found

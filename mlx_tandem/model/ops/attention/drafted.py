@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.model import cpu
-from mlx_tandem.model.attention import portable
-from mlx_tandem.model.cache.kvcache import LayerShape, StepView
-from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
+from mlx_tandem.model.ops.attention import portable
+from mlx_tandem.model.ops.attention.cache import StepView
 
 
 class DraftedView:

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
-from mlx_tandem.model.kernels.paged_attention import bits_of
+from mlx_tandem.model.ops.attention.paged import bits_of
 
 WARPS = 4
 """Warps of a block of threads."""

@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, PoolLayout, StepView
-from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
+from mlx_tandem.model.ops.attention import fused, portable
+from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, StepView
 
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}

@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.division import Division, start
-from mlx_tandem.model.kernels.grouped_attention import GroupedAttention, unreadable_groups
-from mlx_tandem.model.kernels.paged_attention import PagedAttention, unreadable_rows
-from mlx_tandem.model.kernels.rotary import Rotary
+from mlx_tandem.model.ops.attention.cache import LayerKernels
+from mlx_tandem.model.ops.attention.division import Division, start
+from mlx_tandem.model.ops.attention.grouped import GroupedAttention, unreadable_groups
+from mlx_tandem.model.ops.attention.paged import PagedAttention, unreadable_rows
+from mlx_tandem.model.ops.attention.rotary import Rotary
 
 
 @dataclass(frozen=True, slots=True)

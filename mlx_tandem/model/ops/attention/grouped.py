@@ -26,8 +26,8 @@ import mlx.core as mx
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
-from mlx_tandem.model.kernels.division import Division
-from mlx_tandem.model.kernels.paged_attention import REGISTERS, SPANS, bits_of, combining_kernel, in_splits
+from mlx_tandem.model.ops.attention.division import Division
+from mlx_tandem.model.ops.attention.paged import REGISTERS, SPANS, bits_of, combining_kernel, in_splits
 
 QUERIES = 16
 """Queries of a block of threads."""

@@ -1,7 +1,7 @@
 """Divides attention's work between blocks of threads; a division that suits one device is slow on another.
 
 The numbers for CUDA were measured on an H200. Those for Metal are derived from Apple's tables and have never run:
-the check at start (`model/kernel_checks/attention.py`) times alternatives on the user's device.
+the check at start (`model/ops/attention/choice.py`) times alternatives on the user's device.
 """
 
 from __future__ import annotations

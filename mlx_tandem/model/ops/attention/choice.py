@@ -18,13 +18,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, PoolLayout, StepView
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.choices import AttentionDivision
-from mlx_tandem.model.kernel_checks import attention_cases as cases
-from mlx_tandem.model.kernels.division import Division, shorter, wider
-from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+from mlx_tandem.model.ops.attention import cases, fused, portable
+from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, StepView
+from mlx_tandem.model.ops.attention.division import Division, shorter, wider
+from mlx_tandem.model.ops.attention.paged import MOST_QUERIES
 from mlx_tandem.model.ops.checking import Rejected, checked
 
 log = logging.getLogger(__name__)
