@@ -29,16 +29,14 @@ from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import everything
 from mlx_tandem.model.kernel_checks.everything import Kernels, examine
-from mlx_tandem.model.linears import tuning
-from mlx_tandem.model.linears.layout import lay_out
-from mlx_tandem.model.linears.merged import merge
-from mlx_tandem.model.linears.tuning import Tuned, tune
-from mlx_tandem.model.linears.unpacked import unpack_for_cpu
-from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
+from mlx_tandem.model.loader import LoadedModel, Report, lay_out, load_unread, read_weights, unpack_for_cpu
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.modules import clone
 from mlx_tandem.model.ops.attention import fused
+from mlx_tandem.model.ops.products import tuning
+from mlx_tandem.model.ops.products.merged import merge
+from mlx_tandem.model.ops.products.tuning import Tuned, tune
 from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts
 from mlx_tandem.model.runner import MLXRunner, RunnerSizes
 from mlx_tandem.model.targets import find_groups

@@ -29,12 +29,12 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
 from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import StateShape
-from mlx_tandem.model.kernels.skinny import Form
-from mlx_tandem.model.kernels.wgmma import WideForm
-from mlx_tandem.model.linears.skinny import Shape
-from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.ops.attention.division import Division
+from mlx_tandem.model.ops.products.few_rows import Shape
+from mlx_tandem.model.ops.products.skinny import Form
+from mlx_tandem.model.ops.products.tuning import Tuned
+from mlx_tandem.model.ops.products.wgmma import WideForm
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +125,8 @@ class AttentionDivision(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FormsByShape(NamedTuple):
-    """Forms by number of tokens (in `eighths`) for linears of one shape: `forms` of kernels/skinny.py, and `wide` of
-    kernels/wgmma.py.
+    """Forms by number of tokens (in `eighths`) for linears of one shape: those of ops/products/skinny.py, and those of
+    ops/products/wgmma.py (`wide`).
     """
 
     shape: Shape

@@ -22,10 +22,10 @@ from mlx_tandem.model.kernel_checks import delta_net as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.delta_net import DeltaNetInputs, GatedNorm, Mixer, Product
 from mlx_tandem.model.kernels.gated_delta import GatedDelta
-from mlx_tandem.model.linears.merged import Merged, home_of
 from mlx_tandem.model.modules import mix_in, unmix
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.checking import Verdict
+from mlx_tandem.model.ops.products.merged import Merged, home_of
 
 log = logging.getLogger(__name__)
 

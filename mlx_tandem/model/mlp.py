@@ -17,8 +17,8 @@ from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 from mlx_tandem.model.kernel_checks import mlp as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.swiglu import EACH, TYPES, SwiGLU
-from mlx_tandem.model.linears.merged import MOST_TOKENS, joined_product, whole_of
 from mlx_tandem.model.modules import mix_in
+from mlx_tandem.model.ops.products.merged import MOST_TOKENS, joined_product, whole_of
 
 log = logging.getLogger(__name__)
 

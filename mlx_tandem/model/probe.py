@@ -22,10 +22,9 @@ from mlx_tandem.model.cache.states import (
     keeps_state,
     leaves,
 )
-from mlx_tandem.model.loader import LoadedModel, blamed_on, first_line, not_finite, suspects
+from mlx_tandem.model.loader import UNSERVED, LoadedModel, blamed_on, first_line, not_finite, suspects
 from mlx_tandem.model.ops import timing
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, ProbeCache, StepView
-from mlx_tandem.model.unserved import UNSERVED
 from mlx_tandem.model_folder import CONFIG
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}

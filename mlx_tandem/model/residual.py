@@ -25,9 +25,9 @@ from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import residual as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.add_norm import EACH, AddNorm, Norm
-from mlx_tandem.model.linears.skinny import FewRows, find_few_rows
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.ops.attention.block import FusedBlock
+from mlx_tandem.model.ops.products.few_rows import FewRows, find_few_rows
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import shapes
-from mlx_tandem.model.linears.unpacked import unpack_for_cpu
-from mlx_tandem.model.loader import load_unread
+from mlx_tandem.model.loader import load_unread, unpack_for_cpu
 from mlx_tandem.model.step import forward_inputs, rectangles
 from mlx_tandem.model.step.forward_inputs import InputBuilder
 from mlx_tandem.model.step.pauses import Pauses

@@ -33,10 +33,10 @@ from mlx_tandem.model.choices import (
 )
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Source
-from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.attention.division import start
 from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.products.tuning import Tuned
 from tests.engine.mlx_engine import Engine
 from tests.hazards.command_buffers import Run
 from tests.hazards.graph import Graph, Op

@@ -22,10 +22,10 @@ from mlx_tandem.model.kernel_checks import delta_net as delta_check
 from mlx_tandem.model.kernel_checks import gated_delta as rule_check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
-from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.ops import inplace, timing
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.checking import Verdict
+from mlx_tandem.model.ops.products.tuning import Tuned
 from tests.hazards.graph import flat
 
 Around = Callable[[Source, Make], Kernel]

@@ -36,18 +36,18 @@ from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import delta_net as delta_check
 from mlx_tandem.model.kernel_checks import everything, lora, sampling
 from mlx_tandem.model.kernel_checks import gated_delta as rule_check
-from mlx_tandem.model.kernel_checks import skinny as skinny_check
 from mlx_tandem.model.kernel_checks.everything import examine
-from mlx_tandem.model.kernels.skinny import Form
-from mlx_tandem.model.kernels.wgmma import WideForm
-from mlx_tandem.model.linears.products import Meter
-from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Shape
-from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import load_unread
 from mlx_tandem.model.ops import inplace, timing
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.attention.block import FusedBlock
 from mlx_tandem.model.ops.attention.division import Division
+from mlx_tandem.model.ops.products import few_rows
+from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, Shape
+from mlx_tandem.model.ops.products.measure import Meter
+from mlx_tandem.model.ops.products.skinny import Form
+from mlx_tandem.model.ops.products.tuning import Tuned
+from mlx_tandem.model.ops.products.wgmma import WideForm
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees
@@ -300,5 +300,5 @@ def test_forms_of_products_come_back_as_they_were() -> None:
     forms = {Shape(40, 64, False): own}
     kept = msgspec.json.encode(everything.by_shape(forms))
     read = msgspec.json.decode(kept, type=tuple[FormsByShape, ...])
-    few = skinny_check.made({}, everything.forms_of(read))
+    few = few_rows.made({}, everything.forms_of(read))
     assert isinstance(few, FewRows) and few.adapted == forms

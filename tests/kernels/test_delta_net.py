@@ -18,9 +18,9 @@ from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE
 from mlx_tandem.model.kernels.delta_net import GatedNorm
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.gated_delta import GatedDelta
-from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.inplace import Store, Writing
+from mlx_tandem.model.ops.products.merged import merge
 from mlx_tandem.model.targets import find_groups
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models

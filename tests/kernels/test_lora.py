@@ -19,7 +19,6 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.kernel_checks.lora import UNLIMITED, choose
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.linears.merged import joined_product, merge
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import TILE, cut_tiles
 from mlx_tandem.model.lora.state import LoraState
@@ -27,6 +26,7 @@ from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.checking import Choice
 from mlx_tandem.model.ops.inplace import Store, Writing
+from mlx_tandem.model.ops.products.merged import joined_product, merge
 from mlx_tandem.model.targets import find_groups
 from tests.engine.mlx_engine import assert_agrees
 from tests.engine.test_equivalence import ask, serve_adapters
@@ -313,7 +313,7 @@ def test_there_is_no_joined_product_where_the_kernels_do_not_compute_all_members
     with state.narrowed(mx.array([0, 1])):
         assert joined_product(linears, x[:2]) is None, "there are no tiles"
     state.unbind()
-    monkeypatch.setattr("mlx_tandem.model.linears.merged.Merged.joins", lambda self, x: False)
+    monkeypatch.setattr("mlx_tandem.model.ops.products.merged.Merged.joins", lambda self, x: False)
     assert joined_and_apart(model, state, linears, x)[0] is None, "apart they are faster"
 
 

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.model.kernel_checks.skinny import choose
 from mlx_tandem.model.kernels.dialect import Make
-from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths, forms
-from mlx_tandem.model.linears.merged import merge
-from mlx_tandem.model.linears.products import Meter
-from mlx_tandem.model.linears.skinny import SkinnyEmbedding, SkinnyLinear, candidates, speed_up
 from mlx_tandem.model.modules import clone
+from mlx_tandem.model.ops.products.few_rows import SkinnyEmbedding, SkinnyLinear, candidates, choose, speed_up
+from mlx_tandem.model.ops.products.measure import Meter
+from mlx_tandem.model.ops.products.merged import merge
+from mlx_tandem.model.ops.products.skinny import Form, Skinny, eighths, forms
 from mlx_tandem.model.targets import find_groups
 from tests.engine.test_lora import build, prompts
 from tests.kernels import shim

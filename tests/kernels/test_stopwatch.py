@@ -8,8 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model.kernels.stopwatch import Stopwatch, seconds_between
-from mlx_tandem.model.linears.products import Meter
+from mlx_tandem.model.ops.products.measure import Meter, Stopwatch, seconds_between
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")

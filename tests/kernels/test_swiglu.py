@@ -18,9 +18,9 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.kernels.swiglu import SwiGLU
-from mlx_tandem.model.linears.merged import MOST_TOKENS, merge
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.ops.products.merged import MOST_TOKENS, merge
 from mlx_tandem.model.targets import find_groups
 from tests.engine.test_lora import adapter
 from tests.kernels import shim
@@ -179,7 +179,7 @@ def test_an_mlp_runs_its_own_code_for_many_tokens_and_other_types() -> None:
 
 def test_an_mlp_runs_its_own_code_if_its_linears_are_faster_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     one = fused("qwen3").layers[0].mlp
-    monkeypatch.setattr("mlx_tandem.model.linears.merged.Merged.joins", lambda self, x: False)
+    monkeypatch.setattr("mlx_tandem.model.ops.products.merged.Merged.joins", lambda self, x: False)
     one(mx.ones((2, 1, WIDTH), mx.bfloat16))
     assert Counted.calls == 0
 

@@ -9,10 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlx_tandem.config import ModelConfig
-from mlx_tandem.model import (
-    device,  # device: OpenBLAS stands in front for the peer too
-    loader,
-)
+from mlx_tandem.model import device, loader
 
 __all__ = ["BatchGeneratorPeer", "device", "free_dropped_memory"]
 

@@ -24,13 +24,6 @@ from mlx_tandem.model.choices import (
     Products,
 )
 from mlx_tandem.model.kernel_checks import lora, sampling
-from mlx_tandem.model.kernel_checks import skinny as skinny_check
-from mlx_tandem.model.kernels.skinny import Form
-from mlx_tandem.model.kernels.wgmma import WideForm
-from mlx_tandem.model.linears import skinny
-from mlx_tandem.model.linears.merged import Merged
-from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Forms
-from mlx_tandem.model.linears.transposed import use_views
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.ops import inplace
@@ -38,6 +31,11 @@ from mlx_tandem.model.ops.attention import block, fused, portable
 from mlx_tandem.model.ops.attention import choice as attention
 from mlx_tandem.model.ops.attention.choice import AttentionChoice
 from mlx_tandem.model.ops.checking import MAX_REASON, Choice
+from mlx_tandem.model.ops.products import few_rows
+from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, Forms
+from mlx_tandem.model.ops.products.merged import Merged, use_views
+from mlx_tandem.model.ops.products.skinny import Form
+from mlx_tandem.model.ops.products.wgmma import WideForm
 from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
 
 log = logging.getLogger(__name__)
@@ -97,10 +95,10 @@ def choose(
     delta_net.verdict.give(None)
     report("checking products", 0.0)
     merged = use_views(model.module, merged) if candidates else merged
-    modules = skinny.candidates(model.module, merged)
-    products = skinny_check.choose(modules)
+    modules = few_rows.candidates(model.module, merged)
+    products = few_rows.choose(modules)
     if products.chosen is not None:
-        skinny.speed_up(modules, merged, products.chosen)
+        few_rows.speed_up(modules, merged, products.chosen)
     prepare()
     report("checking the model", 0.0)
     found = examine(config, model)
@@ -144,9 +142,9 @@ def _install(
     merged = use_views(model.module, merged) if candidates and not config.deterministic else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:
-        few = skinny_check.made(forms_of(given.products.base), forms_of(given.products.adapted))
+        few = few_rows.made(forms_of(given.products.base), forms_of(given.products.adapted))
         products = Choice(few, given.products.reason)
-        skinny.speed_up(skinny.candidates(model.module, merged), merged, few)
+        few_rows.speed_up(few_rows.candidates(model.module, merged), merged, few)
     prepare()
     found = examine(config, model, evaluate=False)._replace(mask_axes=given.mask_axes)
     chosen = attention.made(given.attention, found.layers, config.cache.block_size, candidates)

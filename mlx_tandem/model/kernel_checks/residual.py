@@ -15,7 +15,7 @@ ROWS = 5
 
 
 PARTS = (2, 4)
-"""Numbers of parts of the second array in the check, which are those of `kernels/wgmma.py`."""
+"""Numbers of parts of the second array in the check, which are those of `ops/products/wgmma.py`."""
 
 
 def problem(kernel: AddNorm, norm: Norm, *, divided: bool = False) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
-from mlx_tandem.model.linears.merged import home_of, whole_of
+from mlx_tandem.model.ops.products.merged import home_of, whole_of
 from mlx_tandem.model.targets import Group, Target
 
 Stacked = Mapping[str, tuple[mx.array, mx.array]]

@@ -26,7 +26,6 @@ from mlx_tandem.config import LoraConfig
 from mlx_tandem.model import device
 from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.inputs import Numbers, constant
-from mlx_tandem.model.linears.skinny import FewRows
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import WINDOW, Ids, Ints, Layout, lay_out, read
 from mlx_tandem.model.lora.stack import Stack
@@ -35,6 +34,7 @@ from mlx_tandem.model.lora.writer import SlotWriter
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.inplace import Order
+from mlx_tandem.model.ops.products.few_rows import FewRows
 from mlx_tandem.model.ops.products.ordered import TiledDeltas
 from mlx_tandem.model.targets import Target, adapt, find_head, find_targets
 

@@ -23,13 +23,13 @@ from mlx_tandem.model.kernels.accept import Accept
 from mlx_tandem.model.kernels.gate import Gate
 from mlx_tandem.model.kernels.report import Report
 from mlx_tandem.model.kernels.settle import Settle
-from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.attention.cache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.ops.inplace import after, zero_of
+from mlx_tandem.model.ops.products.merged import merged_in
 from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.chain import Chain

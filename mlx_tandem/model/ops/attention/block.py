@@ -20,7 +20,6 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 
 from mlx_tandem.model import probe
-from mlx_tandem.model.linears.merged import joined_product, whole_of
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.modules import mix_in, unmix
 from mlx_tandem.model.ops import inplace
@@ -28,6 +27,7 @@ from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, Rotat
 from mlx_tandem.model.ops.attention.paged import MOST_QUERIES
 from mlx_tandem.model.ops.attention.rotary import Norms
 from mlx_tandem.model.ops.checking import Rejected, checked
+from mlx_tandem.model.ops.products.merged import joined_product, whole_of
 
 GATED = (qwen3_next.Qwen3NextAttention,)
 """The attention classes of mlx-lm with a gated output that the fused path may replace."""

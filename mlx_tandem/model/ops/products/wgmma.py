@@ -18,7 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
-from mlx_tandem.model.kernels.skinny import eighths
+from mlx_tandem.model.ops.products.skinny import eighths
 
 _LINE_BYTES = 128
 """Bytes of a line of shared memory, which holds 64 inputs of an output or token, swizzled."""
