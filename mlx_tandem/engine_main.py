@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mlx_tandem.model.build import Built
     from mlx_tandem.model.choices import Kept
     from mlx_tandem.model.footprint import SlotRoom
-    from mlx_tandem.model.lora.uploads import Arrays, Uploads
+    from mlx_tandem.model.ops.lora.slots import Arrays, Uploads
     from mlx_tandem.training.device.trainers import MLXTrainers
 
 SWITCH_SECONDS = 5e-4

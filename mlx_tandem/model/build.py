@@ -30,10 +30,10 @@ from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import everything
 from mlx_tandem.model.kernel_checks.everything import Kernels, examine
 from mlx_tandem.model.loader import LoadedModel, Report, lay_out, load_unread, read_weights, unpack_for_cpu
-from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.modules import clone
 from mlx_tandem.model.ops.attention import fused
+from mlx_tandem.model.ops.lora.slots import Uploads
+from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.ops.products import tuning
 from mlx_tandem.model.ops.products.merged import merge
 from mlx_tandem.model.ops.products.tuning import Tuned, tune

@@ -10,10 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from mlx_tandem.model import gated_delta
 from mlx_tandem.model.cache.states import StateCache, StateShape, StateView, arranged, keeps_state, leaves
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.modules import mix_in, unmix
+from mlx_tandem.model.ops import gated_delta
 from mlx_tandem.model.ops.attention.cache import ProbeCache
 from mlx_tandem.model.probe import Examined
 

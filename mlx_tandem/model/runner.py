@@ -27,11 +27,13 @@ from mlx_tandem.model.deterministic.mode import compiles
 from mlx_tandem.model.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.kernels.gate import IN_ORDER
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache
 from mlx_tandem.model.ops.attention.ordered import OrderedAttention
 from mlx_tandem.model.ops.attention.paged import EVERYTHING, MOST_QUERIES
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.sampling.masks import MaskTable, places_of_rows
+from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers
 from mlx_tandem.model.step import pauses
 from mlx_tandem.model.step.compiled import USUAL, CompiledSteps
 from mlx_tandem.model.step.dispatch import DispatchQueue
@@ -40,12 +42,10 @@ from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.mask_table import MaskTable, places_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.pauses import NO_PAUSE, Pause
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
 from mlx_tandem.model.step.rectangles import Rectangles
-from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob

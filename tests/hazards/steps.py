@@ -148,7 +148,7 @@ def engine(kind: Kind, folder: Path) -> Iterator[Metal]:
         gpu = fake.install("metal", shim.maker(), patch)
         forget = inplace.writing.cache_clear
         fake.time_by_clock(gpu, patch)
-        patch.setattr("mlx_tandem.model.kernel_checks.lora._TOKENS", (1, 16))
+        patch.setattr("mlx_tandem.model.ops.lora.choice._TOKENS", (1, 16))
         patch.setattr("mlx_tandem.model.step.rectangles.COMMON_OFFSET_TOKENS", 16 if kind.common_offset else 1 << 20)
         mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
         try:

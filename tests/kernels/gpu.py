@@ -16,13 +16,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model import build, device, gated_delta
+from mlx_tandem.model import build, device
 from mlx_tandem.model.device import Limit
-from mlx_tandem.model.kernel_checks import delta_net as delta_check
-from mlx_tandem.model.kernel_checks import gated_delta as rule_check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
-from mlx_tandem.model.ops import inplace, timing
+from mlx_tandem.model.ops import delta_net, gated_delta, inplace, timing
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.checking import Verdict
 from mlx_tandem.model.ops.products.tuning import Tuned
@@ -92,9 +90,9 @@ def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(build, "tune", lambda *args, **options: Tuned())
     monkeypatch.setattr(gated_delta, "kernel", cache(gated_delta.kernel.__wrapped__))
     monkeypatch.setattr(gated_delta, "verdict", Verdict())
-    monkeypatch.setattr(delta_check, "TIMED_ROWS", 1)  # emulated, larger ones would take seconds
-    monkeypatch.setattr(rule_check, "ROWS", 1)
-    monkeypatch.setattr(rule_check, "HEADS", (1, 32))
+    monkeypatch.setattr(delta_net, "TIMED_ROWS", 1)  # emulated, larger ones would take seconds
+    monkeypatch.setattr(gated_delta, "TIMED_ROWS", 1)
+    monkeypatch.setattr(gated_delta, "TIMED_HEADS", (1, 32))
     inplace.writing.cache_clear()
     return gpu
 

@@ -32,22 +32,22 @@ from mlx_tandem.model.choices import (
     SamplingKernels,
     Subject,
 )
-from mlx_tandem.model.delta_net import FusedDeltaNet
-from mlx_tandem.model.kernel_checks import delta_net as delta_check
-from mlx_tandem.model.kernel_checks import everything, lora, sampling
-from mlx_tandem.model.kernel_checks import gated_delta as rule_check
+from mlx_tandem.model.kernel_checks import everything
 from mlx_tandem.model.kernel_checks.everything import examine
 from mlx_tandem.model.loader import load_unread
-from mlx_tandem.model.ops import inplace, timing
+from mlx_tandem.model.ops import delta_net, gated_delta, inplace, timing
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.attention.block import FusedBlock
 from mlx_tandem.model.ops.attention.division import Division
+from mlx_tandem.model.ops.delta_net import FusedDeltaNet
+from mlx_tandem.model.ops.lora import choice as lora
 from mlx_tandem.model.ops.products import few_rows
 from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, Shape
 from mlx_tandem.model.ops.products.measure import Meter
 from mlx_tandem.model.ops.products.skinny import Form
 from mlx_tandem.model.ops.products.tuning import Tuned
 from mlx_tandem.model.ops.products.wgmma import WideForm
+from mlx_tandem.model.ops.sampling import choice as sampling
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees
@@ -111,9 +111,9 @@ def serve_by_given(folder: Path, file: Path) -> None:
         (sampling, "wrong"),
         (sampling, "wrong_truncated"),
         (inplace, "problem"),
-        (rule_check, "problem"),
-        (delta_check, "problem"),
-        (delta_check, "seconds"),
+        (gated_delta, "problem"),
+        (delta_net, "problem"),
+        (delta_net, "seconds"),
         *((Meter, name) for name in ("seconds", "device_seconds", "host_seconds")),
     ]
     given = Choices.read(file)

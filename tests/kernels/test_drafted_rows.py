@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.engine.plan import CARRY, Row, RowKind
-from mlx_tandem.model.kernels.accept import Accept
-from mlx_tandem.model.kernels.settle import Settle
+from mlx_tandem.model.ops.sampling.drafts import Accept, Settle
 from mlx_tandem.model.step.verify import Drafts, drafts_of, places_at, settled
 from tests.kernels import shim
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mlx_lm.models import llama, qwen3, qwen3_next
 
-from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
+from mlx_tandem.model.cache.pools import KVArrays
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.attention import portable
 from mlx_tandem.model.ops.attention.block import FusedBlock, fusable_blocks, use_fused_path

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
+from mlx_tandem.model.cache.pools import KVArrays
 from mlx_tandem.model.kernels.dialect import Kernel, Source
 from mlx_tandem.model.ops.attention.rotary import Norms, Rotary
 from tests.kernels import shim

@@ -14,14 +14,14 @@ import pytest
 
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
-from mlx_tandem.model import gated_delta
 from mlx_tandem.model.choices import Kept
-from mlx_tandem.model.delta_net import FusedDeltaNet
-from mlx_tandem.model.kernel_checks import lora, sampling
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
-from mlx_tandem.model.ops import inplace, timing
+from mlx_tandem.model.ops import gated_delta, inplace, timing
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.attention.block import FusedBlock
+from mlx_tandem.model.ops.delta_net import FusedDeltaNet
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.sampling import choice as sampling
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
 from mlx_tandem.types import Request, SamplingParams

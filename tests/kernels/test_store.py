@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_tandem.adapters.formats import LinearShape
-from mlx_tandem.model.lora.stack import Stack
-from mlx_tandem.model.lora.writer import SlotWriter
 from mlx_tandem.model.ops.inplace import Order, Store
+from mlx_tandem.model.ops.lora.slots import SlotWriter, Stack
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")

@@ -11,15 +11,14 @@ from mlx_lm.models import gemma, llama, qwen3, qwen3_5
 from mlx_lm.models.activations import swiglu
 
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model import device, mlp
-from mlx_tandem.model.kernel_checks.lora import UNLIMITED
-from mlx_tandem.model.kernel_checks.mlp import TOLERANCE, largest_error, problem
+from mlx_tandem.model import device
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Source
-from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.kernels.swiglu import SwiGLU
-from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.ops import mlp
+from mlx_tandem.model.ops.lora.choice import UNLIMITED
+from mlx_tandem.model.ops.lora.kernel import GroupedDeltas, LoraKernels
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.mlp import TOLERANCE, SwiGLU, largest_error, problem
 from mlx_tandem.model.ops.products.merged import MOST_TOKENS, merge
 from mlx_tandem.model.targets import find_groups
 from tests.engine.test_lora import adapter

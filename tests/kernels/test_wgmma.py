@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.model import residual
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.add_norm import AddNorm
+from mlx_tandem.model.ops import residual
 from mlx_tandem.model.ops.products.few_rows import FewRows, Shape, choose, speed_up
 from mlx_tandem.model.ops.products.skinny import EIGHTHS
 from mlx_tandem.model.ops.products.wgmma import Wgmma, WideForm, wide_form
+from mlx_tandem.model.ops.residual import AddNorm
 from tests.kernels import shim
 from tests.kernels.broken import Broken
 from tests.kernels.test_residual import model_of

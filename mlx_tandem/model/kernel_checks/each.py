@@ -13,18 +13,18 @@ import mlx.core as mx
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
-from mlx_tandem.model.kernel_checks import gated_delta, lora, mlp, residual, sampling
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
-from mlx_tandem.model.kernels.gumbel_max import GumbelMax
-from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.kernels.swiglu import SwiGLU
-from mlx_tandem.model.kernels.truncated_draw import TruncatedDraw
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops import gated_delta, inplace, mlp, residual
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.checking import checked
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.lora.kernel import LoraKernels
+from mlx_tandem.model.ops.mlp import SwiGLU
+from mlx_tandem.model.ops.residual import AddNorm, Norm
+from mlx_tandem.model.ops.sampling import choice as sampling
+from mlx_tandem.model.ops.sampling.draw import GumbelMax, TruncatedDraw
 
 HALVES = (mx.float16, mx.bfloat16)
 

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import cpu, delta_net, device, gated_delta, probe
+from mlx_tandem.model import cpu, device, probe
 from mlx_tandem.model.choices import (
     AdapterLimits,
     AttentionDivision,
@@ -23,20 +23,21 @@ from mlx_tandem.model.choices import (
     KernelChoices,
     Products,
 )
-from mlx_tandem.model.kernel_checks import lora, sampling
 from mlx_tandem.model.loader import LoadedModel, Report
-from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops import delta_net, gated_delta, inplace
 from mlx_tandem.model.ops.attention import block, fused, portable
 from mlx_tandem.model.ops.attention import choice as attention
 from mlx_tandem.model.ops.attention.choice import AttentionChoice
 from mlx_tandem.model.ops.checking import MAX_REASON, Choice
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.lora.kernel import GroupedDeltas
 from mlx_tandem.model.ops.products import few_rows
 from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, Forms
 from mlx_tandem.model.ops.products.merged import Merged, use_views
 from mlx_tandem.model.ops.products.skinny import Form
 from mlx_tandem.model.ops.products.wgmma import WideForm
-from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
+from mlx_tandem.model.ops.sampling import choice as sampling
+from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers
 
 log = logging.getLogger(__name__)
 

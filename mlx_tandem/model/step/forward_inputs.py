@@ -12,8 +12,9 @@ import numpy as np
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, StepPlan
 from mlx_tandem.model.cache.turns import TurnNumbers
 from mlx_tandem.model.inputs import Numbers, padded
-from mlx_tandem.model.lora.state import LoraState, Route
 from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.ops.lora.state import LoraState, Route
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.shapes import (
     blocks_read,
     coarse_count,
@@ -29,7 +30,6 @@ from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.operands import Operands
 from mlx_tandem.model.step.rectangles import Rectangles
-from mlx_tandem.model.step.sampler import SamplingFlags
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.step.verify import drafts_of, token_by_token
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mlx_tandem.model.cache.turns import TurnShape
-from mlx_tandem.model.lora.routes import Layout
-from mlx_tandem.model.step.sampler import SamplingFlags
+from mlx_tandem.model.ops.lora.routes import Layout
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 
 
 class StepKey(NamedTuple):

@@ -29,8 +29,8 @@ from mlx_tandem.cli.doctor.report import folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
 from mlx_tandem.cli.doctor.sizes import Sizes
 from mlx_tandem.engine.client.ending import explain_end
-from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.ops.attention import cases, portable
+from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
 from tests.unit.cli_tools import tandem

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.ops.products import measure, tuning
 from mlx_tandem.model.ops.products.measure import Call, Meter, kinds, pass_cost
 from mlx_tandem.model.ops.products.merged import merge

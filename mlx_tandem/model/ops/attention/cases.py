@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
+from mlx_tandem.model.cache.pools import KVArrays
 from mlx_tandem.model.ops.attention import fused, portable
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, StepView
 

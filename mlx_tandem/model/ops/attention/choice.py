@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvformat import LayerShape
+from mlx_tandem.model.cache.pools import KVArrays
 from mlx_tandem.model.choices import AttentionDivision
 from mlx_tandem.model.ops.attention import cases, fused, portable
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, StepView

@@ -15,11 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_tandem.model.kernel_checks.lora import TOLERANCE, floats
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.modules import clone, mix_in
 from mlx_tandem.model.ops.checking import Choice, Rejected, checked
+from mlx_tandem.model.ops.lora.choice import TOLERANCE, floats
 from mlx_tandem.model.ops.products.measure import HOST_SHARE, Call, Kind, Meter, input_of
 from mlx_tandem.model.ops.products.merged import Merged, TransposedLinear
 from mlx_tandem.model.ops.products.skinny import EIGHTHS, Form, Skinny, eighths, fits, forms

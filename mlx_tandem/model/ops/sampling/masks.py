@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_tandem.engine.plan import Mask, mask_words
 from mlx_tandem.model.inputs import ArraySpec, Numbers, receive
-from mlx_tandem.model.kernels.gumbel_max import Masks
+from mlx_tandem.model.ops.sampling.draw import Masks
 
 ROOM = 256
 """Fewest masks that a table holds."""

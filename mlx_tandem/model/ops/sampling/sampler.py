@@ -20,10 +20,9 @@ import numpy as np
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
 from mlx_tandem.model import cpu, device
-from mlx_tandem.model.kernels.gumbel_max import Masks, Noise
-from mlx_tandem.model.kernels.truncated_draw import Limits
 from mlx_tandem.model.ops.attention.cache import arange
-from mlx_tandem.model.step.mask_table import bits_of
+from mlx_tandem.model.ops.sampling.draw import Limits, Masks, Noise
+from mlx_tandem.model.ops.sampling.masks import bits_of
 
 _TOP_P_ROUNDS = ((0.9, 5), (0.8, 6), (0.5, 9), (0.05, 16), (0.0, 40))
 """Pairs (least top_p of the batch, rounds). A draw outside the nucleus is rejected together with all less likely

@@ -26,14 +26,12 @@ from mlx_tandem.config import LoraConfig
 from mlx_tandem.model import device
 from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.inputs import Numbers, constant
-from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.lora.routes import WINDOW, Ids, Ints, Layout, lay_out, read
-from mlx_tandem.model.lora.stack import Stack
-from mlx_tandem.model.lora.uploads import Uploads
-from mlx_tandem.model.lora.writer import SlotWriter
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.inplace import Order
+from mlx_tandem.model.ops.lora.kernel import GroupedDeltas
+from mlx_tandem.model.ops.lora.routes import WINDOW, Ids, Ints, Layout, lay_out, read
+from mlx_tandem.model.ops.lora.slots import SlotWriter, Stack, Uploads
 from mlx_tandem.model.ops.products.few_rows import FewRows
 from mlx_tandem.model.ops.products.ordered import TiledDeltas
 from mlx_tandem.model.targets import Target, adapt, find_head, find_targets
@@ -93,7 +91,7 @@ class LoraState:
     ) -> None:
         """Find the linears of `model` that can be adapted; nothing is changed before the first `install`.
 
-        `fused` are the fused kernels if `model/kernel_checks/lora.py` has found them right and faster. `few` are the
+        `fused` are the fused kernels if `model/ops/lora/choice.py` has found them right and faster. `few` are the
         products by the kernel for few rows, which must be told which steps have adapters. `tiled` computes the products
         of adapters under `--deterministic`.
         """

@@ -16,12 +16,11 @@ import numpy.typing as npt
 from mlx_tandem.engine.plan import NOT_A_NUMBER, mask_words
 from mlx_tandem.model.choices import SamplingKernels
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.gumbel_max import GumbelMax, Masks, Noise
-from mlx_tandem.model.kernels.truncated_draw import Limits, TruncatedDraw
 from mlx_tandem.model.ops import timing
 from mlx_tandem.model.ops.checking import Choice, Rejected, checked, makers_of_device
-from mlx_tandem.model.step.mask_table import bits_of
-from mlx_tandem.model.step.sampler import (
+from mlx_tandem.model.ops.sampling.draw import GumbelMax, Limits, Masks, Noise, TruncatedDraw
+from mlx_tandem.model.ops.sampling.masks import bits_of
+from mlx_tandem.model.ops.sampling.sampler import (
     MLX_PICKERS,
     Pick,
     Pickers,

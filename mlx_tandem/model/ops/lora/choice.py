@@ -17,10 +17,9 @@ import numpy.typing as npt
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
-from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.lora.routes import Ints, cut_tiles
 from mlx_tandem.model.ops.checking import Choice, Rejected, checked, makers_of_device
+from mlx_tandem.model.ops.lora.kernel import MOST_MEMBERS, GroupedDeltas, LoraKernels, fits
+from mlx_tandem.model.ops.lora.routes import Ints, cut_tiles
 from mlx_tandem.model.ops.products.merged import whole_of
 from mlx_tandem.model.ops.timing import seconds
 from mlx_tandem.model.targets import Group, find_groups
