@@ -21,9 +21,9 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, device, footprint, probe
+from mlx_tandem.model import deterministic as mode
 from mlx_tandem.model.choices import Choices, Kept, Subject
-from mlx_tandem.model.deterministic import mode
-from mlx_tandem.model.deterministic.mode import Deterministic
+from mlx_tandem.model.deterministic import Deterministic
 from mlx_tandem.model.device import Limit
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom

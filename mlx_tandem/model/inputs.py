@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -160,6 +160,12 @@ def receive(sent: Sequence[mx.array], expected: Sequence[ArraySpec], copy: Copy 
         arrays.append(array if kind == "int32" else array.view(_TYPES[kind]))
         start += _aligned(size)
     return arrays
+
+
+@lru_cache(maxsize=1024)
+def arange(n: int) -> mx.array:
+    """Return 0 … n - 1, int32, evaluated; made once, and a constant of every graph that uses it."""
+    return mx.array(np.arange(n, dtype=np.int32))
 
 
 def constant(numbers: Numbers) -> Numbers:

@@ -29,9 +29,9 @@ from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
 from mlx_tandem.model.mtp import PredictionHead, load_head
-from mlx_tandem.model.vision import families, library
+from mlx_tandem.model.vision import library
 from mlx_tandem.model.vision.encoder import Encoder, load_encoder
-from mlx_tandem.model.vision.text_part import TextArgs, TextModel
+from mlx_tandem.model.vision.library import TextArgs, TextModel
 from mlx_tandem.model_folder import CONFIG, VISION_FAMILIES, check_text, check_vision, text_settings
 from mlx_tandem.printable import printable
 from mlx_tandem.small_files import read_object
@@ -140,9 +140,9 @@ def _load_vision(
 
     A part for images that cannot be loaded is no reason to refuse the folder, which is served as a text model then.
     """
-    if not families.has_images(settings):
+    if not library.has_images(settings):
         return None, None
-    if reason := families.refusal(config, settings, installed=library.is_installed()):
+    if reason := library.refusal(config, settings, installed=library.is_installed()):
         return None, VisionInfo(refusal=reason)
     try:
         check_vision(settings, CONFIG)

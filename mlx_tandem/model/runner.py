@@ -23,7 +23,7 @@ from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateShape
 from mlx_tandem.model.cache.turns import HeldStates
-from mlx_tandem.model.deterministic.mode import compiles
+from mlx_tandem.model.deterministic import compiles
 from mlx_tandem.model.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.kernels.gate import IN_ORDER
 from mlx_tandem.model.loader import LoadedModel
@@ -41,11 +41,11 @@ from mlx_tandem.model.step.draw import Undrawn
 from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
-from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.operands import StepKey
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.pauses import NO_PAUSE, Pause
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
-from mlx_tandem.model.step.rectangles import Rectangles
+from mlx_tandem.model.step.rows import Rectangles
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob

@@ -30,7 +30,7 @@ from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step import prebuilt
 from mlx_tandem.model.step.forward import StepArrays
-from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.operands import StepKey
 from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
 from mlx_tandem.model.step.seats import Seats

@@ -149,7 +149,7 @@ def engine(kind: Kind, folder: Path) -> Iterator[Metal]:
         forget = inplace.writing.cache_clear
         fake.time_by_clock(gpu, patch)
         patch.setattr("mlx_tandem.model.ops.lora.choice._TOKENS", (1, 16))
-        patch.setattr("mlx_tandem.model.step.rectangles.COMMON_OFFSET_TOKENS", 16 if kind.common_offset else 1 << 20)
+        patch.setattr("mlx_tandem.model.step.rows.COMMON_OFFSET_TOKENS", 16 if kind.common_offset else 1 << 20)
         mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
         try:
             made = make_engine(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.engine.plan import CARRY, Row, RowKind
 from mlx_tandem.model.ops.sampling.drafts import Accept, Settle
-from mlx_tandem.model.step.verify import Drafts, drafts_of, places_at, settled
+from mlx_tandem.model.step.rows import Drafts, drafts_of, places_at, settled
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")

@@ -92,7 +92,7 @@ def attention(bench: Bench) -> Outcome:
 def pool(bench: Bench) -> Outcome:
     """Check that decode steps write the KV pool in place."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.pool_growth import growth
+    from mlx_tandem.model.trials import growth
 
     blocks = POOL_BLOCKS if device.is_cpu() else min(GPU_POOL_BLOCKS, device.memory_limit().size // 8 // (48 << 10))
     found = growth(str(demo.MODEL_PATH), blocks)

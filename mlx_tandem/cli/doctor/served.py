@@ -58,7 +58,7 @@ def _usual(bench: Bench) -> Engine:
 
 def equal(bench: Bench) -> Outcome:
     """Check tokens and logprobs of every way through a batch against mlx-lm's own generation."""
-    from mlx_tandem.model.oracle import Oracle
+    from mlx_tandem.model.trials import Oracle
 
     engine, random = _exact(bench), Random(0)
     size = engine.info.vocab_size

@@ -18,8 +18,7 @@ from mlx_tandem.model import cpu
 from mlx_tandem.model.mtp import PredictionHead
 from mlx_tandem.model.ops.attention.cache import PagedCache, StepView
 from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingArrays, sample
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.operands import Operands
+from mlx_tandem.model.step.operands import Operands, StepKey
 
 
 class Draws(NamedTuple):

@@ -12,8 +12,7 @@ from mlx_tandem.model.cache.states import arranged
 from mlx_tandem.model.ops.attention.cache import StepView
 from mlx_tandem.model.ops.attention.drafted import DraftedCache, DraftedView
 from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingArrays, TokenCounts, sample
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.operands import Operands
+from mlx_tandem.model.step.operands import Operands, StepKey
 
 Model = Callable[[mx.array, list[Any]], mx.array]
 """A function from tokens [rows, 1] and a model's caches to logits [rows, vocabulary]."""

@@ -13,7 +13,7 @@ from mlx_tandem.model.inputs import Numbers, specs
 from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.step.draw import Drawing
 from mlx_tandem.model.step.forward import Forward, Ranges, Step
-from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.operands import StepKey
 from mlx_tandem.model.step.pauses import Pause
 
 LAYER_BYTES = 220_000

@@ -14,7 +14,7 @@ from mlx_tandem.model.cache.turns import HeldStates
 from mlx_tandem.model.ops.sampling.drafts import Accept
 from mlx_tandem.model.ops.sampling.masks import masks_at
 from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingArrays, SamplingFlags, TokenCounts, sample
-from mlx_tandem.model.step.verify import Drafts
+from mlx_tandem.model.step.rows import Drafts
 
 Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array], list[mx.array], list[mx.array]]]
 """A function that draws. It takes logits [rows, vocabulary], the positions [rows] of the tokens to be drawn, the rows'

@@ -27,11 +27,9 @@ from mlx_tandem.model.shapes import (
     table_width,
 )
 from mlx_tandem.model.step.index_arrays import IndexArrays
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.operands import Operands
-from mlx_tandem.model.step.rectangles import Rectangles
+from mlx_tandem.model.step.operands import Operands, StepKey
+from mlx_tandem.model.step.rows import Rectangles, drafts_of, token_by_token
 from mlx_tandem.model.step.seats import Seats
-from mlx_tandem.model.step.verify import drafts_of, token_by_token
 
 VIEW_BLOCKS = 32
 """Fewest blocks that a prompt chunk reads in place, if they are contiguous, instead of gathering them."""

@@ -14,7 +14,7 @@ from mlx_tandem.model.cache.turns import HeldStates, kept_lines
 from mlx_tandem.model.inputs import Numbers, Sent, receive, specs
 from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.step.draw import Undrawn
-from mlx_tandem.model.step.verify import take_verified
+from mlx_tandem.model.step.rows import take_verified
 from mlx_tandem.types import TokenLogprob
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -18,6 +17,7 @@ import numpy as np
 
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
+from mlx_tandem.model.inputs import arange
 from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.attention import portable
 from mlx_tandem.model.ops.attention.grouped import GroupedAttention
@@ -209,12 +209,6 @@ class StepView:
             whole = mask.reshape(-1, self.each, mask.shape[-1])
             self._joined[key] = mx.expand_dims(whole, self.mask_axes)
         return self._joined[key]
-
-
-@lru_cache(maxsize=1024)
-def arange(n: int) -> mx.array:
-    """Return 0 … n - 1, int32, evaluated; made once, and a constant of every graph that uses it."""
-    return mx.array(np.arange(n, dtype=np.int32))
 
 
 class PagedCache:

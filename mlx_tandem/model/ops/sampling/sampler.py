@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
 from mlx_tandem.model import cpu, device
-from mlx_tandem.model.ops.attention.cache import arange
+from mlx_tandem.model.inputs import arange
 from mlx_tandem.model.ops.sampling.draw import Limits, Masks, Noise
 from mlx_tandem.model.ops.sampling.masks import bits_of
 
