@@ -19,12 +19,13 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model import cpu, device
 from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.choices import sources
-from mlx_tandem.model.footprint import bucket, linears
+from mlx_tandem.model.footprint import linears
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.ops.attention import fused
 from mlx_tandem.model.ops.attention.division import Division
 from mlx_tandem.model.ops.attention.ordered import OrderedAttention, WholeCache
 from mlx_tandem.model.ops.attention.paged import PagedAttention
+from mlx_tandem.model.ops.lora.slots import bucket
 from mlx_tandem.model.ops.products.ordered import TiledDeltas, let_learn, use_tiles
 from mlx_tandem.model.probe import Examined
 from mlx_tandem.types import EngineInfo

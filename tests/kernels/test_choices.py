@@ -19,35 +19,26 @@ from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import warm_up
 from mlx_tandem.model.build import Built, build
-from mlx_tandem.model.choices import (
-    MOST_KEPT,
-    AdapterLimits,
-    AttentionDivision,
-    Choices,
-    FormsByShape,
-    Kept,
-    KernelChoices,
-    Pace,
-    Products,
-    SamplingKernels,
-    Subject,
-)
+from mlx_tandem.model.choices import MOST_KEPT, Choices, Kept, KernelChoices, Pace, Subject
 from mlx_tandem.model.kernel_checks import everything
 from mlx_tandem.model.kernel_checks.everything import examine
 from mlx_tandem.model.loader import load_unread
 from mlx_tandem.model.ops import delta_net, gated_delta, inplace, timing
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.attention.block import FusedBlock
+from mlx_tandem.model.ops.attention.choice import AttentionDivision
 from mlx_tandem.model.ops.attention.division import Division
 from mlx_tandem.model.ops.delta_net import FusedDeltaNet
 from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.lora.choice import AdapterLimits
 from mlx_tandem.model.ops.products import few_rows
-from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, Shape
+from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, FormsByShape, Products, Shape
 from mlx_tandem.model.ops.products.measure import Meter
 from mlx_tandem.model.ops.products.skinny import Form
 from mlx_tandem.model.ops.products.tuning import Tuned
 from mlx_tandem.model.ops.products.wgmma import WideForm
 from mlx_tandem.model.ops.sampling import choice as sampling
+from mlx_tandem.model.ops.sampling.choice import SamplingKernels
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees

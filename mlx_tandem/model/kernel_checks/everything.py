@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -16,23 +17,18 @@ import mlx.nn as nn
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import cpu, device, probe
-from mlx_tandem.model.choices import (
-    AdapterLimits,
-    AttentionDivision,
-    FormsByShape,
-    KernelChoices,
-    Products,
-)
+from mlx_tandem.model.choices import KernelChoices
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.ops import delta_net, gated_delta, inplace
 from mlx_tandem.model.ops.attention import block, fused, portable
 from mlx_tandem.model.ops.attention import choice as attention
-from mlx_tandem.model.ops.attention.choice import AttentionChoice
+from mlx_tandem.model.ops.attention.choice import AttentionChoice, AttentionDivision
 from mlx_tandem.model.ops.checking import MAX_REASON, Choice
 from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.lora.choice import AdapterLimits
 from mlx_tandem.model.ops.lora.kernel import GroupedDeltas
 from mlx_tandem.model.ops.products import few_rows
-from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, Forms
+from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, Forms, FormsByShape, Products
 from mlx_tandem.model.ops.products.merged import Merged, use_views
 from mlx_tandem.model.ops.products.skinny import Form
 from mlx_tandem.model.ops.products.wgmma import WideForm
@@ -108,9 +104,11 @@ def choose(
     chosen = attention.choose(asked, found.layers, block_size, probe.windows(model), candidates)
     own_blocks = ""
     if any(chosen.layers):
-        timed = asked == attention.AUTO
-        adapted = config.lora.max_loras > 0
-        own_blocks = block.choose(model, found, chosen.layers, block_size, timed=timed, adapters=adapted)
+        own = found.layers, chosen.layers, block_size, found.mask_axes
+        seconds = partial(probe.decode_seconds, model, *own, states=found.states)
+        error = partial(probe.fused_error, model, found.vocab_size, *own, found.states)
+        timed = seconds if asked == attention.AUTO else None
+        own_blocks = block.choose(model.module, timed, error, adapters=config.lora.max_loras > 0)
     report("checking adapters", 0.0)
     adapters = lora.choose(model.module, config.lora, model.dtype)
     kernels = Kernels(products, chosen, own_blocks, adapters, sampling.choose(model.dtype, found.vocab_size))
@@ -150,7 +148,7 @@ def _install(
     found = examine(config, model, evaluate=False)._replace(mask_axes=given.mask_axes)
     chosen = attention.made(given.attention, found.layers, config.cache.block_size, candidates)
     if any(chosen.layers) and not given.own_blocks:
-        block.use(model)
+        block.use(model.module)
     deltas = lora.made(model.module, given.adapters.same, given.adapters.mixed) if given.adapters.mixed else None
     pickers = sampling.made(given.sampling)
     kernels = Kernels(

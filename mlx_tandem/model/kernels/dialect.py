@@ -62,6 +62,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_tandem import files
 
@@ -350,6 +351,11 @@ def maker(target: Target) -> Make:
         return call
 
     return make
+
+
+def bits_of(x: float) -> int:
+    """Return the bits of a non-negative number as float32, to be compiled into a kernel."""
+    return int(np.float32(x).view(np.int32))
 
 
 # --- Texts in files --------------------------------------------------------------------------------------------------

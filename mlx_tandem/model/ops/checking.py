@@ -8,12 +8,18 @@ from typing import Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_tandem.model.kernels import dialect
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+"""Largest error of sums of products by type, relative to the largest number of a result: for the short types, twice
+their rounding error.
+"""
 
 MAX_REASON = 500
 """Characters of a compiler's or driver's message that go into a reason."""
@@ -89,3 +95,8 @@ def relative_error(ours: mx.array, theirs: mx.array) -> float:
     a, b = (np.array(x.astype(mx.float32)) for x in (ours, theirs))
     error = float(np.abs(a - b).max() / np.abs(b).max())
     return error if np.isfinite(error) else float("inf")
+
+
+def floats(array: mx.array) -> npt.NDArray[np.float32]:
+    """Return the array as float32 on the host."""
+    return np.array(array.astype(mx.float32))

@@ -10,7 +10,7 @@ At start the path is checked: it must give the model's own logits and not be slo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +19,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 
-from mlx_tandem.model import probe
-from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.modules import mix_in, unmix
 from mlx_tandem.model.ops import inplace
-from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, Rotation
+from mlx_tandem.model.ops.attention.cache import PagedCache, Rotation
 from mlx_tandem.model.ops.attention.paged import MOST_QUERIES
 from mlx_tandem.model.ops.attention.rotary import Norms
 from mlx_tandem.model.ops.checking import Rejected, checked
@@ -147,50 +145,47 @@ Most of that time is spent in matrix products, whose duration varies by a few pe
 """
 
 
-def use(model: LoadedModel) -> None:
-    """Switch the model's attention blocks to the fused path, which another process has checked."""
-    use_fused_path(fusable_blocks(model.module))
+def use(model: nn.Module) -> None:
+    """Switch a model's attention blocks to the fused path, which another process has checked."""
+    use_fused_path(fusable_blocks(model))
 
 
 def choose(
-    model: LoadedModel,
-    found: probe.Examined,
-    kernels: Sequence[LayerKernels | None],
-    block_size: int,
-    *,
-    timed: bool,
-    adapters: bool,
+    model: nn.Module, seconds: Callable[[int], float] | None, error: Callable[[], float], *, adapters: bool
 ) -> str:
-    """Switch the model's attention blocks to the fused path where it is right and, if `timed`, not slower.
+    """Switch the model's attention blocks to the fused path where it is right and not slower.
 
     A block computes q, k and v apart if an adapter changes only some of its linears or is not computed by the fused
     kernels, and for many tokens if its linears are quantised. If either can happen, that path is checked too.
 
     Return why the blocks run their own code; empty if they are on the fused path or no block is of a known kind.
+
+    Args:
+        model: The model.
+        seconds: Measures a decode step of so many rows; None: the path may be slower.
+        error: Returns the error of the model's logits, as a multiple of what is allowed.
+        adapters: Whether adapters may be loaded.
     """
-    blocks = fusable_blocks(model.module)
-    shapes, axes = found.layers, found.mask_axes
+    blocks = fusable_blocks(model)
     if not blocks:
         return ""
     if inplace.writing().store is None:
         # The pool may have one kind of writer only: MLX orders nothing behind a kernel's write to its input.
         return "their kernel writes the KV pool, which MLX's own operations do on this device"
 
-    def milliseconds() -> float:
-        return probe.decode_seconds(model, shapes, kernels, block_size, axes, ROWS, found.states) * 1e3
-
-    before = milliseconds() if timed else 0.0
+    before = seconds(ROWS) if seconds is not None else 0.0
     use_fused_path(blocks)
 
     def check() -> str:
         apart = adapters or not all(isinstance(block["q_proj"], nn.Linear) for block, _ in blocks)
         for path in (nullcontext(), products_apart(blocks)) if apart else (nullcontext(),):
             with path:
-                error = probe.fused_error(model, found.vocab_size, shapes, kernels, block_size, axes, found.states)
-            if not error <= 1:
-                raise Rejected(f"on the fused path their logits are off by {error:.1e}")
-        if timed and (now := milliseconds()) > MOST * before:
-            raise Rejected(f"a step of {ROWS} rows takes {now:.1f} ms on the fused path, and {before:.1f} without it")
+                off = error()
+            if not off <= 1:
+                raise Rejected(f"on the fused path their logits are off by {off:.1e}")
+        if seconds is not None and (now := seconds(ROWS)) > MOST * before:
+            times = f"{now * 1e3:.1f} ms on the fused path, and {before * 1e3:.1f} without it"
+            raise Rejected(f"a step of {ROWS} rows takes {times}")
         return ""
 
     def own_code(reason: str) -> str:

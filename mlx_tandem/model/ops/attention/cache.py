@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +26,6 @@ from mlx_tandem.model.ops.attention.paged import EVERYTHING, MOST_QUERIES, Paged
 from mlx_tandem.model.ops.attention.rotary import Norms, Rotary
 from mlx_tandem.model.ops.inplace import after, write, zero_of
 from mlx_tandem.model.shapes import EXACT_ROWS
-from mlx_tandem.model.step.pauses import Pacer
 
 
 class Rotation(NamedTuple):
@@ -62,6 +61,13 @@ class PoolLayout(NamedTuple):
     with the block of the first position that a row's first token sees, which is block
     max(offset + 1 - kept, 0) // block_size of its sequence.
     """
+
+
+class Pacer(Protocol):
+    """What pauses a forward while it is built (`step/pauses.py`)."""
+
+    def arrive(self, x: mx.array) -> None:
+        """Count a layer, given an array that the layer has computed, and pause if a pause is due."""
 
 
 class StepView:

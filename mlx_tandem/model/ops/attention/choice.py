@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import KVArrays
-from mlx_tandem.model.choices import AttentionDivision
 from mlx_tandem.model.ops.attention import cases, fused, portable
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, StepView
 from mlx_tandem.model.ops.attention.division import Division, shorter, wider
@@ -61,6 +61,17 @@ back end), the block size, the rows and the context.
 
 Rival = Callable[[LayerShape, int, int], float]
 """Function that times MLX's attention over contiguous keys and values, given the shape of the layer, rows, context."""
+
+
+class AttentionDivision(Struct, frozen=True, forbid_unknown_fields=True):
+    """The attention back end, and how its work is divided for each kind of layer, in the order of their first layers.
+
+    Kinds of layers whose keys its kernels cannot read are left out.
+    """
+
+    name: str
+    reason: str
+    divisions: tuple[Division, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

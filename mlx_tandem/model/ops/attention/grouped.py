@@ -25,9 +25,9 @@ from functools import cache
 import mlx.core as mx
 
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.dialect import Constant, Make, Source
+from mlx_tandem.model.kernels.dialect import Constant, Make, Source, bits_of
 from mlx_tandem.model.ops.attention.division import Division
-from mlx_tandem.model.ops.attention.paged import REGISTERS, SPANS, bits_of, combining_kernel, in_splits
+from mlx_tandem.model.ops.attention.paged import REGISTERS, SPANS, combining_kernel, in_splits
 
 QUERIES = 16
 """Queries of a block of threads."""

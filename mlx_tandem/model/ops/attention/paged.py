@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, bits_of
 from mlx_tandem.model.ops.attention.division import ALIGN, Division
 
 MOST_QUERIES = 8
@@ -592,8 +592,3 @@ def integers(*values: int) -> mx.array:
     constant = sent + 0
     mx.eval(constant)  # while `sent` is alive, since otherwise its memory would be reused for `constant`
     return constant
-
-
-def bits_of(x: float) -> int:
-    """Return the bits of a non-negative number as float32, to be compiled into a kernel."""
-    return int(np.float32(x).view(np.int32))

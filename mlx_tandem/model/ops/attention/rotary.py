@@ -20,8 +20,7 @@ import numpy as np
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.inputs import arange
-from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
-from mlx_tandem.model.ops.attention.paged import bits_of
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source, bits_of
 
 WARPS = 4
 """Warps of a block of threads."""

@@ -13,19 +13,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.ops.checking import Choice, Rejected, checked, makers_of_device
+from mlx_tandem.model.ops.checking import TOLERANCE, Choice, Rejected, checked, floats, makers_of_device
 from mlx_tandem.model.ops.lora.kernel import MOST_MEMBERS, GroupedDeltas, LoraKernels, fits
 from mlx_tandem.model.ops.lora.routes import Ints, cut_tiles
 from mlx_tandem.model.ops.products.merged import whole_of
 from mlx_tandem.model.ops.timing import seconds
 from mlx_tandem.model.targets import Group, find_groups
-
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
-"""Largest error by type, relative to the largest number of a result; twice the rounding error of the short types."""
 
 UNLIMITED = 1 << 30
 """Number of tokens that stands for "any number"."""
@@ -40,6 +38,14 @@ _MOST_BYTES = 1 << 30
 
 _TIMED_RANK = 16
 _TIMED_SLOTS = 8
+
+
+class AdapterLimits(Struct, frozen=True, forbid_unknown_fields=True):
+    """The most tokens for which fused kernels compute adapters: of one adapter, and of several; 0: never."""
+
+    reason: str
+    same: int = 0
+    mixed: int = 0
 
 
 class Shape(NamedTuple):
@@ -180,11 +186,6 @@ def expected(x: mx.array, a: mx.array, b: mx.array, slots: Ints) -> Floats:
         rows = slots == slot
         delta[rows] = wide[rows] @ floats(a[int(slot)]) @ floats(b[int(slot)])
     return delta
-
-
-def floats(array: mx.array) -> Floats:
-    """Return the array as float32 on the host."""
-    return np.array(array.astype(mx.float32))
 
 
 def _arrays(

@@ -18,6 +18,17 @@ from mlx_tandem.model.ops.inplace import Order, Store, after
 
 log = logging.getLogger(__name__)
 
+SMALLEST_RANK = 8
+"""Smallest rank of the stacked arrays of adapters."""
+
+
+def bucket(rank: int) -> int:
+    """Return the rank of stacked arrays that can hold `rank`: the next power of two from SMALLEST_RANK on."""
+    wide = SMALLEST_RANK
+    while wide < rank:
+        wide *= 2
+    return wide
+
 
 class Stack:
     """Arrays `a` [slots + 1, inputs, r] and `b` [slots + 1, r, outputs] of one linear; with experts, [slots + 1,

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from msgspec import Struct
 
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.modules import clone, mix_in
-from mlx_tandem.model.ops.checking import Choice, Rejected, checked
-from mlx_tandem.model.ops.lora.choice import TOLERANCE, floats
+from mlx_tandem.model.ops.checking import TOLERANCE, Choice, Rejected, checked, floats
 from mlx_tandem.model.ops.products.measure import HOST_SHARE, Call, Kind, Meter, input_of
 from mlx_tandem.model.ops.products.merged import Merged, TransposedLinear
 from mlx_tandem.model.ops.products.skinny import EIGHTHS, Form, Skinny, eighths, fits, forms
@@ -47,6 +47,24 @@ AnyForm = Form | WideForm
 
 Forms = Mapping[Shape, Mapping[int, AnyForm]]
 """Forms by shape and number of tokens (in `eighths`)."""
+
+
+class FormsByShape(NamedTuple):
+    """Forms by number of tokens (in `eighths`) for linears of one shape: those of `skinny.py`, and those of
+    `wgmma.py` (`wide`).
+    """
+
+    shape: Shape
+    forms: dict[int, Form]
+    wide: dict[int, WideForm]
+
+
+class Products(Struct, frozen=True, forbid_unknown_fields=True):
+    """The products that the kernel for few rows computes, in steps of the base and in steps with adapters."""
+
+    reason: str
+    base: tuple[FormsByShape, ...] = ()
+    adapted: tuple[FormsByShape, ...] = ()
 
 
 class FewRows:

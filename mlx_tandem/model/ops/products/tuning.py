@@ -25,8 +25,7 @@ from msgspec import Struct
 from mlx_tandem.model.device import is_cuda, is_metal
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.ops.products.measure import Kind, Meter, input_of, kinds, pass_cost
-from mlx_tandem.model.shapes import row_count
-from mlx_tandem.model.step.pauses import METAL_TOKENS
+from mlx_tandem.model.shapes import METAL_TOKENS, row_count
 
 log = logging.getLogger(__name__)
 

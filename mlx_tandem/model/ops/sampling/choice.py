@@ -12,9 +12,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, mask_words
-from mlx_tandem.model.choices import SamplingKernels
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.ops import timing
 from mlx_tandem.model.ops.checking import Choice, Rejected, checked, makers_of_device
@@ -49,6 +49,14 @@ noise term. The kernel and MLX round logarithms differently."""
 
 SHARE = 1e-4
 """Relative error of top-p's share that is allowed: masses of many tokens are added up in float32."""
+
+
+class SamplingKernels(Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether a kernel draws tokens among all tokens, and whether one draws among the likeliest."""
+
+    reason: str
+    plain: bool = False
+    truncated: bool = False
 
 
 class Seconds(NamedTuple):
