@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan, Tables, scored_positions
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import EngineInfo, SamplingParams
 

@@ -22,8 +22,8 @@ from mlx_tandem.model.cache.states import (
     keeps_state,
     leaves,
 )
+from mlx_tandem.model.kernels import timing
 from mlx_tandem.model.loader import UNSERVED, LoadedModel, blamed_on, first_line, not_finite, suspects
-from mlx_tandem.model.ops import timing
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, ProbeCache, StepView
 from mlx_tandem.model_folder import CONFIG
 

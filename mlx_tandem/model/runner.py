@@ -25,9 +25,9 @@ from mlx_tandem.model.cache.states import StateCache, StateShape
 from mlx_tandem.model.cache.turns import HeldStates
 from mlx_tandem.model.deterministic import compiles
 from mlx_tandem.model.inputs import Inputs, Numbers, Sent
+from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.kernels.gate import IN_ORDER
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache
 from mlx_tandem.model.ops.attention.ordered import OrderedAttention
 from mlx_tandem.model.ops.attention.paged import EVERYTHING, MOST_QUERIES

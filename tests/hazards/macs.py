@@ -22,9 +22,8 @@ from mlx_tandem.model import build as build_module
 from mlx_tandem.model import device
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.choices import Choices, KernelChoices, Pace, Subject
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels import dialect, inplace
 from mlx_tandem.model.kernels.dialect import Source
-from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.attention.choice import AttentionDivision
 from mlx_tandem.model.ops.attention.division import start
 from mlx_tandem.model.ops.attention.fused import Fused

@@ -13,9 +13,9 @@ import pytest
 
 from mlx_tandem.model.cache.pools import KVArrays
 from mlx_tandem.model.cache.states import StateCache
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Order
 from mlx_tandem.model.ops.attention.cache import PagedCache
-from mlx_tandem.model.ops.inplace import Order
 from mlx_tandem.model.ops.lora.slots import SlotWriter
 from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner

@@ -16,8 +16,7 @@ from msgspec.structs import replace as changed
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.learning import TrainerSpec
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
-from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.kernels import dialect, inplace
 from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.training.device.trained_adapter import TrainedAdapter

@@ -18,11 +18,11 @@ import pytest
 
 from mlx_tandem.model import build, device
 from mlx_tandem.model.device import Limit
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels import dialect, inplace, timing
+from mlx_tandem.model.kernels.checking import Verdict
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
-from mlx_tandem.model.ops import delta_net, gated_delta, inplace, timing
+from mlx_tandem.model.ops import delta_net, gated_delta
 from mlx_tandem.model.ops.attention import choice
-from mlx_tandem.model.ops.checking import Verdict
 from mlx_tandem.model.ops.products.tuning import Tuned
 from tests.hazards.graph import flat
 

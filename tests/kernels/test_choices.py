@@ -22,8 +22,9 @@ from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.choices import MOST_KEPT, Choices, Kept, KernelChoices, Pace, Subject
 from mlx_tandem.model.kernel_checks import everything
 from mlx_tandem.model.kernel_checks.everything import examine
+from mlx_tandem.model.kernels import inplace, timing
 from mlx_tandem.model.loader import load_unread
-from mlx_tandem.model.ops import delta_net, gated_delta, inplace, timing
+from mlx_tandem.model.ops import delta_net, gated_delta
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.attention.block import FusedBlock
 from mlx_tandem.model.ops.attention.choice import AttentionDivision

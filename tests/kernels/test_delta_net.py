@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from mlx_lm.models import qwen3_5
 
+from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.kernels.dialect import Make
-from mlx_tandem.model.ops import delta_net, gated_delta, inplace
+from mlx_tandem.model.kernels.inplace import Store, Writing
+from mlx_tandem.model.ops import delta_net, gated_delta
 from mlx_tandem.model.ops.delta_net import GatedNorm, largest_error, problem
 from mlx_tandem.model.ops.gated_delta import TOLERANCE, GatedDelta
-from mlx_tandem.model.ops.inplace import Store, Writing
 from mlx_tandem.model.ops.products.merged import merge
 from mlx_tandem.model.targets import find_groups
 from mlx_tandem.types import Request, SamplingParams

@@ -12,12 +12,12 @@ from mlx_lm.models import llama, qwen3, qwen3_next
 
 from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
 from mlx_tandem.model.cache.pools import KVArrays
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Store, Writing
 from mlx_tandem.model.ops.attention import portable
 from mlx_tandem.model.ops.attention.block import FusedBlock, fusable_blocks, use_fused_path
 from mlx_tandem.model.ops.attention.cache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.ops.attention.fused import Fused
-from mlx_tandem.model.ops.inplace import Store, Writing
 from mlx_tandem.model.ops.products.merged import merge
 from mlx_tandem.model.targets import find_groups
 from tests.kernels import shim

@@ -11,11 +11,12 @@ import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_tandem.model.cache.states import StateArray, StateCache, StateShape, StateView
-from mlx_tandem.model.ops import gated_delta, inplace
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Store, Writing
+from mlx_tandem.model.ops import gated_delta
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.gated_delta import TOLERANCE, GatedDelta, RuleInputs, _drawn, largest_error, problem
-from mlx_tandem.model.ops.inplace import Store, Writing
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Oracle, assert_agrees, make_engine

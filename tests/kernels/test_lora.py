@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.checking import Choice
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.kernels.inplace import Store, Writing
 from mlx_tandem.model.ops.attention.fused import Fused
-from mlx_tandem.model.ops.checking import Choice
-from mlx_tandem.model.ops.inplace import Store, Writing
 from mlx_tandem.model.ops.lora.choice import UNLIMITED, choose
 from mlx_tandem.model.ops.lora.kernel import GroupedDeltas, LoraKernels
 from mlx_tandem.model.ops.lora.routes import TILE, cut_tiles

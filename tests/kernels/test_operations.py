@@ -10,8 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.kernels import dialect, inplace
 from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.lora import choice as lora
 from tests import tiny_models

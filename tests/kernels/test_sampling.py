@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
+from mlx_tandem.model.kernels.checking import Choice
 from mlx_tandem.model.kernels.dialect import Make
-from mlx_tandem.model.ops.checking import Choice
 from mlx_tandem.model.ops.sampling import choice as check_of_sampling
 from mlx_tandem.model.ops.sampling.choice import (
     Seconds,

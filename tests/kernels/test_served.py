@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
-from mlx_tandem.model.ops import delta_net, gated_delta, inplace, residual
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Store, Writing
+from mlx_tandem.model.ops import delta_net, gated_delta, residual
 from mlx_tandem.model.ops.attention.block import FusedBlock
 from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.attention.paged import PagedAttention
 from mlx_tandem.model.ops.delta_net import DeltaNetInputs, GatedNorm
 from mlx_tandem.model.ops.gated_delta import GatedDelta
-from mlx_tandem.model.ops.inplace import Store, Writing
 from mlx_tandem.model.ops.residual import AddNorm, Norm
 from mlx_tandem.model.step.pauses import Pacer, Pauses
 from mlx_tandem.types import Request, SamplingParams

@@ -15,8 +15,9 @@ import pytest
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.model.choices import Kept
+from mlx_tandem.model.kernels import inplace, timing
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
-from mlx_tandem.model.ops import gated_delta, inplace, timing
+from mlx_tandem.model.ops import gated_delta
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.attention.block import FusedBlock
 from mlx_tandem.model.ops.delta_net import FusedDeltaNet

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_tandem.adapters.formats import LinearShape
-from mlx_tandem.model.ops.inplace import Order, Store
+from mlx_tandem.model.kernels.inplace import Order, Store
 from mlx_tandem.model.ops.lora.slots import SlotWriter, Stack
 from tests.kernels import shim
 

@@ -27,7 +27,7 @@ GPU_POOL_BLOCKS = 20_000
 def opens(bench: Bench) -> Outcome:
     """Check that MLX opens a device and multiplies matrices rightly on it."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.ops import timing
+    from mlx_tandem.model.kernels import timing
 
     says = device.describe()
     error = timing.product_error()
@@ -55,7 +55,7 @@ _REPORT = "This must not happen on a machine that is supported: please report it
 def compiles(bench: Bench) -> Outcome:
     """Check that compiled functions give the same as their parts."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.ops import timing
+    from mlx_tandem.model.kernels import timing
 
     error = timing.compiled_error()
     if not error < 1e-5:

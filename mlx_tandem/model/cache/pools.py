@@ -23,8 +23,8 @@ import numpy as np
 from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import StateShape, put
-from mlx_tandem.model.ops import inplace
-from mlx_tandem.model.ops.inplace import Order, after, write
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Order, after, write
 
 
 class ArrayForm(Protocol):

@@ -13,12 +13,12 @@ import mlx.core as mx
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels import dialect, inplace
+from mlx_tandem.model.kernels.checking import checked
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
-from mlx_tandem.model.ops import gated_delta, inplace, mlp, residual
+from mlx_tandem.model.ops import gated_delta, mlp, residual
 from mlx_tandem.model.ops.attention import choice
 from mlx_tandem.model.ops.attention.fused import Fused
-from mlx_tandem.model.ops.checking import checked
 from mlx_tandem.model.ops.lora import choice as lora
 from mlx_tandem.model.ops.lora.kernel import LoraKernels
 from mlx_tandem.model.ops.mlp import SwiGLU

@@ -18,12 +18,13 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import cpu, device, probe
 from mlx_tandem.model.choices import KernelChoices
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.checking import MAX_REASON, Choice
 from mlx_tandem.model.loader import LoadedModel, Report
-from mlx_tandem.model.ops import delta_net, gated_delta, inplace
+from mlx_tandem.model.ops import delta_net, gated_delta
 from mlx_tandem.model.ops.attention import block, fused, portable
 from mlx_tandem.model.ops.attention import choice as attention
 from mlx_tandem.model.ops.attention.choice import AttentionChoice, AttentionDivision
-from mlx_tandem.model.ops.checking import MAX_REASON, Choice
 from mlx_tandem.model.ops.lora import choice as lora
 from mlx_tandem.model.ops.lora.choice import AdapterLimits
 from mlx_tandem.model.ops.lora.kernel import GroupedDeltas

@@ -25,11 +25,11 @@ from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_tandem.model.cache.states import PoolLines, StateArray, StateCache, StateShape, StateView
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels import dialect, inplace, timing
+from mlx_tandem.model.kernels.checking import Rejected, Verdict, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source, bits_of
 from mlx_tandem.model.modules import mix_in, unmix
-from mlx_tandem.model.ops import gated_delta, inplace, timing
-from mlx_tandem.model.ops.checking import Rejected, Verdict, checked, relative_error
+from mlx_tandem.model.ops import gated_delta
 from mlx_tandem.model.ops.gated_delta import TOLERANCE, GatedDelta, RuleInputs
 from mlx_tandem.model.ops.products.merged import Merged, home_of
 

@@ -30,11 +30,10 @@ from mlx_lm.models import gated_delta
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_tandem.model.cache.states import StateCache
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels import dialect, inplace, timing
+from mlx_tandem.model.kernels.checking import Rejected, Verdict, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
-from mlx_tandem.model.ops import inplace, timing
-from mlx_tandem.model.ops.checking import Rejected, Verdict, checked, relative_error
-from mlx_tandem.model.ops.inplace import Store
+from mlx_tandem.model.kernels.inplace import Store
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 from mlx_lm.models.activations import swiglu
 
 from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.checking import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Make, Source
 from mlx_tandem.model.modules import mix_in
-from mlx_tandem.model.ops.checking import Rejected, checked, relative_error
 from mlx_tandem.model.ops.products.merged import MOST_TOKENS, joined_product, whole_of
 
 log = logging.getLogger(__name__)

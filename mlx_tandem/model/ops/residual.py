@@ -30,10 +30,10 @@ import numpy as np
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 
 from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.checking import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source, bits_of
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.ops.attention.block import FusedBlock
-from mlx_tandem.model.ops.checking import Rejected, checked, relative_error
 from mlx_tandem.model.ops.delta_net import FusedDeltaNet
 from mlx_tandem.model.ops.products.few_rows import FewRows, find_few_rows
 

@@ -18,15 +18,15 @@ from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.cache.turns import Turns, line_of
 from mlx_tandem.model.inputs import ArraySpec, copied, receive
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels import dialect, inplace
 from mlx_tandem.model.kernels.gate import Gate
+from mlx_tandem.model.kernels.inplace import after, zero_of
 from mlx_tandem.model.kernels.report import Report
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.modules import mix_in
-from mlx_tandem.model.ops import delta_net, gated_delta, inplace, mlp, residual
+from mlx_tandem.model.ops import delta_net, gated_delta, mlp, residual
 from mlx_tandem.model.ops.attention.cache import PagedCache, PoolLayout, StepView
 from mlx_tandem.model.ops.attention.rotary import SharedAngles
-from mlx_tandem.model.ops.inplace import after, zero_of
 from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.ops.products.merged import merged_in
 from mlx_tandem.model.ops.sampling.drafts import Accept, Settle

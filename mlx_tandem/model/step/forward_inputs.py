@@ -12,7 +12,7 @@ import numpy as np
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, StepPlan
 from mlx_tandem.model.cache.turns import TurnNumbers
 from mlx_tandem.model.inputs import Numbers, padded
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.ops.lora.state import LoraState, Route
 from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.shapes import (

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.model import device
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.ops.attention.paged import MOST_QUERIES
 from mlx_tandem.model.shapes import METAL_TOKENS
 

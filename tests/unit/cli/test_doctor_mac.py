@@ -30,8 +30,8 @@ from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.prefill import Prefill
 from mlx_tandem.model.kernel_checks import each
+from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.kernels.dialect import Kernel, Source
-from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import MemoryBudget
 from tests.kernels import gpu as fake

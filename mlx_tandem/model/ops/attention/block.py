@@ -19,12 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.checking import Rejected, checked
 from mlx_tandem.model.modules import mix_in, unmix
-from mlx_tandem.model.ops import inplace
 from mlx_tandem.model.ops.attention.cache import PagedCache, Rotation
 from mlx_tandem.model.ops.attention.paged import MOST_QUERIES
 from mlx_tandem.model.ops.attention.rotary import Norms
-from mlx_tandem.model.ops.checking import Rejected, checked
 from mlx_tandem.model.ops.products.merged import joined_product, whole_of
 
 GATED = (qwen3_next.Qwen3NextAttention,)

@@ -18,13 +18,13 @@ import numpy as np
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
 from mlx_tandem.model.inputs import arange
-from mlx_tandem.model.ops import inplace
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import after, write, zero_of
 from mlx_tandem.model.ops.attention import portable
 from mlx_tandem.model.ops.attention.grouped import GroupedAttention
 from mlx_tandem.model.ops.attention.ordered import OrderedAttention
 from mlx_tandem.model.ops.attention.paged import EVERYTHING, MOST_QUERIES, PagedAttention
 from mlx_tandem.model.ops.attention.rotary import Norms, Rotary
-from mlx_tandem.model.ops.inplace import after, write, zero_of
 from mlx_tandem.model.shapes import EXACT_ROWS
 
 

@@ -21,11 +21,11 @@ from msgspec import Struct
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import KVArrays
+from mlx_tandem.model.kernels.checking import Rejected, checked
 from mlx_tandem.model.ops.attention import cases, fused, portable
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, StepView
 from mlx_tandem.model.ops.attention.division import Division, shorter, wider
 from mlx_tandem.model.ops.attention.paged import MOST_QUERIES
-from mlx_tandem.model.ops.checking import Rejected, checked
 
 log = logging.getLogger(__name__)
 

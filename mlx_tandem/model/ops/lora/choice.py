@@ -18,11 +18,11 @@ from msgspec import Struct
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.ops.checking import TOLERANCE, Choice, Rejected, checked, floats, makers_of_device
+from mlx_tandem.model.kernels.checking import TOLERANCE, Choice, Rejected, checked, floats, makers_of_device
+from mlx_tandem.model.kernels.timing import seconds
 from mlx_tandem.model.ops.lora.kernel import MOST_MEMBERS, GroupedDeltas, LoraKernels, fits
 from mlx_tandem.model.ops.lora.routes import Ints, cut_tiles
 from mlx_tandem.model.ops.products.merged import whole_of
-from mlx_tandem.model.ops.timing import seconds
 from mlx_tandem.model.targets import Group, find_groups
 
 UNLIMITED = 1 << 30

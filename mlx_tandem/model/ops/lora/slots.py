@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
-from mlx_tandem.model.ops.inplace import Order, Store, after
+from mlx_tandem.model.kernels.inplace import Order, Store, after
 
 log = logging.getLogger(__name__)
 

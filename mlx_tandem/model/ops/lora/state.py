@@ -25,9 +25,9 @@ from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.model import device
 from mlx_tandem.model.inputs import Numbers, constant
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Order
 from mlx_tandem.model.modules import mix_in
-from mlx_tandem.model.ops import inplace
-from mlx_tandem.model.ops.inplace import Order
 from mlx_tandem.model.ops.lora.kernel import GroupedDeltas
 from mlx_tandem.model.ops.lora.routes import WINDOW, Ids, Ints, Layout, lay_out, read
 from mlx_tandem.model.ops.lora.slots import SlotWriter, Stack, Uploads, bucket

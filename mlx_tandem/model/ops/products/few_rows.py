@@ -17,9 +17,9 @@ import numpy as np
 from msgspec import Struct
 
 from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.checking import TOLERANCE, Choice, Rejected, checked, floats
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.modules import clone, mix_in
-from mlx_tandem.model.ops.checking import TOLERANCE, Choice, Rejected, checked, floats
 from mlx_tandem.model.ops.products.measure import HOST_SHARE, Call, Kind, Meter, input_of
 from mlx_tandem.model.ops.products.merged import Merged, TransposedLinear
 from mlx_tandem.model.ops.products.skinny import EIGHTHS, Form, Skinny, eighths, fits, forms

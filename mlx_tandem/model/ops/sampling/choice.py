@@ -15,9 +15,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, mask_words
-from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.ops import timing
-from mlx_tandem.model.ops.checking import Choice, Rejected, checked, makers_of_device
+from mlx_tandem.model.kernels import dialect, timing
+from mlx_tandem.model.kernels.checking import Choice, Rejected, checked, makers_of_device
 from mlx_tandem.model.ops.sampling.draw import GumbelMax, Limits, Masks, Noise, TruncatedDraw
 from mlx_tandem.model.ops.sampling.masks import bits_of
 from mlx_tandem.model.ops.sampling.sampler import (

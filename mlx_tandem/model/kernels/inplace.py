@@ -24,10 +24,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels import dialect, timing
+from mlx_tandem.model.kernels.checking import Rejected, Verdict, checked
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
-from mlx_tandem.model.ops import timing
-from mlx_tandem.model.ops.checking import Rejected, Verdict, checked
 
 log = logging.getLogger(__name__)
 
