@@ -122,11 +122,11 @@ def writing() -> Writing:
     if not targets:
         return Writing(None)
     make, on_metal = dialect.maker(targets[0]), targets[0] == "metal"
-    problem = verdict.reach(lambda: problem(make) if on_metal else "")
-    if not problem:
+    why = verdict.reach(lambda: problem(make) if on_metal else "")
+    if not why:
         return Writing(Store(make), by_outputs=on_metal)
-    log.warning("MLX's own operations write the KV pool: the kernel that writes in place is %s", problem)
-    return Writing(None, problem)
+    log.warning("MLX's own operations write the KV pool: the kernel that writes in place is %s", why)
+    return Writing(None, why)
 
 
 class Written(NamedTuple):
