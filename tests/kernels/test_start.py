@@ -46,7 +46,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     fake.time_by_clock(gpu, monkeypatch)
     monkeypatch.setattr(choice, "STEPS", ((2, 64), (1, 192)))
     monkeypatch.setattr(choice, "CHAIN", 2)
-    for others in ("shorter", "wider"):  # compiling them takes seconds; test_choice has them
+    for others in ("shorter", "wider"):  # compiling them takes seconds; test_attention_choice has them
         monkeypatch.setattr(choice, others, lambda *args: ())
     monkeypatch.setattr(sampling, "ROWS", 2)
     monkeypatch.setattr(lora, "_TOKENS", (1, 16))

@@ -43,7 +43,7 @@ A = TypeVar("A")
 """The type of the arrays: NumPy's on the host, MLX's in the forward."""
 
 DRAFT_ARRAYS = 3
-"""Number of arrays of `verify.Drafts`."""
+"""Number of arrays of `rows.Drafts`."""
 
 TURN_ARRAYS = 5
 """Number of arrays of `TurnNumbers.for_forward`."""
@@ -88,7 +88,7 @@ class Operands(Generic[A]):
     """[picks], only in a mixed step: the seats of the rows that draw."""
 
     drafts: Sequence[A] = field(default=())
-    """The arrays of `verify.Drafts`, only where rows verify drafts or follow rows that do."""
+    """The arrays of `rows.Drafts`, only where rows verify drafts or follow rows that do."""
 
     following: A | None = None
     """[rows, length], only with a head for multi-token prediction: the token after each position as far as the host

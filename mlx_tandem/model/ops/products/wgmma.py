@@ -4,7 +4,7 @@ A block of threads has some outputs and one part of the inputs. It goes through 
 cores multiply one slice, the next ones are on their way from device memory to shared memory, from where the instruction
 reads both factors. All threads load. Each of the first GROUPS warpgroups multiplies the weights of 64 outputs by all
 tokens. If the inputs are divided into several parts (split-K), the sums of the parts are added up in their order, by a
-second kernel or by the kernel that reads the output (`add_norm.py`). So within one form the sum of a row does not
+second kernel or by the kernel that reads the output (`residual.py`). So within one form the sum of a row does not
 depend on how many other rows there are.
 
 The kernels are for CUDA devices of compute capability 9.0 only.

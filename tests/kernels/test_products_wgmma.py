@@ -22,8 +22,8 @@ from mlx_tandem.model.ops.products.wgmma import Wgmma, WideForm, wide_form
 from mlx_tandem.model.ops.residual import AddNorm
 from tests.kernels import shim
 from tests.kernels.broken import Broken
+from tests.kernels.test_products_skinny import EXACT, ROOM, Says, floats, numbers
 from tests.kernels.test_residual import model_of
-from tests.kernels.test_skinny import EXACT, ROOM, Says, floats, numbers
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 

@@ -12,7 +12,7 @@ from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.ops.attention.division import Division
 from mlx_tandem.model.ops.attention.grouped import GroupedAttention
 from tests.kernels import shim
-from tests.kernels.test_paged_attention import EVERYTHING, TOLERANCE, plain
+from tests.kernels.test_attention_paged import EVERYTHING, TOLERANCE, plain
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
