@@ -1,6 +1,4 @@
-"""The device under the model: a fast BLAS and other settings before MLX is loaded, what the machine has, and how much
-of its memory this server may use beside everything else that runs there.
-"""
+"""The device under the model: a fast BLAS and other settings before MLX is loaded, what the machine has, its memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The linears of a model that an adapter can change, how their calls are sent to the object that adds the change, and
-which of them get the very same input, such as q, k and v of a layer, or gate and up of its MLP.
+"""The linears of a model that an adapter can change, and which of them get the very same input.
+
+Linears with a common input are q, k and v of a layer, or gate and up of its MLP. The calls of a linear that was changed
+are sent to the object that adds the change.
 """
 
 from __future__ import annotations

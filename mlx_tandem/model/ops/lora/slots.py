@@ -1,6 +1,4 @@
-"""The contents of adapters' slots: prepared for the device on other threads, stacked for each linear, and written by a
-kernel while steps in flight read other slots.
-"""
+"""The contents of adapters' slots: prepared on other threads, stacked for each linear, and written by a kernel."""
 
 from __future__ import annotations
 
