@@ -30,10 +30,10 @@ import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.division import start
-from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention
+from mlx_tandem.model.ops.attention.division import start
+from mlx_tandem.model.ops.attention.paged import EVERYTHING, PagedAttention
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
+from mlx_tandem.model.kernels.timing import copy_bandwidth
 
 BLOCK = 16
 LAYERS = 36

@@ -99,9 +99,9 @@ def slices(args: argparse.Namespace) -> dict[str, Any]:
 
     from mlx_tandem.config import ModelConfig
     from mlx_tandem.model import device
-    from mlx_tandem.model.clone import clone
     from mlx_tandem.model.footprint import MICRO_BATCH_TOKENS
     from mlx_tandem.model.loader import load
+    from mlx_tandem.model.modules import clone
     from mlx_tandem.training.device.cutting import Cutter
     from mlx_tandem.training.device.trainers import MLXTrainers
 

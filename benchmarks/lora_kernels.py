@@ -31,9 +31,9 @@ import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.lora.routes import Ints, cut_tiles
-from mlx_tandem.model.kernel_checks.lora import expected, far
+from mlx_tandem.model.ops.lora.kernel import LoraKernels
+from mlx_tandem.model.ops.lora.routes import Ints, cut_tiles
+from mlx_tandem.model.ops.lora.choice import expected, far
 
 SLOTS = 8
 launch: Any = mx.async_eval

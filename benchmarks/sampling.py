@@ -22,7 +22,7 @@ import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.engine.plan import Seating
-from mlx_tandem.model.step.sampler import SamplingFlags, gumbel_noise, sample
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags, gumbel_noise, sample
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.types import SamplingParams
 

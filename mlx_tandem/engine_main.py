@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mlx_tandem.model.build import Built
     from mlx_tandem.model.choices import Kept
     from mlx_tandem.model.footprint import SlotRoom
-    from mlx_tandem.model.lora.uploads import Arrays, Uploads
+    from mlx_tandem.model.ops.lora.slots import Arrays, Uploads
     from mlx_tandem.training.device.trainers import MLXTrainers
 
 SWITCH_SECONDS = 5e-4
@@ -305,8 +305,7 @@ def _open_blocks(
     from mlx_tandem.kv.disk.cache import MOST_RECORD_BYTES
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.prefix import PrefixCache
-    from mlx_tandem.model import device
-    from mlx_tandem.model.deterministic import mode
+    from mlx_tandem.model import deterministic, device
 
     # A model is identified by one digest of all its files, which takes a while to compute. Keys of blocks in memory do
     # not need it, since there is one model. On the drive each model has an index of its own, and blocks name it (see
@@ -316,7 +315,7 @@ def _open_blocks(
     # What a state consists of is decided by mlx-lm's code of the family.
     states = f"states of mlx-lm {version('mlx-lm')}" if len(positions) < len(groups) else ""
     # Keys by packed and by unpacked weights differ in their last bits, and --deterministic promises each bit.
-    arithmetic = (info.quantization or "", mode.arithmetic(info) if config.deterministic else "")
+    arithmetic = (info.quantization or "", deterministic.arithmetic(info) if config.deterministic else "")
     namespace = Namespace(
         weights="",
         tokenizer="",

@@ -25,7 +25,7 @@ from mlx_tandem.engine.prefill import WHOLE, Prefill
 from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.model import device, footprint
 from mlx_tandem.model.build import plan
-from mlx_tandem.model.memory import HOST_BYTES, UnifiedMemory, parse_vm_stat
+from mlx_tandem.model.device import HOST_BYTES, UnifiedMemory, parse_vm_stat
 from mlx_tandem.training.device import pace
 from mlx_tandem.types import MemoryBudget
 

@@ -21,27 +21,25 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, device, footprint, probe
-from mlx_tandem.model.attention import fused
+from mlx_tandem.model import deterministic as mode
 from mlx_tandem.model.choices import Choices, Kept, Subject
-from mlx_tandem.model.clone import clone
-from mlx_tandem.model.deterministic import mode
-from mlx_tandem.model.deterministic.mode import Deterministic
+from mlx_tandem.model.deterministic import Deterministic
+from mlx_tandem.model.device import Limit
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import everything
 from mlx_tandem.model.kernel_checks.everything import Kernels, examine
-from mlx_tandem.model.linears import tuning
-from mlx_tandem.model.linears.groups import find_groups
-from mlx_tandem.model.linears.layout import lay_out
-from mlx_tandem.model.linears.merged import merge
-from mlx_tandem.model.linears.tuning import Tuned, tune
-from mlx_tandem.model.linears.unpacked import unpack_for_cpu
-from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
-from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.lora.uploads import Uploads
-from mlx_tandem.model.memory import Limit
+from mlx_tandem.model.loader import LoadedModel, Report, lay_out, load_unread, read_weights, unpack_for_cpu
+from mlx_tandem.model.modules import clone
+from mlx_tandem.model.ops.attention import fused
+from mlx_tandem.model.ops.lora.slots import Uploads
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.products import tuning
+from mlx_tandem.model.ops.products.merged import merge
+from mlx_tandem.model.ops.products.tuning import Tuned, tune
 from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts
 from mlx_tandem.model.runner import MLXRunner, RunnerSizes
+from mlx_tandem.model.targets import find_groups
 from mlx_tandem.model.vision.embeddings import ROOM_BYTES
 from mlx_tandem.model.warm_up import warm_up
 from mlx_tandem.types import EngineInfo, Image, MemoryBudget, MemoryInUse

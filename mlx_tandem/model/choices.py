@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,14 +26,14 @@ from mlx_tandem import files
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import StateShape
-from mlx_tandem.model.kernels.division import Division
-from mlx_tandem.model.kernels.skinny import Form
-from mlx_tandem.model.kernels.wgmma import WideForm
-from mlx_tandem.model.linears.skinny import Shape
-from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.ops.attention.choice import AttentionDivision
+from mlx_tandem.model.ops.lora.choice import AdapterLimits
+from mlx_tandem.model.ops.products.few_rows import Products
+from mlx_tandem.model.ops.products.tuning import Tuned
+from mlx_tandem.model.ops.sampling.choice import SamplingKernels
 
 log = logging.getLogger(__name__)
 
@@ -111,51 +110,6 @@ def sources() -> str:
         if file.is_file() and file.suffix != ".pyc":
             digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
-
-
-class AttentionDivision(Struct, frozen=True, forbid_unknown_fields=True):
-    """The attention back end, and how its work is divided for each kind of layer, in the order of their first layers.
-
-    Kinds of layers whose keys its kernels cannot read are left out.
-    """
-
-    name: str
-    reason: str
-    divisions: tuple[Division, ...] = ()
-
-
-class FormsByShape(NamedTuple):
-    """Forms by number of tokens (in `eighths`) for linears of one shape: `forms` of kernels/skinny.py, and `wide` of
-    kernels/wgmma.py.
-    """
-
-    shape: Shape
-    forms: dict[int, Form]
-    wide: dict[int, WideForm]
-
-
-class Products(Struct, frozen=True, forbid_unknown_fields=True):
-    """The products that the kernel for few rows computes, in steps of the base and in steps with adapters."""
-
-    reason: str
-    base: tuple[FormsByShape, ...] = ()
-    adapted: tuple[FormsByShape, ...] = ()
-
-
-class AdapterLimits(Struct, frozen=True, forbid_unknown_fields=True):
-    """The most tokens for which fused kernels compute adapters: of one adapter, and of several; 0: never."""
-
-    reason: str
-    same: int = 0
-    mixed: int = 0
-
-
-class SamplingKernels(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether a kernel draws tokens among all tokens, and whether one draws among the likeliest."""
-
-    reason: str
-    plain: bool = False
-    truncated: bool = False
 
 
 class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):

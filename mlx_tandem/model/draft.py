@@ -19,8 +19,7 @@ from mlx_tandem.engine.budget import Needs
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
 from mlx_tandem.model.kernel_checks.everything import examine
-from mlx_tandem.model.linears.unpacked import unpack_for_cpu
-from mlx_tandem.model.loader import load_unread, weights
+from mlx_tandem.model.loader import load_unread, unpack_for_cpu, weights
 from mlx_tandem.types import MemoryBudget
 
 replace = msgspec.structs.replace

@@ -22,11 +22,12 @@ from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.pool import Window
 from mlx_tandem.model import device
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.loader import LoadedModel, every_weight, weights
-from mlx_tandem.model.lora.adapted import find_targets
+from mlx_tandem.model.ops.lora.slots import bucket
+from mlx_tandem.model.targets import find_targets
 from mlx_tandem.model.vision.embeddings import ROOM_BYTES
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "cuda": 1536, "metal": 512}
@@ -50,9 +51,6 @@ CHUNK_TOKENS: dict[device.Kind, tuple[int, ...]] = {
 """Candidates for the most prompt tokens of one step, largest first. The first is taken whose activations fit into
 their share of the memory, or into what the last candidate needs. An H200 is at its best from about 4,096 on; a CPU
 gains nothing beyond a few hundred; a Mac's memory is small."""
-
-SMALLEST_RANK = 8
-"""Smallest rank of the stacked arrays of adapters."""
 
 _SAMPLING = 24
 """Arrays float32 [rows, vocabulary] that are alive at once while sampling with every feature on."""
@@ -121,14 +119,6 @@ def needs(
         window=None if windows[-1] is None else Window(windows[-1], chunk),
         window_block=windowed * size if others else 0,
     )
-
-
-def bucket(rank: int) -> int:
-    """Return the rank of stacked arrays that can hold `rank`: the next power of two from SMALLEST_RANK on."""
-    wide = SMALLEST_RANK
-    while wide < rank:
-        wide *= 2
-    return wide
 
 
 def slot_bytes(linears: Mapping[str, LinearShape], paths: Iterable[str], slots: int, rank: int, itemsize: int) -> int:

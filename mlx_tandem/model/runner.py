@@ -19,17 +19,21 @@ from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.plan import LONGEST_READ, DeviceError, Mask, RowKind, StepPlan, StepResult
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model import compiler, device
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateShape
 from mlx_tandem.model.cache.turns import HeldStates
-from mlx_tandem.model.deterministic.attention import OrderedAttention
-from mlx_tandem.model.deterministic.mode import compiles
+from mlx_tandem.model.deterministic import compiles
+from mlx_tandem.model.inputs import Inputs, Numbers, Sent
+from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.kernels.gate import IN_ORDER
-from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache
+from mlx_tandem.model.ops.attention.ordered import OrderedAttention
+from mlx_tandem.model.ops.attention.paged import EVERYTHING, MOST_QUERIES
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.sampling.masks import MaskTable, places_of_rows
+from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers
 from mlx_tandem.model.step import pauses
 from mlx_tandem.model.step.compiled import USUAL, CompiledSteps
 from mlx_tandem.model.step.dispatch import DispatchQueue
@@ -37,14 +41,11 @@ from mlx_tandem.model.step.draw import Undrawn
 from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
-from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.mask_table import MaskTable, places_of_rows
+from mlx_tandem.model.step.operands import StepKey
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.pauses import NO_PAUSE, Pause
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
-from mlx_tandem.model.step.rectangles import Rectangles
-from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
+from mlx_tandem.model.step.rows import Rectangles
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob

@@ -13,9 +13,8 @@ from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import device
 from mlx_tandem.model.choices import Pace
-from mlx_tandem.model.deterministic.check import check
 from mlx_tandem.model.loader import Report
-from mlx_tandem.model.overlap import decide_overlap, tables_of
+from mlx_tandem.model.overlap import check_deterministic, decide_overlap, tables_of
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import EngineInfo, SamplingParams
 
@@ -76,7 +75,7 @@ def warm_up(
         method: Where the drafts come from that steps will verify, as in `SpeculationConfig`.
     """
     if info.deterministic:
-        check(runner, info)
+        check_deterministic(runner, info)
     if given is None:
         chunks, decodes = tuple(_time_chunks(runner, info, report)), tuple(_time_decodes(runner, info))
         _sample_once(runner, info)

@@ -34,10 +34,10 @@ from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
-from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.choices import Kept
+from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.types import Request
 from tests.engine.harness import Loop
 from tests.engine.workloads import OddChunks

@@ -27,7 +27,7 @@ from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpec
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device, footprint, memory
+from mlx_tandem.model import device, footprint
 from mlx_tandem.model.build import Built, build, build_draft, plan
 from mlx_tandem.model.step import compiled, seats
 from mlx_tandem.training.device.cutting import Cutting
@@ -161,7 +161,7 @@ def test_a_plan_reads_no_weights_and_comes_to_what_a_build_does(family: str, tmp
 
 def test_a_device_that_is_too_small_is_said_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_models.make(tmp_path / "model", "qwen3", seed=1)
-    monkeypatch.setattr(device, "memory_limit", lambda chosen: memory.Limit(100_000, "", shared=False))
+    monkeypatch.setattr(device, "memory_limit", lambda chosen: device.Limit(100_000, "", shared=False))
     with pytest.raises(ModelError, match=r"the device has 0\.1 MB .* weights 0\.\d MB"):
         build(EngineConfig(ModelConfig(str(folder))), {}, lambda stage, fraction: None)
 
@@ -231,7 +231,7 @@ def test_an_update_stays_within_what_learning_has(several: bool) -> None:
 def test_what_is_kept_of_steps_is_bounded(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever shapes and sampling come: compiled steps, and arrays as wide as the vocabulary."""
     runner = built.runner
-    assert runner.compiled.most == compiled.kept_steps(built.layers, memory.machine_bytes())
+    assert runner.compiled.most == compiled.kept_steps(built.layers, device.machine_bytes())
     monkeypatch.setattr(runner.compiled, "most", 3)
     runner.reset()
     for rows in (1, 2, 3, 4, 6, 1):
@@ -277,13 +277,13 @@ def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         "/sys/fs/cgroup/memory.current": {"": 2 << 30},
         "/sys/fs/cgroup/memory.stat": {"inactive_file": 1 << 30},
     }
-    monkeypatch.setattr(memory, "_fields", lambda path, named=True: files.get(path, {}))
-    assert memory.available_on_linux() == 2 << 30
+    monkeypatch.setattr(device, "_fields", lambda path, named=True: files.get(path, {}))
+    assert device.available_on_linux() == 2 << 30
     files["/proc/meminfo"] = {"MemAvailable:": 1 << 20}
-    assert memory.available_on_linux() == 1 << 30, "the container may have more than the machine has left"
+    assert device.available_on_linux() == 1 << 30, "the container may have more than the machine has left"
     del files["/proc/meminfo"]
     del files["/sys/fs/cgroup/memory.max"]  # "max": none
-    assert memory.available_on_linux() > 2 << 30
+    assert device.available_on_linux() > 2 << 30
 
 
 def test_a_draft_model_is_in_the_budget() -> None:

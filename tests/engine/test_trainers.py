@@ -16,7 +16,7 @@ from mlx_tandem.adapters import formats
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, LossKind, TrainerSpec, Truncation
 from mlx_tandem.engine.plan import DeviceError, OutOfMemory
 from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
-from mlx_tandem.model.lora.uploads import Uploads
+from mlx_tandem.model.ops.lora.slots import Uploads
 from mlx_tandem.training.device import copies, trained_adapter
 from mlx_tandem.training.device.slices import device_errors
 from mlx_tandem.training.device.trainers import MLXTrainers

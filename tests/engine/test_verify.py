@@ -19,23 +19,21 @@ from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.turns import TurnShape
-from mlx_tandem.model.kernels.accept import Accept
+from mlx_tandem.model.inputs import Inputs, Staging
 from mlx_tandem.model.kernels.gate import RESERVED
-from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
-from mlx_tandem.model.kernels.settle import Settle
-from mlx_tandem.model.lora.routes import Layout
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.attention.grouped import GroupedAttention
+from mlx_tandem.model.ops.lora.routes import Layout
+from mlx_tandem.model.ops.sampling.drafts import Accept, Settle
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step import prebuilt
 from mlx_tandem.model.step.forward import StepArrays
-from mlx_tandem.model.step.inputs import Inputs
-from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.operands import StepKey
 from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
-from mlx_tandem.model.step.sampler import SamplingFlags
 from mlx_tandem.model.step.seats import Seats
-from mlx_tandem.model.step.staging import Staging
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_families, tiny_models
 from tests.engine.guessing import RowByRow

@@ -16,17 +16,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model import build, device, gated_delta
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import delta_net as delta_check
-from mlx_tandem.model.kernel_checks import gated_delta as rule_check
-from mlx_tandem.model.kernel_checks import machine
-from mlx_tandem.model.kernel_checks.frame import Verdict
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model import build, device
+from mlx_tandem.model.device import Limit
+from mlx_tandem.model.kernels import dialect, inplace, timing
+from mlx_tandem.model.kernels.checking import Verdict
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
-from mlx_tandem.model.linears.tuning import Tuned
-from mlx_tandem.model.memory import Limit
+from mlx_tandem.model.ops import delta_net, gated_delta
+from mlx_tandem.model.ops.attention import choice
+from mlx_tandem.model.ops.products.tuning import Tuned
 from tests.hazards.graph import flat
 
 Around = Callable[[Source, Make], Kernel]
@@ -93,9 +90,9 @@ def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(build, "tune", lambda *args, **options: Tuned())
     monkeypatch.setattr(gated_delta, "kernel", cache(gated_delta.kernel.__wrapped__))
     monkeypatch.setattr(gated_delta, "verdict", Verdict())
-    monkeypatch.setattr(delta_check, "TIMED_ROWS", 1)  # emulated, larger ones would take seconds
-    monkeypatch.setattr(rule_check, "ROWS", 1)
-    monkeypatch.setattr(rule_check, "HEADS", (1, 32))
+    monkeypatch.setattr(delta_net, "TIMED_ROWS", 1)  # emulated, larger ones would take seconds
+    monkeypatch.setattr(gated_delta, "TIMED_ROWS", 1)
+    monkeypatch.setattr(gated_delta, "TIMED_HEADS", (1, 32))
     inplace.writing.cache_clear()
     return gpu
 
@@ -109,9 +106,9 @@ def time_by_clock(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate(*arrays)
 
     monkeypatch.setattr(mx, "eval", counted)
-    for module in (choice, machine):
+    for module in (choice, timing):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))
-    monkeypatch.setattr(machine, "_LONG_ENOUGH", 1e-9)  # by this clock every run takes the same
+    monkeypatch.setattr(timing, "_LONG_ENOUGH", 1e-9)  # by this clock every run takes the same
 
 
 def uncompilable(source: Source, make: Make) -> Kernel:

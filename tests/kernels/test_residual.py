@@ -10,12 +10,11 @@ import pytest
 from mlx_lm.models import gemma2, llama, qwen3, qwen3_5
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_tandem.model import residual
-from mlx_tandem.model.kernel_checks.residual import TOLERANCE, largest_error, problem
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
-from mlx_tandem.model.kernels.wgmma import WideForm
-from mlx_tandem.model.linears.skinny import FewRows, Shape, speed_up
+from mlx_tandem.model.ops import residual
+from mlx_tandem.model.ops.products.few_rows import FewRows, Shape, speed_up
+from mlx_tandem.model.ops.products.wgmma import WideForm
+from mlx_tandem.model.ops.residual import TOLERANCE, AddNorm, Norm, largest_error, problem
 from tests.kernels import shim
 from tests.kernels.broken import Broken
 

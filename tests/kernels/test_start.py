@@ -14,14 +14,15 @@ import pytest
 
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
-from mlx_tandem.model import gated_delta
-from mlx_tandem.model.attention.fused_block import FusedBlock
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import Kept
-from mlx_tandem.model.delta_net import FusedDeltaNet
-from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import lora, machine, sampling
+from mlx_tandem.model.kernels import inplace, timing
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
+from mlx_tandem.model.ops import gated_delta
+from mlx_tandem.model.ops.attention import choice
+from mlx_tandem.model.ops.attention.block import FusedBlock
+from mlx_tandem.model.ops.delta_net import FusedDeltaNet
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.sampling import choice as sampling
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
 from mlx_tandem.types import Request, SamplingParams
@@ -45,7 +46,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     fake.time_by_clock(gpu, monkeypatch)
     monkeypatch.setattr(choice, "STEPS", ((2, 64), (1, 192)))
     monkeypatch.setattr(choice, "CHAIN", 2)
-    for others in ("shorter", "wider"):  # compiling them takes seconds; test_choice has them
+    for others in ("shorter", "wider"):  # compiling them takes seconds; test_attention_choice has them
         monkeypatch.setattr(choice, others, lambda *args: ())
     monkeypatch.setattr(sampling, "ROWS", 2)
     monkeypatch.setattr(lora, "_TOKENS", (1, 16))
@@ -185,7 +186,7 @@ def test_a_second_start_checks_little_and_times_nothing(
     def refuse(*args: Any) -> NoReturn:
         raise AssertionError("a second start times nothing")
 
-    monkeypatch.setattr(machine, "seconds", refuse)
+    monkeypatch.setattr(timing, "seconds", refuse)
     monkeypatch.setattr(choice, "_seconds", refuse)
     second = start(tmp_path, kept)
     assert second.built.info.attention_backend == "metal" and second.built.info.lora_backend == "fused"

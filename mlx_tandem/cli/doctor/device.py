@@ -27,10 +27,10 @@ GPU_POOL_BLOCKS = 20_000
 def opens(bench: Bench) -> Outcome:
     """Check that MLX opens a device and multiplies matrices rightly on it."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.kernel_checks import machine
+    from mlx_tandem.model.kernels import timing
 
     says = device.describe()
-    error = machine.product_error()
+    error = timing.product_error()
     figures: Figures = {"product_error": error, "memory_gb": round(device.memory_limit().size / 2**30, 1)}
     if not error < 1e-5:
         raise Failed(f"{says}: a product of matrices is wrong by {error:.1e}", _REPORT, figures)
@@ -55,9 +55,9 @@ _REPORT = "This must not happen on a machine that is supported: please report it
 def compiles(bench: Bench) -> Outcome:
     """Check that compiled functions give the same as their parts."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.kernel_checks import machine
+    from mlx_tandem.model.kernels import timing
 
-    error = machine.compiled_error()
+    error = timing.compiled_error()
     if not error < 1e-5:
         raise Failed(f"a fused function differs from its parts by {error:.1e}", _REPORT)
     if os.environ.get("MLX_DISABLE_COMPILE"):
@@ -73,7 +73,7 @@ def compiles(bench: Bench) -> Outcome:
 
 def attention(bench: Bench) -> Outcome:
     """Check every attention back end against plain float32."""
-    from mlx_tandem.model.kernel_checks import attention_cases as cases
+    from mlx_tandem.model.ops.attention import cases
 
     figures: Figures = {}
     wrong = []
@@ -92,7 +92,7 @@ def attention(bench: Bench) -> Outcome:
 def pool(bench: Bench) -> Outcome:
     """Check that decode steps write the KV pool in place."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.pool_growth import growth
+    from mlx_tandem.model.trials import growth
 
     blocks = POOL_BLOCKS if device.is_cpu() else min(GPU_POOL_BLOCKS, device.memory_limit().size // 8 // (48 << 10))
     found = growth(str(demo.MODEL_PATH), blocks)

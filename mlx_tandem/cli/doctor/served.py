@@ -58,7 +58,7 @@ def _usual(bench: Bench) -> Engine:
 
 def equal(bench: Bench) -> Outcome:
     """Check tokens and logprobs of every way through a batch against mlx-lm's own generation."""
-    from mlx_tandem.model.oracle import Oracle
+    from mlx_tandem.model.trials import Oracle
 
     engine, random = _exact(bench), Random(0)
     size = engine.info.vocab_size
@@ -180,7 +180,7 @@ def learns(bench: Bench) -> Outcome:
 
 def speed(bench: Bench) -> Outcome:
     """Measure decoded tokens per second and the copy bandwidth, without judging them."""
-    from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
+    from mlx_tandem.model.kernels.timing import copy_bandwidth
 
     engine = _usual(bench)
     figures: Figures = {f"tokens_s_at_{rows}": round(_rate(engine, rows)) for rows in (1, 8)}

@@ -12,18 +12,19 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache.kvcache import Asks, LayerShape
-from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernel_checks import attention, gated_delta, lora, mlp, residual, sampling, store
-from mlx_tandem.model.kernel_checks.frame import checked
-from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
+from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
+from mlx_tandem.model.kernels import dialect, inplace
+from mlx_tandem.model.kernels.checking import checked
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
-from mlx_tandem.model.kernels.gumbel_max import GumbelMax
-from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.kernels.swiglu import SwiGLU
-from mlx_tandem.model.kernels.truncated_draw import TruncatedDraw
+from mlx_tandem.model.ops import gated_delta, mlp, residual
+from mlx_tandem.model.ops.attention import choice
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.lora.kernel import LoraKernels
+from mlx_tandem.model.ops.mlp import SwiGLU
+from mlx_tandem.model.ops.residual import AddNorm, Norm
+from mlx_tandem.model.ops.sampling import choice as sampling
+from mlx_tandem.model.ops.sampling.draw import GumbelMax, TruncatedDraw
 
 HALVES = (mx.float16, mx.bfloat16)
 
@@ -101,7 +102,7 @@ class FirstCalls:
 
 def _checks(target: Target) -> dict[str, Callable[[Make], str]]:
     """Return the checks by the kernels' names. A check returns what is wrong; empty if the kernel may be used."""
-    found: dict[str, Callable[[Make], str]] = {"store": store.problem}
+    found: dict[str, Callable[[Make], str]] = {"store": inplace.problem}
     for dtype in HALVES:
         for bits in (0, 8):
             name = f"attention {str(dtype).rpartition('.')[2]}" + (f", {bits} bits" if bits else "")
@@ -127,7 +128,7 @@ def _by(wrong: Callable[[Make], str]) -> Callable[[Make], str]:
 def _attention(target: Target, make: Make, shape: LayerShape) -> str:
     """Return why the kernels of attention cannot be used for layers of this shape; empty if they can."""
     try:
-        attention.choose(target, [shape], BLOCK_SIZE, (), [Fused(target, make)])
+        choice.choose(target, [shape], BLOCK_SIZE, (), [Fused(target, make)])
     except ModelError as e:
         return e.message
     return ""

@@ -9,35 +9,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import cpu, delta_net, device, gated_delta, probe
-from mlx_tandem.model.attention import fused, hook, portable
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.choices import (
-    AdapterLimits,
-    AttentionDivision,
-    FormsByShape,
-    KernelChoices,
-    Products,
-)
-from mlx_tandem.model.kernel_checks import attention, blocks, lora, sampling
-from mlx_tandem.model.kernel_checks import skinny as skinny_check
-from mlx_tandem.model.kernel_checks.attention import AttentionChoice
-from mlx_tandem.model.kernel_checks.frame import MAX_REASON, Choice
-from mlx_tandem.model.kernels.skinny import Form
-from mlx_tandem.model.kernels.wgmma import WideForm
-from mlx_tandem.model.linears import skinny
-from mlx_tandem.model.linears.merged import Merged
-from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Forms
-from mlx_tandem.model.linears.transposed import use_views
+from mlx_tandem.model import cpu, device, probe
+from mlx_tandem.model.choices import KernelChoices
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.checking import MAX_REASON, Choice
 from mlx_tandem.model.loader import LoadedModel, Report
-from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
+from mlx_tandem.model.ops import delta_net, gated_delta
+from mlx_tandem.model.ops.attention import block, fused, portable
+from mlx_tandem.model.ops.attention import choice as attention
+from mlx_tandem.model.ops.attention.choice import AttentionChoice, AttentionDivision
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.lora.choice import AdapterLimits
+from mlx_tandem.model.ops.lora.kernel import GroupedDeltas
+from mlx_tandem.model.ops.products import few_rows
+from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, Forms, FormsByShape, Products
+from mlx_tandem.model.ops.products.merged import Merged, use_views
+from mlx_tandem.model.ops.products.skinny import Form
+from mlx_tandem.model.ops.products.wgmma import WideForm
+from mlx_tandem.model.ops.sampling import choice as sampling
+from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +93,10 @@ def choose(
     delta_net.verdict.give(None)
     report("checking products", 0.0)
     merged = use_views(model.module, merged) if candidates else merged
-    modules = skinny.candidates(model.module, merged)
-    products = skinny_check.choose(modules)
+    modules = few_rows.candidates(model.module, merged)
+    products = few_rows.choose(modules)
     if products.chosen is not None:
-        skinny.speed_up(modules, merged, products.chosen)
+        few_rows.speed_up(modules, merged, products.chosen)
     prepare()
     report("checking the model", 0.0)
     found = examine(config, model)
@@ -108,9 +105,11 @@ def choose(
     chosen = attention.choose(asked, found.layers, block_size, probe.windows(model), candidates)
     own_blocks = ""
     if any(chosen.layers):
-        timed = asked == attention.AUTO
-        adapted = config.lora.max_loras > 0
-        own_blocks = blocks.choose(model, found, chosen.layers, block_size, timed=timed, adapters=adapted)
+        own = found.layers, chosen.layers, block_size, found.mask_axes
+        seconds = partial(probe.decode_seconds, model, *own, states=found.states)
+        error = partial(probe.fused_error, model, found.vocab_size, *own, found.states)
+        timed = seconds if asked == attention.AUTO else None
+        own_blocks = block.choose(model.module, timed, error, adapters=config.lora.max_loras > 0)
     report("checking adapters", 0.0)
     adapters = lora.choose(model.module, config.lora, model.dtype)
     kernels = Kernels(products, chosen, own_blocks, adapters, sampling.choose(model.dtype, found.vocab_size))
@@ -143,14 +142,14 @@ def _install(
     merged = use_views(model.module, merged) if candidates and not config.deterministic else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:
-        few = skinny_check.made(forms_of(given.products.base), forms_of(given.products.adapted))
+        few = few_rows.made(forms_of(given.products.base), forms_of(given.products.adapted))
         products = Choice(few, given.products.reason)
-        skinny.speed_up(skinny.candidates(model.module, merged), merged, few)
+        few_rows.speed_up(few_rows.candidates(model.module, merged), merged, few)
     prepare()
     found = examine(config, model, evaluate=False)._replace(mask_axes=given.mask_axes)
     chosen = attention.made(given.attention, found.layers, config.cache.block_size, candidates)
     if any(chosen.layers) and not given.own_blocks:
-        blocks.use(model)
+        block.use(model.module)
     deltas = lora.made(model.module, given.adapters.same, given.adapters.mixed) if given.adapters.mixed else None
     pickers = sampling.made(given.sampling)
     kernels = Kernels(
@@ -203,7 +202,7 @@ def examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) 
 
 def prepare() -> None:
     """Have the model's attention and its functions on a CPU go through this package."""
-    hook.install()
+    portable.install()
     if device.is_cpu():
         cpu.install()
 

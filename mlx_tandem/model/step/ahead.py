@@ -15,11 +15,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.model import cpu
-from mlx_tandem.model.cache.kvcache import PagedCache, StepView
 from mlx_tandem.model.mtp import PredictionHead
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.operands import Operands
-from mlx_tandem.model.step.sampler import Pickers, SamplingArrays, sample
+from mlx_tandem.model.ops.attention.cache import PagedCache, StepView
+from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingArrays, sample
+from mlx_tandem.model.step.operands import Operands, StepKey
 
 
 class Draws(NamedTuple):

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_tandem.model import device
-from mlx_tandem.model.memory import machine_bytes
+from mlx_tandem.model.device import machine_bytes
+from mlx_tandem.model.inputs import Numbers, specs
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.step.draw import Drawing
 from mlx_tandem.model.step.forward import Forward, Ranges, Step
-from mlx_tandem.model.step.inputs import Numbers, specs
-from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.operands import StepKey
 from mlx_tandem.model.step.pauses import Pause
-from mlx_tandem.model.step.sampler import SamplingFlags
 
 LAYER_BYTES = 220_000
 """The host's memory that a compiled step takes for each layer, measured on the built-in model."""

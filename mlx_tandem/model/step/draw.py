@@ -11,10 +11,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.model.cache.turns import HeldStates
-from mlx_tandem.model.kernels.accept import Accept
-from mlx_tandem.model.step.mask_table import masks_at
-from mlx_tandem.model.step.sampler import Pickers, SamplingArrays, SamplingFlags, TokenCounts, sample
-from mlx_tandem.model.step.verify import Drafts
+from mlx_tandem.model.ops.sampling.drafts import Accept
+from mlx_tandem.model.ops.sampling.masks import masks_at
+from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingArrays, SamplingFlags, TokenCounts, sample
+from mlx_tandem.model.step.rows import Drafts
 
 Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array], list[mx.array], list[mx.array]]]
 """A function that draws. It takes logits [rows, vocabulary], the positions [rows] of the tokens to be drawn, the rows'

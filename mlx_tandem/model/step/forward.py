@@ -13,34 +13,32 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
-from mlx_tandem.model import cpu, delta_net, depthwise, device, gated_delta, mlp, residual
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import after, zero_of
-from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
+from mlx_tandem.model import cpu, device
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.cache.turns import Turns, line_of
-from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.accept import Accept
+from mlx_tandem.model.inputs import ArraySpec, copied, receive
+from mlx_tandem.model.kernels import dialect, inplace
 from mlx_tandem.model.kernels.gate import Gate
+from mlx_tandem.model.kernels.inplace import after, zero_of
 from mlx_tandem.model.kernels.report import Report
-from mlx_tandem.model.kernels.settle import Settle
-from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.mixin import mix_in
-from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules
+from mlx_tandem.model.modules import mix_in
+from mlx_tandem.model.ops import delta_net, gated_delta, mlp, residual
+from mlx_tandem.model.ops.attention.cache import PagedCache, PoolLayout, StepView
+from mlx_tandem.model.ops.attention.rotary import SharedAngles
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.products.merged import merged_in
+from mlx_tandem.model.ops.sampling.drafts import Accept, Settle
+from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingFlags, score
+from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules, speed_up_convolutions
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.chain import Chain
 from mlx_tandem.model.step.draw import Drawing, drawing
 from mlx_tandem.model.step.head import HeadPositions
-from mlx_tandem.model.step.inputs import ArraySpec, copied, receive
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.operands import Operands
+from mlx_tandem.model.step.operands import Operands, StepKey
 from mlx_tandem.model.step.pauses import Pacer, Pause
-from mlx_tandem.model.step.rope import SharedAngles
-from mlx_tandem.model.step.sampler import Pickers, SamplingFlags, score
-from mlx_tandem.model.step.verify import places_at, settled
+from mlx_tandem.model.step.rows import places_at, settled
 from mlx_tandem.model.vision.embeddings import ShownImages
 
 Ranges = Sequence[tuple[int, int] | None]
@@ -147,7 +145,7 @@ class Forward:
         self._arranged = arranged(module, own, states)
         if states:
             gated_delta.install(module)
-            depthwise.speed_up(module)
+            speed_up_convolutions(module)
             delta_net.install(module)
         for recurrent in (recurrent_modules(module) or ()) if states else ():
             if not isinstance(recurrent, ServedRecurrent):

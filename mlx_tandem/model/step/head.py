@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 
 
 class HeadPositions:

@@ -17,14 +17,11 @@ import mlx.core as mx
 
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.model import device
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.ops.attention.paged import MOST_QUERIES
+from mlx_tandem.model.shapes import METAL_TOKENS
 
 _ANY = 1 << 62
-
-
-METAL_TOKENS = 64
-"""Fewest tokens of a forward that always pauses on Metal, however much it gathers."""
 
 
 class Pause(NamedTuple):

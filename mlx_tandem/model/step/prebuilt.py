@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY, StepPlan
+from mlx_tandem.model.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.forward_inputs import ForwardInputs
-from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.parts import Flight
 
 Arguments = Sequence[Any]

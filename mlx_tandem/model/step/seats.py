@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.engine.plan import Seating, mask_words
-from mlx_tandem.model.step.sampler import SamplingArrays, SamplingFlags, row_key
-from mlx_tandem.model.step.shapes import coarse_count, row_count
+from mlx_tandem.model.ops.sampling.sampler import SamplingArrays, SamplingFlags, row_key
+from mlx_tandem.model.shapes import coarse_count, row_count
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _XTC = ("xtc_probability", "xtc_threshold")

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tandem.model import cpu, device
-from mlx_tandem.model.step.sampler import kept
+from mlx_tandem.model.ops.sampling.sampler import kept
 
 _exp = cpu.fused_exp if device.is_cpu() else mx.exp
 

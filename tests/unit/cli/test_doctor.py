@@ -29,9 +29,8 @@ from mlx_tandem.cli.doctor.report import folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
 from mlx_tandem.cli.doctor.sizes import Sizes
 from mlx_tandem.engine.client.ending import explain_end
-from mlx_tandem.model.attention import portable
-from mlx_tandem.model.kernel_checks import attention_cases
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.ops.attention import cases, portable
+from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
 from tests.unit.cli_tools import tandem
@@ -62,7 +61,7 @@ def test_it_passes_here_and_names_every_check() -> None:
     assert [c["check"] for c in report["checks"]] == [c.name for c in CHECKS]
     assert {c["status"] for c in report["checks"]} <= {"ok", "note"}
     figures = {c["check"]: c["figures"] for c in report["checks"]}
-    assert figures["attention"].keys() == {f"{b} {t}" for b in attention_cases.BACKENDS for t in attention_cases.TYPES}
+    assert figures["attention"].keys() == {f"{b} {t}" for b in cases.BACKENDS for t in cases.TYPES}
     assert figures["speed"]["tokens_s_at_8"] > 0
     assert figures["learning"]["loss_after"] < figures["learning"]["loss_before"]
     text = markdown(report)
@@ -331,7 +330,7 @@ def test_no_compiler_and_a_slow_blas_are_told(monkeypatch: pytest.MonkeyPatch) -
 
 # --- what the device checks can see ------------------------------------------------------------------------------
 
-BROKEN: dict[str, Callable[[attention_cases.Case], attention_cases.Case]] = {
+BROKEN: dict[str, Callable[[cases.Case], cases.Case]] = {
     "a window is ignored": lambda c: replace(c, window=None),
     "a window is one too wide": lambda c: replace(c, window=c.window and c.window + 1),
     "sinks are ignored": lambda c: replace(c, sinks=None),
@@ -344,8 +343,8 @@ BROKEN: dict[str, Callable[[attention_cases.Case], attention_cases.Case]] = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_attention_is_seen(what: str) -> None:
-    right = attention_cases.BACKENDS[portable.NAME]
-    found = attention_cases.worst(lambda case: right(BROKEN[what](case)), device.CASES)
+    right = cases.BACKENDS[portable.NAME]
+    found = cases.worst(lambda case: right(BROKEN[what](case)), device.CASES)
     assert any(worst.error > 5 * worst.allowed for worst in found.values()), what
 
 

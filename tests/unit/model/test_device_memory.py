@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mlx_tandem.config import EngineConfig, ModelConfig
 from mlx_tandem.engine.budget import Needs, StepCost, divide
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device, memory
-from mlx_tandem.model.memory import UnifiedMemory, parse_vm_stat
+from mlx_tandem.model import device
+from mlx_tandem.model.device import UnifiedMemory, parse_vm_stat
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,9 +87,9 @@ def test_a_mac_is_never_filled(gib: int, recommended: float, free: float | None)
     available = None if free is None else int(total * free)
     limit = UnifiedMemory(total, int(total * recommended), available).limit()
     assert 0 <= limit.size <= 0.9 * recommended * total
-    assert limit.size + memory.HOST_BYTES <= total
+    assert limit.size + device.HOST_BYTES <= total
     if available is not None:
-        assert limit.size <= max(available - memory.RESERVE - memory.HOST_BYTES, 0)
+        assert limit.size <= max(available - device.RESERVE - device.HOST_BYTES, 0)
     assert limit.shared and limit.reason
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
-from mlx_tandem.model.deterministic.attention import OrderedAttention
-from mlx_tandem.model.deterministic.tiles import CANDIDATES, cut, in_tiles, matmul, sizes_of
+from mlx_tandem.model.ops.attention.ordered import OrderedAttention
+from mlx_tandem.model.ops.products.ordered import CANDIDATES, cut, in_tiles, matmul, sizes_of
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,23 @@ from hypothesis import strategies as st
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model.linears import products, tuning
-from mlx_tandem.model.linears.dequantise import Dequantising, dequantised, use_from, worth_from
-from mlx_tandem.model.linears.merged import merge
-from mlx_tandem.model.linears.products import Call, Meter, kinds, pass_cost
-from mlx_tandem.model.linears.tuning import MOST_COUNTS, SECONDS, Tuned, good_counts, tune
-from mlx_tandem.model.lora.adapted import find_targets
-from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.step.shapes import EXACT_ROWS, row_count
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.products import measure, tuning
+from mlx_tandem.model.ops.products.measure import Call, Meter, kinds, pass_cost
+from mlx_tandem.model.ops.products.merged import merge
+from mlx_tandem.model.ops.products.tuning import (
+    MOST_COUNTS,
+    SECONDS,
+    Dequantising,
+    Tuned,
+    dequantised,
+    good_counts,
+    tune,
+    use_from,
+    worth_from,
+)
+from mlx_tandem.model.shapes import EXACT_ROWS, row_count
+from mlx_tandem.model.targets import find_targets
 from mlx_tandem.types import AdapterInfo
 
 times = st.dictionaries(st.integers(1, 512), st.floats(1e-6, 1.0), min_size=1, max_size=60)
@@ -163,7 +172,7 @@ class Both(Clock):
 def test_on_cuda_a_product_costs_the_device_and_a_quarter_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     own = kinds(Model(None))
     assert pass_cost(own, mx.float32, 8, Both(lambda rows: 1.0)) == 7.0  # Clock.seconds
-    monkeypatch.setattr(products, "is_cuda", lambda: True)
+    monkeypatch.setattr(measure, "is_cuda", lambda: True)
     assert pass_cost(own, mx.float32, 8, Both()) == pytest.approx(7 * (8e-3 + 10e-3 / 4))
     assert pass_cost(own, mx.float32, 16, Both()) == pytest.approx(7 * 16e-3)
 
@@ -173,10 +182,10 @@ def test_on_cuda_small_differences_count(monkeypatch: pytest.MonkeyPatch) -> Non
     assert good_counts({40: 96.0, 48: 100.0}) == (48,)
     assert good_counts({40: 96.0, 48: 100.0}, 0.02) == (40, 48)
     assert good_counts({40: 99.0, 48: 100.0}, 0.02) == (48,)
-    monkeypatch.setattr(products, "is_cuda", lambda: True)
+    monkeypatch.setattr(measure, "is_cuda", lambda: True)
     monkeypatch.setattr(tuning, "is_cuda", lambda: True)
     assert tuned(Model(None), Both()).rows == (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40)
-    monkeypatch.setattr(products, "is_cuda", lambda: False)
+    monkeypatch.setattr(measure, "is_cuda", lambda: False)
     monkeypatch.setattr(tuning, "is_cuda", lambda: False)
     assert tuned(Model(None), Clock(lambda rows: 1e-3 * rows)).rows == (
         1,

@@ -120,12 +120,12 @@ def overlap_on_gpu(bench: Bench) -> Outcome:
 
 def prompt(bench: Bench) -> Outcome:
     """Read a long prompt, and measure its longest step and the memory that it takes."""
-    from mlx_tandem.model.long_prompt import read, room
+    from mlx_tandem.model.trials import read_long_prompt, room
 
     built, _, prefill = _started(bench)
     info, allowed = built.info, built.info.memory.activations
     tokens = min(bench.sizes.prompt, room(info))
-    found = read(built.runner, info, tokens, bench.sizes.prompt_seconds, prefill.chunk_alone)
+    found = read_long_prompt(built.runner, info, tokens, bench.sizes.prompt_seconds, prefill.chunk_alone)
     mb = 2**20
     figures: Figures = {
         "tokens": found.tokens,
