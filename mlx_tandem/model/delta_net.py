@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
-from mlx_tandem.model import gated_delta
+from mlx_tandem.model import backend, gated_delta
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.states import PoolLines, StateCache
 from mlx_tandem.model.kernel_checks import delta_net as check
@@ -69,8 +69,8 @@ def install(model: nn.Module) -> None:
         return
 
     def find_problem() -> str:
-        on_metal = "metal" in dialect.available()
-        return _problem(layers, kernels, check.seconds(layers[0][0]) if on_metal else None)
+        must_be_faster = backend.current().kernels.mlx_has_its_own
+        return _problem(layers, kernels, check.seconds(layers[0][0]) if must_be_faster else None)
 
     if problem := verdict.reach(find_problem):
         log.warning("gated delta nets run their own code: %s", problem)

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from mlx_tandem.adapters import refuse_adapter
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model import backend
 from mlx_tandem.model.mtp import PredictionHead, load_head
 from mlx_tandem.model.vision import families, library
 from mlx_tandem.model.vision.encoder import Encoder, load_encoder
@@ -305,8 +306,7 @@ def _cast(module: nn.Module, config: ModelConfig) -> mx.Dtype:
     if config.dtype != "auto":
         dtype = _DTYPES[config.dtype]
     else:
-        # Only float32 goes through BLAS on a CPU: everything else is ten times slower there.
-        dtype = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else own
+        dtype = mx.float32 if backend.current().products.only_float32_is_fast else own
     if dtype != own:
         keep = getattr(module, "cast_predicate", lambda _: True)
         module.update(

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.kernel_checks import mlp as check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.swiglu import EACH, TYPES, SwiGLU
@@ -31,12 +32,13 @@ def install(model: nn.Module, dtype: mx.Dtype) -> None:
 
     dtype: the type of the numbers between the model's modules.
     """
-    if "cuda" not in dialect.available() or dtype not in TYPES:
+    here = backend.current().kernels
+    if here.target is None or not here.joins_operations or dtype not in TYPES:
         return
     mlps = fusable(model)
     if not mlps:
         return
-    kernel = SwiGLU(dialect.maker("cuda"))
+    kernel = SwiGLU(dialect.maker(here.target))
     sizes = {mlp["gate_proj"]["weight"].shape[0] for mlp in mlps}
     if problem := check.problem(kernel, sorted(sizes), dtype):
         log.warning("SwiGLU runs as MLX's own operations: %s", problem)

@@ -21,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.delta_net import FusedDeltaNet
 from mlx_tandem.model.kernel_checks import residual as check
@@ -84,12 +85,13 @@ class Handed:
 
 def install(model: nn.Module) -> None:
     """Let the model's layers of known kinds take the path if this device can run it and its results are right."""
-    if "cuda" not in dialect.available():
+    here = backend.current().kernels
+    if here.target is None or not here.joins_operations:
         return
     layers = fusable(model)
     if not layers:
         return
-    kernel, few = AddNorm(dialect.maker("cuda")), find_few_rows(model)
+    kernel, few = AddNorm(dialect.maker(here.target)), find_few_rows(model)
     if problem := check.problem(kernel, layers[0][1].middle, divided=few is not None and few.divides):
         log.warning("sums and norms run apart: %s", problem)
     else:

@@ -18,15 +18,13 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.plan import LONGEST_READ, DeviceError, Mask, RowKind, StepPlan, StepResult
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.model import compiler, device
+from mlx_tandem.model import backend, compiler
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateShape
 from mlx_tandem.model.cache.turns import HeldStates
 from mlx_tandem.model.deterministic.attention import OrderedAttention
-from mlx_tandem.model.deterministic.mode import compiles
-from mlx_tandem.model.kernels.gate import IN_ORDER
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
@@ -154,7 +152,7 @@ class MLXRunner:
         self.drafting_positions = most if self._forward.chains else 0
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
-        self._prebuilt = Prebuilt(self.inputs, _dispatch if device.is_cuda() and IN_ORDER else None)
+        self._prebuilt = Prebuilt(self.inputs, _dispatch if backend.current().steps.may_wait_for_numbers else None)
         self._masks, self._waiting = MaskTable(sizes.vocab_size, sizes.max_num_seqs), _Waiting((), [])
         self.queue, self.pauses, self.dispatches_ahead = DispatchQueue(), pauses.of_device(limits, len(layers)), True
         self.builds_ahead = self.inputs.packed and inplace.writing().store is not None
@@ -477,8 +475,8 @@ class MLXRunner:
     def _finish(self, part: Part) -> None:
         """Wait until a part is done, check its gate, and dispatch the next part."""
         mx.eval(part.marker)
-        if self.one_at_a_time and not device.is_cpu():
-            mx.synchronize()  # a GPU releases the inputs of operations a little later
+        if self.one_at_a_time and backend.current().steps.lets_go_late:
+            mx.synchronize()
         if part.sent is not None and not self.inputs.came_in_time(part.sent):
             self._prebuilt.stalled()
             raise DeviceError("the device began a step before its numbers were written", again=True)
@@ -498,7 +496,7 @@ def _keep_order(runner: MLXRunner, caches: Sequence[PagedCache]) -> None:
     if not any(cache.keeps_order for cache in caches):
         return
     runner.rectangles.common_offsets = False
-    if not compiles():
+    if not backend.current().arithmetic.fusing_keeps_bits:
         runner.compiled.compiles, runner.compiled.untraced = False, 0
 
 

@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,8 +22,11 @@ from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_outbound
 from mlx_tandem.engine_main import Notes, run, serve
-from mlx_tandem.model import build, device
+from mlx_tandem.model import build
+from mlx_tandem.model.backend.cpu import CPU
+from mlx_tandem.model.backend.cuda import CUDA
 from mlx_tandem.training.device.trainers import MLXTrainers
+from tests.backends import answer_as
 
 BATCH = Batch("a", (Datum((1, 2, 3, 4, 5), 2, (1.0, -1.0, 0.5)),), LossConfig("cross_entropy"))
 LESSON: list[m.Inbound] = [
@@ -82,7 +86,7 @@ def test_learning_is_warmed_up_where_it_would_keep_streams_waiting(
 ) -> None:
     """And changes nothing of what is learned then."""
     plain = learn()
-    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    answer_as(monkeypatch, learning=replace(CUDA.learning, micro_batch_tokens=CPU.learning.micro_batch_tokens))
     warm = learn()
     stages = [[x.stage for x in sent if isinstance(x, m.Progress)] for sent in (plain, warm)]
     assert "warming up learning" in stages[1] and "warming up learning" not in stages[0]
@@ -95,7 +99,7 @@ def test_a_model_that_cannot_be_trained_is_served_all_the_same(
     def fail(self: MLXTrainers, rank: int) -> None:
         raise ValueError("this model does not call its layers one after the other")
 
-    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    answer_as(monkeypatch, learning=replace(CUDA.learning, micro_batch_tokens=CPU.learning.micro_batch_tokens))
     monkeypatch.setattr(MLXTrainers, "warm_up", fail)
     assert any(isinstance(x, m.Ready) for x in learn())
     assert "could not be warmed up" in caplog.text

@@ -11,7 +11,8 @@ from mlx_lm.models import gemma, llama, qwen3, qwen3_5
 from mlx_lm.models.activations import swiglu
 
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model import device, mlp
+from mlx_tandem.model import mlp
+from mlx_tandem.model.backend.cuda import CUDA
 from mlx_tandem.model.kernel_checks.lora import UNLIMITED
 from mlx_tandem.model.kernel_checks.mlp import TOLERANCE, largest_error, problem
 from mlx_tandem.model.kernels import dialect
@@ -22,6 +23,7 @@ from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import MOST_TOKENS, merge
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.state import LoraState
+from tests.backends import answer_as
 from tests.engine.test_lora import adapter
 from tests.kernels import shim
 from tests.kernels.broken import Broken
@@ -187,7 +189,7 @@ def test_an_mlp_runs_its_own_code_if_its_linears_are_faster_apart(monkeypatch: p
 @pytest.mark.parametrize("only", ["", "up_proj"])
 def test_adapters_are_not_lost(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If gate and up have adapters the kernel reads their joined sums; otherwise the MLP's own code runs."""
-    monkeypatch.setattr(device, "is_cpu", lambda: False)  # so that the adapters' arrays have the model's type
+    answer_as(monkeypatch, products=CUDA.products)  # so that the adapters' arrays have the model's type
     model = model_of("qwen3")
     groups = find_groups(model)
     mlp.use(mlp.fusable(model), Counted(shim.maker()))
@@ -222,7 +224,7 @@ def test_a_served_model_takes_the_path_if_its_kernel_is_right(broken: bool, monk
     model = model_of("llama")
     mlp.install(model, mx.bfloat16)
     assert not isinstance(model.layers[0].mlp, mlp.FusedMLP), "there is no GPU"
-    monkeypatch.setattr(dialect, "available", lambda: ("cuda",))
+    answer_as(monkeypatch, kernels=CUDA.kernels)
     mlp.install(model_of("gemma"), mx.bfloat16)
     mlp.install(model, mx.float32)
     assert not isinstance(model.layers[0].mlp, mlp.FusedMLP)

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 
 QUERIES = 512
 """Queries of a block."""
@@ -34,7 +34,7 @@ def in_blocks(
     positions.
     """
     length = queries.shape[2]
-    if length <= LONG or keys.shape[2] != length or device.is_cuda():
+    if length <= LONG or keys.shape[2] != length or backend.current().learning.attention_has_gradient:
         return None
     parts = []
     for start in range(0, length, QUERIES):

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_tandem.adapters.formats import LinearShape
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.deterministic.tiles import in_tiles, keeps_places, matmul, sizes_of
 from mlx_tandem.model.mixin import mix_in
 
@@ -42,9 +42,10 @@ class Tiles:
 def tiled(module: Any, product: Function, x: mx.array, sizes: Sequence[int]) -> mx.array:
     """Return the product of a module for x [rows, inputs] in tiles of these sizes.
 
-    On a CPU a dense product is computed as one batch of products, since each further operation of a step costs time.
+    Where a batch of products is computed one by one, a dense product is one batch, since each further operation of a
+    step costs time.
     """
-    if not device.is_cpu() or isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+    if not backend.current().products.one_by_one or isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
         return in_tiles(product, x, sizes)
     weights = module["weight"].T
     if weights.size * -(-len(x) // sizes[-1]) < MOST_NUMBERS:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import cpu, delta_net, device, gated_delta, probe
+from mlx_tandem.model import backend, delta_net, gated_delta, probe
 from mlx_tandem.model.attention import fused, hook, portable
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.choices import (
@@ -202,10 +202,9 @@ def examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) 
 
 
 def prepare() -> None:
-    """Have the model's attention and its functions on a CPU go through this package."""
+    """Have the model's attention go through this package, and functions for which the device has better ones."""
     hook.install()
-    if device.is_cpu():
-        cpu.install()
+    backend.current().install_functions()
 
 
 def _log(kernels: Kernels) -> None:

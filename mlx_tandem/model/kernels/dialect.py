@@ -56,14 +56,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_tandem.model import backend
+from mlx_tandem.model.backend import Target as Target
 from mlx_tandem.model.kernels.included import Included
-
-Target = Literal["cuda", "metal"]
-"""The GPU back ends of MLX."""
 
 Constant = int | bool | mx.Dtype
 """Value of a template parameter."""
@@ -272,9 +271,8 @@ _METAL_START = """
 
 def available() -> tuple[Target, ...]:
     """Return the targets that the default device can run."""
-    if mx.default_device().type != mx.DeviceType.gpu:
-        return ()
-    return ("metal",) if mx.metal.is_available() else ("cuda",)
+    target = backend.current().kernels.target
+    return () if target is None else (target,)
 
 
 def is_hopper() -> bool:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
 from mlx_tandem.config import ModelConfig
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.loader import LoadedModel, weights
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def unpack_for_cpu(model: LoadedModel, config: ModelConfig, limit: int) -> Loade
     Weights stay packed if the settings say so, or if they would take more than MOST_SHARE of `limit` bytes. Nothing is
     evaluated: call it before the weights are read.
     """
-    if not device.is_cpu() or not config.unpack_weights or model.quantization is None:
+    if not backend.current().products.only_float32_is_fast or not config.unpack_weights or model.quantization is None:
         return model
     packed = sum(p.nbytes for p in weights(model.module))
     size = model.parameters * model.dtype.size

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import Row
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.step.shapes import blocks_read, cut, split_by_context
 from mlx_tandem.model.step.verify import goes_with_decodes
 
@@ -24,8 +24,7 @@ class Rectangles:
         limits: The most positions and pairs of query and key of one forward.
         gathered_share: As in `Forward`; 1 until the owner sets it.
         groups: Whether at least one layer has a kernel for adjacent rows of one sequence; False until it is set.
-        common_offsets: Whether rows that begin at one position are read without a mask. On a CPU there is no fused
-            attention that a mask would prevent.
+        common_offsets: Whether rows that begin at one position are read without a mask.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Rectangles:
         """Create it. `unpadded`: the tokens of rows are not padded, and rows that begin are apart from others."""
         self.fused_length = fused_length
         self.limits = limits
-        self.common_offsets = not device.is_cpu()
+        self.common_offsets = backend.current().arithmetic.masks_are_slow
         self._block_size = block_size
         self._window = window  # of the first pool
         self._row_counts = row_counts
