@@ -177,6 +177,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.trainers import TrainerHost
     from mlx_tandem.kv.groups import open_groups
     from mlx_tandem.model.build import build
+    from mlx_tandem.training.device.beside import BesideSteps
 
     weights: dict[str, AdapterWeights] = {}
     if config.speculation.method == "draft":
@@ -201,10 +202,11 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     hidden = built.runner.hidden_size
     info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens, hidden_size=hidden)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
+    company = built.runner.prebuilt.company
     read = _adapter_reader(config, built.linears, info, built.uploads, built.slot_room)
-    adapters = Adapters(store, Loader(read), slots)
+    adapters = Adapters(store, Loader(company.around(read)), slots)
     host = TrainerHost(
-        trainers,
+        company.around(lambda: BesideSteps(trainers(), company)),
         adapters,
         learns=time_share.learns,
         most_rank=config.lora.max_lora_rank,

@@ -287,7 +287,8 @@ def _runner(
         kernels.sampling.chosen,
         found.states,
     )
-    runner.dispatches_ahead = config.speculation.method != "draft"  # the draft model computes before a step is planned
+    # A draft model computes before each step is planned.
+    runner.prebuilt.may_dispatch = config.speculation.method != "draft"
     return runner
 
 

@@ -218,4 +218,4 @@ def _verify_some(runner: MLXRunner, info: EngineInfo, tokens: int, *, proposes: 
                 runner.wait(flight)
         for _ in range(2):  # behind the first of them, the second one is dispatched early if this device can do it
             runner.wait(runner.launch(StepPlan((first,), proposes=proposes)))
-    runner.release()
+    runner.launch(StepPlan(()))  # no step comes next

@@ -292,7 +292,7 @@ def test_a_draft_model_is_in_the_budget() -> None:
     both = structs.replace(config, speculation=SpeculationConfig("draft", str(demo.DRAFT_PATH)))
     (alone, _), (memory, _) = plan(config), plan(both)
     served = build(both, {}, lambda stage, fraction: None)
-    assert not served.runner.dispatches_ahead, "the draft model would wait for a step that waits for its drafts"
+    assert not served.runner.prebuilt.may_dispatch, "the draft model would wait for a step that waits for its drafts"
     draft = build_draft(both, served.info, lambda stage, fraction: None)
     assert memory.pools == alone.pools, "the model's own blocks are those without a draft model"
     assert memory.weights - alone.weights == draft.info.memory.weights
