@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 
 import mlx.core as mx
 import numpy as np
@@ -196,7 +196,7 @@ def main() -> None:
     if not targets:
         parser.error("there is no GPU that MLX can use")
     make = dialect.maker(targets[0])
-    report: dict[str, Any] = describe() | {"device": device.describe(), "target": targets[0]}
+    report: dict[str, Any] = describe() | {"device": backend.current().describe(), "target": targets[0]}
     checks = {}
     for seed, combination in enumerate(combinations(options.checks)):
         name, dim, group, bits, length, more = combination

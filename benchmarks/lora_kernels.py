@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
+from mlx_tandem.model import backend  # first: it loads a fast BLAS before MLX
 
 import mlx.core as mx
 import numpy as np
@@ -262,7 +262,7 @@ def main() -> None:
             print(json.dumps(row))
     if options.out:
         report = describe() | {
-            "device": device.describe(),
+            "device": backend.current().describe(),
             "options": vars(options) | {"out": None},
             "results": results,
         }

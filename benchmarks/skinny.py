@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
+from mlx_tandem.model import backend  # first: it loads a fast BLAS before MLX
 
 import mlx.core as mx
 import numpy as np
@@ -168,7 +168,7 @@ def main() -> None:
         mx.clear_cache()
     if options.out:
         report = describe() | {
-            "device": device.describe(),
+            "device": backend.current().describe(),
             "options": vars(options) | {"out": None},
             "copy_bandwidth": bandwidth,
             "results": results,

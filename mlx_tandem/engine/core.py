@@ -104,7 +104,7 @@ class EngineCore:
             log.info("engine ends: %s", e)
             self._save_all()
         finally:
-            self._pipeline.runner.release()
+            self._pipeline.rest()
             self._adapters.close()
             self._grammars.close()
             self._trainers.close()
@@ -137,20 +137,12 @@ class EngineCore:
             self._offload.open(*opened)
         self._receive()
         self._send()  # clients are told at once that they are accepted, since a step may take long
-        self._make_room()
         self._work()
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_seconds
             self._outbox.append(m.Heartbeat(self.stats()))
         self._flush()
-
-    def _make_room(self) -> None:
-        """Tell the runner whether other threads use the device, and let the device go on if they do."""
-        runner = self._pipeline.runner
-        runner.has_company = self._adapters.is_loading or self._trainers.is_waiting
-        if runner.has_company:
-            runner.release()
 
     def _flush(self) -> None:
         """Send what there is to say in one frame, with the occupancy if it has changed."""
@@ -266,11 +258,7 @@ class EngineCore:
             wait = _POLL_SECONDS
         else:
             wait = max(self._next_heartbeat - time.monotonic(), 0.0)
-        if wait:
-            self._pipeline.runner.release()
         for message in self._channel.receive(wait):
-            if not isinstance(message, (m.Submit, m.Cancel, m.Report)):
-                self._pipeline.runner.release()
             match message:
                 case m.Submit():
                     self._submit(message.request)

@@ -20,7 +20,7 @@ from mlx_tandem.engine.kv_offload.reads import READ_BYTES
 from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
-from mlx_tandem.model import compiler, device, footprint, probe
+from mlx_tandem.model import backend, compiler, footprint, probe
 from mlx_tandem.model import deterministic as mode
 from mlx_tandem.model.choices import Choices, Kept, Subject
 from mlx_tandem.model.deterministic import Deterministic
@@ -45,12 +45,6 @@ from mlx_tandem.model.warm_up import warm_up
 from mlx_tandem.types import EngineInfo, Image, MemoryBudget, MemoryInUse
 
 log = logging.getLogger(__name__)
-
-_CPU_POOL_BYTES = 512 << 20
-"""Largest KV pool on a CPU unless a size is configured: its memory is shared with everything else on the machine."""
-
-_CPU_ACTIVATION_BYTES = 256 << 20
-"""Memory that steps are cut down to on a CPU, unless no step would fit into it."""
 
 PIGGYBACKED_TOKENS = 256
 """Most prompt tokens that are read in one forward with rows that decode, where kernels read the pool.
@@ -165,7 +159,7 @@ def _build(
     whole: MemoryBudget | None,
 ) -> Built:
     started = time.monotonic()
-    limit = device.memory_limit(config.memory_limit_gb)  # measured before anything of it is used
+    limit = backend.current().memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
     model, unread = _load_unread(config, limit, report)
     subject = _subject(config, model, unread, given)
@@ -291,7 +285,8 @@ def _runner(
         kernels.sampling.chosen,
         found.states,
     )
-    runner.dispatches_ahead = config.speculation.method != "draft"  # the draft model computes before a step is planned
+    # A draft model computes before each step is planned.
+    runner.prebuilt.may_dispatch = config.speculation.method != "draft"
     return runner
 
 
@@ -301,7 +296,7 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     Raises:
         ModelError: The model cannot be served with these settings on this device.
     """
-    limit = device.memory_limit(config.memory_limit_gb)
+    limit = backend.current().memory_limit(config.memory_limit_gb)
     model, found = _load_unread(config, limit, lambda stage, fraction: None)
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
@@ -316,7 +311,7 @@ def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> N
     Under `--deterministic` this also makes the model's products compute in tiles.
     """
     read_weights(model, report)
-    for module in (model.module, model.mtp) if device.is_cpu() else ():
+    for module in (model.module, model.mtp) if backend.current().products.only_float32_is_fast else ():
         if module is not None:
             lay_out(module)
     if config.deterministic:
@@ -378,11 +373,18 @@ def _divide(config: EngineConfig, limit: Limit, needs: Needs) -> MemoryBudget:
     size = limit.size
     if config.disk.on:  # blocks on their way to and from the drive may lie in the same memory
         size -= MAX_QUEUE_BYTES + READ_BYTES
-    cpu = {"most_pool": _CPU_POOL_BYTES, "most_activations": _CPU_ACTIVATION_BYTES} if device.is_cpu() else {}
-    if config.speculation.method != "draft":
-        return divide(config, size, needs, reason=limit.reason, shared=limit.shared, **cpu)
-    both = with_draft(config, needs)
-    return without_draft(config, divide(config, size, both, reason=limit.reason, shared=limit.shared, **cpu))
+    drafts = config.speculation.method == "draft"
+    here = backend.current().memory
+    whole = divide(
+        config,
+        size,
+        with_draft(config, needs) if drafts else needs,
+        reason=limit.reason,
+        shared=limit.shared,
+        most_pool=here.most_pool,
+        most_activations=here.most_activations,
+    )
+    return without_draft(config, whole) if drafts else whole
 
 
 def _trainer_budget(
@@ -401,10 +403,10 @@ def _limit_steps(
     layers = kernels.attention.layers
     # The tokens of a row of a state cannot be computed side by side.
     piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) and not needs.state else 0
-    device.wire(whole.total)
+    here = backend.current()
     # Trainers may use the memory that no other part was given.
-    device.limit_memory(whole.limit if whole.learning else whole.total)
-    if advice := device.advice(str(model.dtype).rpartition(".")[2]):
+    here.bound_memory(whole.total, whole.limit if whole.learning else whole.total)
+    if advice := here.advice(str(model.dtype).rpartition(".")[2]):
         log.warning("%s", advice)
     mx.set_cache_limit(whole.activations)  # MLX keeps freed arrays, which later steps use again
     return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, piggybacked=piggybacked)
@@ -419,12 +421,12 @@ def _tune(
 ) -> Tuned:
     """Time the model's products on a GPU, unless another process did.
 
-    Nothing is timed on a CPU, where their time is proportional to their size, or if products are computed in tiles.
+    Nothing is timed where their time is proportional to their size, or if products are computed in tiles.
     """
     if given is not None:
         tuning.use(model.module, given.tuned)
         return given.tuned
-    if device.is_cpu() or config.deterministic:
+    if config.deterministic or not backend.current().products.worth_timing:
         return Tuned()
     report("timing products", 0.0)
     return tune(model.module, model.dtype, most_rows=config.scheduler.max_num_seqs, activations=memory.activations)
@@ -459,7 +461,7 @@ def _describe(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_loras=config.lora.max_loras,
         max_lora_rank=config.lora.max_lora_rank,
-        device=device.describe(),
+        device=backend.current().describe(),
         attention_backend=attention.name,
         lora_backend=lora_backend,
         lora_reason=kernels.adapters.reason,

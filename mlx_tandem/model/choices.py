@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import platform
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
@@ -25,7 +24,7 @@ from msgspec import Struct
 from mlx_tandem import files
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.loader import LoadedModel
@@ -85,21 +84,14 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
             version("mlx-lm"),
         )
         digest = hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
-        return Subject(device.describe(), _driver(), version("mlx"), sources(), digest)
+        here = backend.current()
+        return Subject(here.describe(), here.driver(), version("mlx"), sources(), digest)
 
 
 def _precision(path: str, module: nn.Module) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Return the path of a module, the shapes of its own arrays, and how its weight is packed."""
     own = [(name, f"{array.shape} {array.dtype}") for name, array in module.items() if isinstance(array, mx.array)]
     return path, own, [str(getattr(module, name, "")) for name in ("group_size", "bits", "mode")]
-
-
-def _driver() -> str:
-    if device.is_cpu():
-        return ""
-    with contextlib.suppress(OSError):
-        return _NVIDIA.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-    return platform.mac_ver()[0]
 
 
 @cache

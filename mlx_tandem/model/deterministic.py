@@ -5,7 +5,6 @@ before anything is served.
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,8 @@ import mlx.nn as nn
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import cpu, device
+from mlx_tandem.model import backend, device
+from mlx_tandem.model.backend import cpu_functions
 from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.choices import sources
 from mlx_tandem.model.footprint import linears
@@ -61,7 +61,7 @@ class Deterministic:
     @contextmanager
     def within(self) -> Iterator[None]:
         """Use one function of an activation for any number of elements while a forward is traced in the block."""
-        with cpu.alike():
+        with cpu_functions.alike():
             yield
 
 
@@ -123,7 +123,7 @@ def of(
         ModelError: The model or the device does not allow it.
     """
     check_layers(found, by_kernel=bool(backends))
-    if not backends and not device.is_cpu():
+    if not backends and not backend.current().products.one_by_one:
         raise _refusal("a GPU for which there is no kernel of attention")
     let_learn(twin)
     layers, block_size = found.layers, config.cache.block_size
@@ -131,7 +131,7 @@ def of(
     rank = bucket(config.lora.max_lora_rank)
     deltas = TiledDeltas(rank)
     if config.lora.max_loras:
-        adapters = mx.float32 if device.is_cpu() else model.dtype
+        adapters = mx.float32 if backend.current().products.only_float32_is_fast else model.dtype
         deltas = TiledDeltas.of(rank, linears(model.module).values(), adapters)
     return Deterministic(tuple(kinds[shape] for shape in layers), tuple(shape.window for shape in layers), deltas)
 
@@ -151,15 +151,6 @@ def arithmetic(info: EngineInfo) -> str:
         f"adapters of rank {bucket(info.max_lora_rank)}",
     )
     return ", ".join(filter(None, parts))
-
-
-def compiles() -> bool:
-    """Return whether fused operations give the same bits as separate operations.
-
-    A compiler may join a product and a sum into one instruction, which rounds only once. On x86-64 MLX calls the
-    compiler without the flags that allow such instructions.
-    """
-    return device.is_cpu() and platform.machine() in ("x86_64", "AMD64")
 
 
 def _attention(

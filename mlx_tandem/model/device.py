@@ -1,18 +1,19 @@
-"""The device under the model: a fast BLAS and other settings before MLX is loaded, what the machine has, its memory."""
+"""The settings of this process for MLX (a fast BLAS and environment variables before it is loaded, BLAS threads) and
+the memory that the machine has.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import platform
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mlx_tandem import files
 
@@ -120,108 +121,6 @@ _set_threads = ctypes.CDLL(OPENBLAS).openblas_set_num_threads if OPENBLAS and no
 _every_core_always = False
 
 
-Kind = Literal["cpu", "cuda", "metal"]
-
-
-def kind() -> Kind:
-    """Return the back end of MLX that computes here: the key of all tables of sizes by device."""
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
-def is_cpu() -> bool:
-    """Return whether MLX computes on the CPU."""
-    return kind() == "cpu"
-
-
-def is_cuda() -> bool:
-    """Return whether MLX computes on a CUDA GPU."""
-    return kind() == "cuda"
-
-
-def is_metal() -> bool:
-    """Return whether MLX computes on an Apple GPU."""
-    return kind() == "metal"
-
-
-_RELEASE_THRESHOLD = 4
-"""CU_MEMPOOL_ATTR_RELEASE_THRESHOLD of CUmemPool_attribute in the CUDA driver API."""
-
-
-def wire(size: int) -> None:
-    """Keep up to `size` bytes of this process's GPU memory resident between steps, on macOS 15 or newer.
-
-    Without it macOS may unmap memory that was idle for a moment, and the next step waits until it is mapped again.
-    """
-    if is_metal() and _macos() >= (15, 0):
-        mx.set_wired_limit(min(size, int(mx.device_info()["max_recommended_working_set_size"])))
-
-
-def limit_memory(size: int) -> None:
-    """Make MLX on Metal wait for work in flight before it takes more than `size` bytes, whatever the budget missed.
-
-    MLX's own limit there is one and a half times what macOS recommends, and macOS swaps long before that.
-    """
-    if is_metal():
-        mx.set_memory_limit(size)
-
-
-def _macos() -> tuple[int, ...]:
-    return tuple(int(n) for n in platform.mac_ver()[0].split(".")[:2] if n.isdigit())
-
-
-EMULATE_BFLOAT16 = re.compile(r"Apple M[12]\b")
-"""GPUs that compute float16 in hardware and bfloat16 by converting it. By Apple's Metal feature set tables bfloat16
-is native from the family Apple9 on, which is M3."""
-
-
-def advice(dtype: str) -> str:
-    """Return a sentence for the user when this device computes slowly in `dtype`; empty where it does not."""
-    if dtype == "bfloat16" and is_metal() and EMULATE_BFLOAT16.match(describe()):
-        return "this GPU has no bfloat16 in hardware: --dtype float16 is faster, unless the model overflows in it"
-    return ""
-
-
-def keep_freed_memory(most: int, driver: str = "libcuda.so.1") -> bool:
-    """Have the CUDA driver keep the memory that MLX frees, up to `most` bytes in use and freed; return whether it
-    agreed.
-
-    By default the driver returns such memory to the system as soon as anybody waits for the device, and mapping a
-    gigabyte again takes tens of milliseconds.
-    """
-    try:
-        cuda = ctypes.CDLL(driver)
-    except OSError:
-        return False
-    number, pool, threshold = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64(most)
-    return not (
-        cuda.cuInit(0)
-        or cuda.cuDeviceGet(ctypes.byref(number), 0)
-        or cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), number)
-        or cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(threshold))
-    )
-
-
-def describe() -> str:
-    """Return one line for people that says what computes here."""
-    if is_cpu():
-        blas = (
-            "OpenBLAS" if OPENBLAS else "reference BLAS (slow: install libopenblas0)" if sys.platform == "linux" else ""
-        )
-        return f"CPU, {_CORES} cores" + (f", {blas}" if blas else "")
-    info = mx.device_info()
-    return str(info.get("device_name") or info.get("architecture") or "GPU")
-
-
-def sizes() -> dict[str, int | str]:
-    """Return the sizes of the GPU's memory in bytes, as MLX reports them, and its architecture; empty on a CPU."""
-    if is_cpu():
-        return {}
-    names = ("architecture", "memory_size", "max_recommended_working_set_size", "max_buffer_length", "free_memory")
-    return {name: value for name in names if (value := mx.device_info().get(name)) is not None}
-
-
 def blas_threads(every_core: bool) -> None:
     """Set how many threads BLAS uses for the next operations: every core, or half of them.
 
@@ -260,25 +159,6 @@ def leave_thread() -> None:
     """
     mx.synchronize()
     mx.clear_streams()
-
-
-def memory_limit(chosen_gb: float = 0.0) -> Limit:
-    """Return how many bytes this process may use on the device: `chosen_gb` gigabytes if the user chose, else what
-    fits.
-    """
-    if chosen_gb:
-        return Limit(int(chosen_gb * 1e9), "as --memory-limit-gb allows", shared=False)
-    free = "what the machine has free"
-    if is_cpu():
-        return Limit(available_on_linux(), free, shared=False)
-    info = mx.device_info()
-    if is_metal():
-        sizes = int(info["memory_size"]), int(info["max_recommended_working_set_size"])
-        return UnifiedMemory(*sizes, available_on_macos()).limit()
-    for key in ("free_memory", "total_memory"):
-        if info.get(key):
-            return Limit(int(info[key]), "what the GPU has free", shared=False)
-    return Limit(available_on_linux(), free, shared=False)
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------

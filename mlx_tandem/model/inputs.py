@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model import backend
 from mlx_tandem.model.kernels.gate import OPEN, RESERVED, TOLD, TOO_LATE
 
 Numbers = npt.NDArray[Any]
@@ -66,10 +66,12 @@ class Sent(NamedTuple):
 
 
 class Inputs:
-    """The host's end of the transfer. `packed`: whether all numbers of a forward travel as one array; None: on CUDA."""
+    """The host's end of the transfer. `packed`: whether all numbers of a forward travel as one array; None: as
+    the device needs it.
+    """
 
     def __init__(self, packed: bool | None = None):
-        self.packed = "cuda" in dialect.available() if packed is None else packed
+        self.packed = backend.current().steps.numbers_as_one if packed is None else packed
         self._kept: dict[int, tuple[Numbers, mx.array]] = {}
         self._staging = Staging()
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from mlx_tandem.adapters import refuse_adapter
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.mtp import PredictionHead, load_head
 from mlx_tandem.model.vision import library
 from mlx_tandem.model.vision.encoder import Encoder, load_encoder
@@ -307,8 +307,7 @@ def _cast(module: nn.Module, config: ModelConfig) -> mx.Dtype:
     if config.dtype != "auto":
         dtype = _DTYPES[config.dtype]
     else:
-        # Only float32 goes through BLAS on a CPU: everything else is ten times slower there.
-        dtype = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else own
+        dtype = mx.float32 if backend.current().products.only_float32_is_fast else own
     if dtype != own:
         keep = getattr(module, "cast_predicate", lambda _: True)
         module.update(
@@ -410,7 +409,7 @@ def unpack_for_cpu(model: LoadedModel, config: ModelConfig, limit: int) -> Loade
     Weights stay packed if the settings say so, or if they would take more than MOST_SHARE of `limit` bytes. Nothing is
     evaluated: call it before the weights are read.
     """
-    if not device.is_cpu() or not config.unpack_weights or model.quantization is None:
+    if not backend.current().products.only_float32_is_fast or not config.unpack_weights or model.quantization is None:
         return model
     packed = sum(p.nbytes for p in weights(model.module))
     size = model.parameters * model.dtype.size

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.cache.states import StateCache, StateShape, StateView, arranged, keeps_state, leaves
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.modules import mix_in, unmix
@@ -129,8 +130,10 @@ def _sum_of_shifts(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def speed_up_convolutions(model: nn.Module) -> None:
-    """Have the model's depthwise convolutions computed as sums of shifted inputs, except on Metal."""
-    if mx.metal.is_available():
+    """Have the model's depthwise convolutions computed as sums of shifted inputs, unless MLX has a kernel for
+    them.
+    """
+    if backend.current().kernels.mlx_has_its_own:
         return
     for module in model.modules():
         if isinstance(module, nn.Conv1d) and not isinstance(module, DepthwiseBySum) and _is_depthwise(module):

@@ -19,9 +19,6 @@ LEAST_WIDTH = 32
 """Fewest blocks of a table in mixed steps, unless they are gathered. When a table outgrows its width, the step that was
 built ahead of time is wasted, and a step with the new width has to be traced."""
 
-METAL_TOKENS = 64
-"""Fewest tokens of a forward that always pauses on Metal (`step/pauses.py`), however much it gathers."""
-
 SHORTEST, NARROWEST = 4, 8
 """Least length of rows that draw several tokens, and the least width of their tables."""
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.kv.groups import open_groups
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.choices import Pace
 from mlx_tandem.model.loader import Report
 from mlx_tandem.model.overlap import check_deterministic, decide_overlap, tables_of
@@ -94,7 +94,7 @@ def warm_up(
     # go back to the system each time.
     mx.clear_cache()
     # MLX empties its cache from 95 % on for what does not come from the driver's pool; 90 % stays below that.
-    if device.is_cuda() and not device.keep_freed_memory(int(0.9 * device_bytes)):
+    if not backend.current().keep_freed_memory(int(0.9 * device_bytes)):
         log.warning("the driver does not keep freed memory: steps that need some again may take tens of milliseconds")
     mx.reset_peak_memory()
     report("warming up", 1.0)
@@ -217,4 +217,4 @@ def _verify_some(runner: MLXRunner, info: EngineInfo, tokens: int, *, proposes: 
                 runner.wait(flight)
         for _ in range(2):  # behind the first of them, the second one is dispatched early if this device can do it
             runner.wait(runner.launch(StepPlan((first,), proposes=proposes)))
-    runner.release()
+    runner.launch(StepPlan(()))  # no step comes next

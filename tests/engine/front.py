@@ -45,7 +45,8 @@ class Recording(WrappedRunner):
         self.calls: list[str] = []
 
     def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
-        self.calls.append(f"launch {self.inner.launches}")
+        if plan.has_step:
+            self.calls.append(f"launch {self.inner.launches}")
         return super().launch(plan, on_built)
 
     def sample(self, handle: Any, masks: Any) -> None:

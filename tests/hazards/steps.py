@@ -101,7 +101,7 @@ class Metal:
             self.bind(before)
             self.runner._seats.reset()
             self.runner._embeddings.clear()
-            self.runner._prebuilt.reset()
+            self.runner.prebuilt.reset()
             self.runner.queue.clear()
 
 

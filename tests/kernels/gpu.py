@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model import build, device
+from mlx_tandem.model import backend, build
+from mlx_tandem.model.backend.cuda import CUDA
+from mlx_tandem.model.backend.metal import METAL
 from mlx_tandem.model.device import Limit
 from mlx_tandem.model.kernels import dialect, inplace, timing
 from mlx_tandem.model.kernels.checking import Verdict
@@ -77,16 +79,27 @@ class Gpu:
         self.clock += self.operation_seconds * graph.getvalue().count("rectangle")
 
 
-def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def simulated(target: Target, limit: Limit | None = None) -> backend.Backend:
+    """Return the back end of a GPU that is not there, with so much memory."""
+    real = {"cuda": CUDA, "metal": METAL}[target]
+
+    class NotThere(type(real)):  # type: ignore[misc]
+        def describe(self) -> str:
+            return f"a {target} GPU that is not there"
+
+        def free_memory(self) -> Limit:
+            return limit or Limit(1 << 30, "", shared=target == "metal")
+
+    return NotThere(**{field.name: getattr(real, field.name) for field in fields(real)})
+
+
+def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch, limit: Limit | None = None) -> Gpu:
     """Have the package find a GPU of this kind for the rest of the test. Whoever calls it clears `inplace.writing` when
     the test is over."""
-    gpu = Gpu(make, dialect.maker("metal"))
-    monkeypatch.setattr(dialect, "available", lambda: (target,))
+    gpu, there = Gpu(make, dialect.maker("metal")), simulated(target, limit)
+    monkeypatch.setattr(backend, "current", lambda: there)
     monkeypatch.setattr(dialect, "maker", gpu.maker)
-    monkeypatch.setattr(device, "kind", lambda: target)
-    monkeypatch.setattr(device, "memory_limit", lambda chosen: Limit(1 << 30, "", shared=target == "metal"))
     monkeypatch.setattr(mx, "set_memory_limit", lambda size: 0)  # it would hold for the rest of this process
-    monkeypatch.setattr(device, "describe", lambda: f"a {target} GPU that is not there")
     monkeypatch.setattr(build, "tune", lambda *args, **options: Tuned())
     monkeypatch.setattr(gated_delta, "kernel", cache(gated_delta.kernel.__wrapped__))
     monkeypatch.setattr(gated_delta, "verdict", Verdict())

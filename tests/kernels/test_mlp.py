@@ -11,7 +11,7 @@ from mlx_lm.models import gemma, llama, qwen3, qwen3_5
 from mlx_lm.models.activations import swiglu
 
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model import device
+from mlx_tandem.model.backend.cuda import CUDA
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.ops import mlp
@@ -21,6 +21,7 @@ from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.ops.mlp import TOLERANCE, SwiGLU, largest_error, problem
 from mlx_tandem.model.ops.products.merged import MOST_TOKENS, merge
 from mlx_tandem.model.targets import find_groups
+from tests.backends import answer_as
 from tests.engine.test_lora import adapter
 from tests.kernels import shim
 from tests.kernels.broken import Broken
@@ -186,7 +187,7 @@ def test_an_mlp_runs_its_own_code_if_its_linears_are_faster_apart(monkeypatch: p
 @pytest.mark.parametrize("only", ["", "up_proj"])
 def test_adapters_are_not_lost(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If gate and up have adapters the kernel reads their joined sums; otherwise the MLP's own code runs."""
-    monkeypatch.setattr(device, "is_cpu", lambda: False)  # so that the adapters' arrays have the model's type
+    answer_as(monkeypatch, products=CUDA.products)  # so that the adapters' arrays have the model's type
     model = model_of("qwen3")
     groups = find_groups(model)
     mlp.use(mlp.fusable(model), Counted(shim.maker()))
@@ -221,7 +222,7 @@ def test_a_served_model_takes_the_path_if_its_kernel_is_right(broken: bool, monk
     model = model_of("llama")
     mlp.install(model, mx.bfloat16)
     assert not isinstance(model.layers[0].mlp, mlp.FusedMLP), "there is no GPU"
-    monkeypatch.setattr(dialect, "available", lambda: ("cuda",))
+    answer_as(monkeypatch, kernels=CUDA.kernels)
     mlp.install(model_of("gemma"), mx.bfloat16)
     mlp.install(model, mx.float32)
     assert not isinstance(model.layers[0].mlp, mlp.FusedMLP)

@@ -50,9 +50,10 @@ def _exact(bench: Bench) -> Engine:
 
 def _usual(bench: Bench) -> Engine:
     """Return the engine of the type that is served here by default, which may be the float32 one."""
-    from mlx_tandem.model.device import is_cpu
+    from mlx_tandem.model import backend
 
-    engine: Engine = _exact(bench) if is_cpu() else bench.keep("auto", lambda: _engine(bench, "auto"))
+    is_exact = backend.current().products.only_float32_is_fast  # then "auto" is float32
+    engine: Engine = _exact(bench) if is_exact else bench.keep("auto", lambda: _engine(bench, "auto"))
     return engine
 
 

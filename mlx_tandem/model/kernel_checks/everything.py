@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import cpu, device, probe
+from mlx_tandem.model import backend, probe
 from mlx_tandem.model.choices import KernelChoices
 from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.kernels.checking import MAX_REASON, Choice
@@ -201,10 +201,9 @@ def examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) 
 
 
 def prepare() -> None:
-    """Have the model's attention and its functions on a CPU go through this package."""
+    """Have the model's attention go through this package, and functions for which the device has better ones."""
     portable.install()
-    if device.is_cpu():
-        cpu.install()
+    backend.current().install_functions()
 
 
 def _log(kernels: Kernels) -> None:

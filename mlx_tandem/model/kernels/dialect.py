@@ -59,15 +59,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tandem import files
-
-Target = Literal["cuda", "metal"]
-"""The GPU back ends of MLX."""
+from mlx_tandem.model import backend
+from mlx_tandem.model.backend import Target as Target
 
 Constant = int | bool | mx.Dtype
 """Value of a template parameter."""
@@ -276,9 +275,8 @@ _METAL_START = """
 
 def available() -> tuple[Target, ...]:
     """Return the targets that the default device can run."""
-    if mx.default_device().type != mx.DeviceType.gpu:
-        return ()
-    return ("metal",) if mx.metal.is_available() else ("cuda",)
+    target = backend.current().kernels.target
+    return () if target is None else (target,)
 
 
 def is_hopper() -> bool:

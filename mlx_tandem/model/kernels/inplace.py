@@ -24,6 +24,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.kernels import dialect, timing
 from mlx_tandem.model.kernels.checking import Rejected, Verdict, checked
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
@@ -117,14 +118,14 @@ def given(problem: str | None) -> None:
 
 @cache
 def writing() -> Writing:
-    """Return how the default device writes. On Metal the kernel is tested first, unless another process did that."""
-    targets = dialect.available()
-    if not targets:
+    """Return how the default device writes. A kernel may be tested first, unless another process has done that."""
+    here = backend.current().kernels
+    if here.target is None:
         return Writing(None)
-    make, on_metal = dialect.maker(targets[0]), targets[0] == "metal"
-    why = verdict.reach(lambda: problem(make) if on_metal else "")
+    make = dialect.maker(here.target)
+    why = verdict.reach(lambda: problem(make) if here.tested_to_write else "")
     if not why:
-        return Writing(Store(make), by_outputs=on_metal)
+        return Writing(Store(make), by_outputs=here.ordered_by_outputs)
     log.warning("MLX's own operations write the KV pool: the kernel that writes in place is %s", why)
     return Writing(None, why)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.model.device import is_cpu
+from mlx_tandem.model import backend
 
 
 def product_error() -> float:
@@ -37,7 +37,7 @@ _COPIES = 8
 
 def copy_bandwidth() -> float:
     """Return the bytes per second that are read and written when an array is copied, the best of a few runs."""
-    source = mx.zeros(((8 << 20) if is_cpu() else (128 << 20),), mx.float32)
+    source = mx.zeros((backend.current().measuring.copied_numbers,), mx.float32)
     mx.eval(source)
     times = []
     for _ in range(4):

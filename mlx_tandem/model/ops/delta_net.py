@@ -24,6 +24,7 @@ import numpy as np
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.cache.states import PoolLines, StateArray, StateCache, StateShape, StateView
 from mlx_tandem.model.kernels import dialect, inplace, timing
 from mlx_tandem.model.kernels.checking import Rejected, Verdict, checked, relative_error
@@ -384,8 +385,8 @@ def install(model: nn.Module) -> None:
         return
 
     def find_problem() -> str:
-        on_metal = "metal" in dialect.available()
-        return _problem(layers, kernels, seconds(layers[0][0]) if on_metal else None)
+        must_be_faster = backend.current().kernels.mlx_has_its_own
+        return _problem(layers, kernels, seconds(layers[0][0]) if must_be_faster else None)
 
     if problem := verdict.reach(find_problem):
         log.warning("gated delta nets run their own code: %s", problem)

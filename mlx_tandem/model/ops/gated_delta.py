@@ -29,6 +29,7 @@ import numpy as np
 from mlx_lm.models import gated_delta
 from mlx_lm.models.gated_delta import gated_delta_ops
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.cache.states import StateCache
 from mlx_tandem.model.kernels import dialect, inplace, timing
 from mlx_tandem.model.kernels.checking import Rejected, Verdict, checked, relative_error
@@ -330,7 +331,7 @@ def kernel() -> GatedDelta | None:
     if not targets:
         return None
     make = dialect.maker(targets[0])
-    if problem := verdict.reach(lambda: _problem(make, targets[0])):
+    if problem := verdict.reach(lambda: _problem(make)):
         log.warning("mlx-lm's own functions compute the gated delta rule: the kernel is %s", problem)
         return None
     log.info("gated delta rule: the kernel is used")
@@ -344,14 +345,14 @@ def wrong(model: nn.Module) -> str:
     return "".join(problem(dialect.maker(target)) for target in dialect.available()[:1])
 
 
-def _problem(make: dialect.Make, target: dialect.Target) -> str:
-    """Return why the kernel made by `make` must not be used on this target; empty if it may."""
-    if target == "cuda":
+def _problem(make: dialect.Make) -> str:
+    """Return why the kernel made by `make` must not be used on this device; empty if it may."""
+    if not backend.current().kernels.mlx_has_its_own:
         return problem(make)
     store = inplace.writing().store
     if store is None:
         return "not used: MLX's own operations write the states"
-    return problem(make, _kernel if mx.metal.is_available() else _operations, store)
+    return problem(make, _operations if gated_delta._gated_delta_kernel is None else _kernel, store)
 
 
 @contextmanager
@@ -368,9 +369,9 @@ def install(model: nn.Module) -> None:
     """Replace mlx-lm's functions within `using_kernel`, if the model has layers that use them."""
     if _is_used_by(model):
         kernel()  # it is checked here, since no array can be evaluated while a step is traced
-        on_metal = "metal" in dialect.available()
-        gated_delta.gated_delta_ops = _replacing(_operations, only_in_pool=on_metal)
-        gated_delta.gated_delta_kernel = _replacing(_kernel, only_in_pool=on_metal)
+        only_in_pool = backend.current().kernels.mlx_has_its_own
+        gated_delta.gated_delta_ops = _replacing(_operations, only_in_pool=only_in_pool)
+        gated_delta.gated_delta_kernel = _replacing(_kernel, only_in_pool=only_in_pool)
 
 
 def _is_used_by(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe, qwen3_next
 from mlx_lm.models.activations import swiglu
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.checking import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Make, Source
@@ -138,12 +139,13 @@ def install(model: nn.Module, dtype: mx.Dtype) -> None:
 
     dtype: the type of the numbers between the model's modules.
     """
-    if "cuda" not in dialect.available() or dtype not in TYPES:
+    here = backend.current().kernels
+    if here.target is None or not here.joins_operations or dtype not in TYPES:
         return
     mlps = fusable(model)
     if not mlps:
         return
-    kernel = SwiGLU(dialect.maker("cuda"))
+    kernel = SwiGLU(dialect.maker(here.target))
     sizes = {mlp["gate_proj"]["weight"].shape[0] for mlp in mlps}
     if why := problem(kernel, sorted(sizes), dtype):
         log.warning("SwiGLU runs as MLX's own operations: %s", why)

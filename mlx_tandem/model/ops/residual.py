@@ -29,6 +29,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.checking import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source, bits_of
@@ -254,12 +255,13 @@ class Handed:
 
 def install(model: nn.Module) -> None:
     """Let the model's layers of known kinds take the path if this device can run it and its results are right."""
-    if "cuda" not in dialect.available():
+    here = backend.current().kernels
+    if here.target is None or not here.joins_operations:
         return
     layers = fusable(model)
     if not layers:
         return
-    kernel, few = AddNorm(dialect.maker("cuda")), find_few_rows(model)
+    kernel, few = AddNorm(dialect.maker(here.target)), find_few_rows(model)
     if why := problem(kernel, layers[0][1].middle, divided=few is not None and few.divides):
         log.warning("sums and norms run apart: %s", why)
     else:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
-from mlx_tandem.model import cpu, device
+from mlx_tandem.model import backend
+from mlx_tandem.model.backend import cpu_functions
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.cache.turns import Turns, line_of
@@ -158,13 +159,15 @@ class Forward:
         self.gathered_share = gathered_bytes(module, [cache.shape for cache in states]) / whole if states else 0.0
         self._lora = lora
         self._pickers = pickers
-        on_cuda = "cuda" in dialect.available()
-        self._copy = Gate(dialect.maker("cuda")) if on_cuda else copied
-        self.report = Report(dialect.maker("cuda")) if on_cuda else None
-        self._accept = Accept(dialect.maker("cuda")) if on_cuda else None
+        here = backend.current()
+        make = None if here.kernels.target is None else dialect.maker(here.kernels.target)
+        shares, joins = (here.steps.numbers_as_one and make), (here.kernels.joins_operations and make)
+        self._copy = Gate(shares) if shares else copied
+        self.report = Report(shares) if shares else None
+        self._accept = Accept(joins) if joins else None
         self._nobody = nobody
         self._merged = merged_in(module)
-        self._angles = SharedAngles(module) if device.is_cpu() else None
+        self._angles = SharedAngles(module) if here.arithmetic.angles_are_slow else None
         self._images = None if model.encoder is None else ShownImages(module, model.encoder)
         self._has_axes = model.encoder is not None and bool(model.encoder.axes)
         self._pool_of = list(pool.pool_of)
@@ -175,8 +178,8 @@ class Forward:
             PoolLayout(own.num_blocks, own.block_size, mask_axes, window)
             for own, window in zip(pool.pools, pool.windows, strict=False)
         ]
-        one_pool_without_window = on_cuda and len(self._layouts) == 1 and self._layouts[0].kept is None
-        self._settle = Settle(dialect.maker("cuda")) if one_pool_without_window else None
+        one_pool_without_window = len(self._layouts) == 1 and self._layouts[0].kept is None
+        self._settle = Settle(joins) if joins and one_pool_without_window else None
 
     @property
     def chains(self) -> bool:
@@ -352,7 +355,7 @@ class Forward:
     def _output(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Return the output of the model for these tokens, and drop what its layers shared."""
         try:
-            with cpu.serving(), cpu.alike() if self._alike else nullcontext():
+            with cpu_functions.serving(), cpu_functions.alike() if self._alike else nullcontext():
                 output: mx.array = self._module(tokens, cache=caches)
         finally:
             if self._angles is not None:

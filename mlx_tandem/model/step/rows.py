@@ -13,7 +13,7 @@ import numpy as np
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Row, RowKind, StepPlan
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.inputs import Numbers
 from mlx_tandem.model.shapes import blocks_read, cut, split_by_context
 
@@ -178,8 +178,7 @@ class Rectangles:
         limits: The most positions and pairs of query and key of one forward.
         gathered_share: As in `Forward`; 1 until the owner sets it.
         groups: Whether at least one layer has a kernel for adjacent rows of one sequence; False until it is set.
-        common_offsets: Whether rows that begin at one position are read without a mask. On a CPU there is no fused
-            attention that a mask would prevent.
+        common_offsets: Whether rows that begin at one position are read without a mask.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Rectangles:
         """Create it. `unpadded`: the tokens of rows are not padded, and rows that begin are apart from others."""
         self.fused_length = fused_length
         self.limits = limits
-        self.common_offsets = not device.is_cpu()
+        self.common_offsets = backend.current().arithmetic.masks_are_slow
         self._block_size = block_size
         self._window = window  # of the first pool
         self._row_counts = row_counts

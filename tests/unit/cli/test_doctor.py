@@ -319,9 +319,11 @@ def test_accelerators_that_mlx_does_without_are_told(
 
 
 def test_no_compiler_and_a_slow_blas_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_tandem.model import backend
     from mlx_tandem.model import device as machine
+    from mlx_tandem.model.backend.cpu import CPU
 
-    monkeypatch.setattr(machine, "is_cpu", lambda: True)
+    monkeypatch.setattr(backend, "current", lambda: CPU)
     monkeypatch.setattr(machine, "OPENBLAS", None)
     monkeypatch.setenv("PATH", "/nowhere")
     assert "libopenblas0" in device.opens(Bench()).advice

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_tandem.config import EngineConfig, ModelConfig
 from mlx_tandem.engine.budget import Needs, StepCost, divide
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device
+from mlx_tandem.model import backend, device
 from mlx_tandem.model.device import UnifiedMemory, parse_vm_stat
 
 GIB = 1 << 30
@@ -102,8 +102,8 @@ def test_a_busy_mac_is_said_to_be_one() -> None:
 
 
 def test_the_user_s_limit_holds() -> None:
-    assert device.memory_limit(1.5).size == 1_500_000_000
-    assert "--memory-limit-gb" in device.memory_limit(1.5).reason
+    assert backend.current().memory_limit(1.5).size == 1_500_000_000
+    assert "--memory-limit-gb" in backend.current().memory_limit(1.5).reason
 
 
 def needs(weights: int, parameters: int = 0, slots: int = 0) -> Needs:

@@ -111,9 +111,9 @@ def overlap(bench: Bench) -> Outcome:
 
 def overlap_on_gpu(bench: Bench) -> Outcome:
     """Do the same as `overlap`. The environment sets another number of operations in a command buffer."""
-    from mlx_tandem.model.device import is_cpu
+    from mlx_tandem.model import backend
 
-    if is_cpu():
+    if backend.current().steps.one_at_a_time:
         raise NotHere("MLX computes on the CPU, which has no command buffers")
     return overlap(bench)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.model import cpu
+from mlx_tandem.model.backend import cpu_functions
 from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
 from mlx_tandem.model.ops.attention import portable
 from mlx_tandem.model.ops.attention.cache import StepView
@@ -133,12 +133,12 @@ class DraftedCache:
         assert v is not None
         fetched = len(self._fetched) == 2 and keys is self._fetched[0] and values is self._fetched[1]
         window = v.window(mask)
-        few = queries.shape[0] * queries.shape[1] * keys.shape[2] < cpu.WORTH
+        few = queries.shape[0] * queries.shape[1] * keys.shape[2] < cpu_functions.WORTH
         if few or not fetched or window is None or sinks is not None or queries.dtype != mx.float32:
             return portable.attend(queries, keys, values, scale, mask, sinks)
         seen = v.drawn(*window)
         own = [mx.concatenate(new[-seen:], axis=2) if seen > 1 else new[-1] for new in self._own]
-        return cpu.attend_behind(queries, self._context, own, scale, v.mask(*window))
+        return cpu_functions.attend_behind(queries, self._context, own, scale, v.mask(*window))
 
     @staticmethod
     def _update(form: RowFormat, own: list[mx.array], new: mx.array) -> list[mx.array]:

@@ -17,7 +17,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.model import cpu, device
+from mlx_tandem.model import backend
 from mlx_tandem.model.ops.attention import portable
 from mlx_tandem.model.ops.attention.paged import EVERYTHING, PagedAttention
 from mlx_tandem.model.ops.products.ordered import matmul, sizes_of, with_gradient_of
@@ -101,8 +101,7 @@ class OrderedAttention:
         seen = seen.reshape(-1, 1, length * group, blocks, size).swapaxes(2, 3)
         scores = mx.where(seen, scores, _HIDDEN)
         most = scores.max(-1, keepdims=True).max(2, keepdims=True)
-        exp = cpu.exp if device.is_cpu() else mx.exp
-        weights = mx.where(seen, exp(scores - most), 0.0)
+        weights = mx.where(seen, backend.current().exp(scores - most), 0.0)
         total = weights.sum(-1, keepdims=True).sum(2)
         sums = matmul(weights.astype(v.dtype), v, self.sizes[1]).astype(mx.float32).sum(2)
         out = (sums / total).astype(queries.dtype).reshape(rows, kv_heads, length, group, -1)

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from mlx_tandem.model import cpu, device
+from mlx_tandem.model import backend
 
 NAME = "portable"
 """Name of this back end."""
@@ -35,11 +35,7 @@ def attend(
 
     `keys` and `values` are [rows, kv heads, positions, dim]; `mask` is as the cache made it.
     """
-    if device.is_cpu() and isinstance(mask, mx.array) and mask.dtype == mx.bool_ and sinks is None:
-        large = queries.shape[0] * queries.shape[1] * queries.shape[2] * keys.shape[2] >= cpu.WORTH
-        if large and queries.dtype == mx.float32:
-            return cpu.attend(queries, keys, values, scale, mask)
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    return backend.current().attend(queries, keys, values, scale, mask, sinks)
 
 
 QUERIES = 512
@@ -63,7 +59,7 @@ def in_blocks(
     positions.
     """
     length = queries.shape[2]
-    if length <= LONG or keys.shape[2] != length or device.is_cuda():
+    if length <= LONG or keys.shape[2] != length or backend.current().learning.attention_has_gradient:
         return None
     parts = []
     for start in range(0, length, QUERIES):

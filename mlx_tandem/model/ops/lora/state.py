@@ -23,7 +23,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.inputs import Numbers, constant
 from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.kernels.inplace import Order
@@ -96,14 +96,15 @@ class LoraState:
         """
         self.slots = config.max_loras
         self.max_rank = config.max_lora_rank
-        # MLX's CPU back end has gather_mm for float32 only, and its half-precision products are slow anyway.
-        on_cpu = device.is_cpu()
-        self.dtype = mx.float32 if on_cpu else dtype
+        here = backend.current()
+        self.dtype = mx.float32 if here.products.only_float32_is_fast else dtype
         self.uploads = Uploads(self.dtype)
         self.rank = 0  # of the stacked arrays
         self._fused, self._few, self._tiled = fused, few, tiled
-        self._takes_flat = on_cpu  # elsewhere kernels and merged linears know an input by its shape and identity
-        plain = config.backend if config.backend in ("gather", "windows") else "windows" if on_cpu else "gather"
+        # Kernels and merged linears know an input by its shape and identity.
+        self._takes_flat = fused is None and here.kernels.target is None
+        best = "windows" if here.products.windows_beat_gathers else "gather"
+        plain = config.backend if config.backend in ("gather", "windows") else best
         self.backend = "fused" if fused is not None else plain
         self._targets = find_targets(model)
         self._head = find_head(model)

@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from msgspec import Struct
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.checking import TOLERANCE, Choice, Rejected, checked, floats
 from mlx_tandem.model.kernels.dialect import Make
@@ -214,9 +215,10 @@ def choose(
     of this device.
     """
     if make is None:
-        if "cuda" not in dialect.available():
+        here = backend.current().kernels
+        if here.target is None or not here.has_matrix_words:
             return Choice(None, "this device has no kernel for them")
-        make = dialect.maker("cuda")
+        make = dialect.maker(here.target)
     room = dialect.most_room() if room is None else room
     wide = dialect.is_hopper() if wide is None else wide
     if forms(1)[0].room(1) > room:

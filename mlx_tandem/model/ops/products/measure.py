@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_tandem.model.device import is_cuda
+from mlx_tandem.model import backend
 from mlx_tandem.model.kernels.dialect import Make, Source, maker
 from mlx_tandem.model.ops.products.merged import MergedMember
 
@@ -227,10 +227,10 @@ def pass_seconds(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Met
 def pass_cost(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter) -> float:
     """Return what all linears cost for `rows` rows, in weighted seconds.
 
-    On CUDA the cost is the device's time plus HOST_SHARE of the host's time, because launching a small product can take
-    longer than computing it. Elsewhere it is `pass_seconds`.
+    Where device and host are timed apart it is the device's time plus HOST_SHARE of the host's. Elsewhere it is
+    `pass_seconds`.
     """
-    if not is_cuda():
+    if not backend.current().products.timed_apart:
         return pass_seconds(own, dtype, rows, meter)
 
     def cost(calls: Sequence[Call], x: mx.array) -> float:

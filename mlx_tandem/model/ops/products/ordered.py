@@ -22,7 +22,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.modules import mix_in
 
 Tiled = Callable[[mx.array, Sequence[int]], mx.array]
@@ -30,9 +30,6 @@ Tiled = Callable[[mx.array, Sequence[int]], mx.array]
 
 Product = Callable[[mx.array], mx.array]
 """A function of rows [rows, inputs] that returns [rows, outputs]."""
-
-CANDIDATES = {"cpu": (1, 2, 4, 8, 16, 32, 64), "cuda": (1, 8, 16, 32, 64, 128, 256, 512), "metal": (1, 8, 32, 128, 512)}
-"""Sizes of tiles that are tried, by the kind of device, ascending."""
 
 SMALLEST = 64
 """Most rows of the smallest tile size of a product. A step of one row computes as many rows as this tile has."""
@@ -89,9 +86,8 @@ def sizes_of(tiled: Tiled, inputs: int, dtype: mx.Dtype, what: str) -> tuple[int
     Sizes that agree with each other form a set. Of the sets whose smallest size is at most SMALLEST, the one with the
     largest size is returned. Raise ModelError if there is no such set. `what` names the product in the error.
     """
-    candidates = CANDIDATES[device.kind()]
     agreeing: list[tuple[list[int], bytes]] = []
-    for size in candidates:
+    for size in backend.current().products.tile_sizes:
         bits = keeps_places(tiled, inputs, dtype, size)
         if not bits:
             continue
@@ -110,7 +106,7 @@ def sizes_of(tiled: Tiled, inputs: int, dtype: mx.Dtype, what: str) -> tuple[int
 
 def keeps_places(tiled: Tiled, inputs: int, dtype: mx.Dtype, size: int) -> bytes:
     """Return the bytes of a product of random rows in tiles of this size; empty if a row's bits depend on its place."""
-    most = CANDIDATES[device.kind()][-1]
+    most = backend.current().products.tile_sizes[-1]
     rng = np.random.default_rng(0)
     x = mx.array(rng.standard_normal((most, inputs)).astype(np.float32)).astype(dtype)
     found = _bits(tiled(x, (size,)))
@@ -152,9 +148,10 @@ class Tiles:
 def tiled(module: Any, product: Function, x: mx.array, sizes: Sequence[int]) -> mx.array:
     """Return the product of a module for x [rows, inputs] in tiles of these sizes.
 
-    On a CPU a dense product is computed as one batch of products, since each further operation of a step costs time.
+    Where a batch of products is computed one by one, a dense product is one batch, since each further operation of a
+    step costs time.
     """
-    if not device.is_cpu() or isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+    if not backend.current().products.one_by_one or isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
         return in_tiles(product, x, sizes)
     weights = module["weight"].T
     if weights.size * -(-len(x) // sizes[-1]) < MOST_NUMBERS:

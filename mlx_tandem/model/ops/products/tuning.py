@@ -22,10 +22,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec import Struct
 
-from mlx_tandem.model.device import is_cuda, is_metal
+from mlx_tandem.model import backend
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.ops.products.measure import Kind, Meter, input_of, kinds, pass_cost
-from mlx_tandem.model.shapes import METAL_TOKENS, row_count
+from mlx_tandem.model.shapes import row_count
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +92,6 @@ TOKENS = (2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = 8.0
 """Seconds after which nothing more is timed; what is left keeps its default."""
 
-_ALIKE, _ALIKE_ON_CUDA = 0.25, 0.02
-"""Relative difference up to which two costs count as equal; it is multiplied by the ratio of the two counts. On CUDA it
-is smaller, because device and host are timed separately and the times vary less."""
-
 _MOST_PADDED = 2
 """Most rows after padding per row before: everything but the products grows with them."""
 
@@ -150,14 +146,14 @@ def use(model: nn.Module, tuned: Tuned) -> None:
     _apply(kinds(model), tuned.dequantise)
 
 
-def good_counts(seconds: Mapping[int, float], alike: float = _ALIKE) -> tuple[int, ...]:
+def good_counts(seconds: Mapping[int, float], alike: float) -> tuple[int, ...]:
     """Return the row counts to pad to: of the measured ones, a few that no larger one beats.
 
     Padding to the next of them costs no more than padding to any other measured count, up to differences that are noise
     or rare.
 
     seconds: the cost of each measured count (`pass_cost`); alike: the relative difference up to which two costs count
-    as equal, as _ALIKE.
+    as equal, as `Products.alike` of the back end.
     """
     counts = sorted(seconds)
     standing = [
@@ -197,7 +193,7 @@ def _row_counts(
         if meter.now() > until:
             break
         seconds[count] = pass_cost(own, dtype, count, meter)
-    return good_counts(seconds, _ALIKE_ON_CUDA if is_cuda() else _ALIKE)
+    return good_counts(seconds, backend.current().products.alike)
 
 
 def _thresholds(
@@ -206,10 +202,9 @@ def _thresholds(
     """Return by kind of quantised linear the number of tokens from which it should dequantise.
 
     MLX can use freed memory again only when a whole graph is done, so the memory of all such linears together is
-    measured, as a step needs it. On Metal two layers are in flight at most in a forward that pauses; a shorter forward
-    does not dequantise there.
+    measured, as a step needs it.
     """
-    metal = is_metal()
+    here = backend.current().products
     found: dict[str, int] = {}
     for name, kind in own.items():
         if not kind.packed or meter.now() > until:
@@ -221,13 +216,12 @@ def _thresholds(
             packed[tokens] = meter.seconds(some, x)
             plain[tokens] = meter.seconds([partial(dequantised, m) for m in some], x)
         tokens_from = worth_from(packed, plain)
-        if tokens_from is not None and not (metal and tokens_from < METAL_TOKENS):
+        if tokens_from is not None and tokens_from >= here.dequantised_tokens:
             found[name] = tokens_from
     if found:
         inputs = {name: input_of(own[name], dtype, tokens) for name, tokens in found.items()}
-        calls = [
-            partial(dequantised, m, x) for name, x in inputs.items() for m in own[name].packed[: 2 if metal else None]
-        ]
+        at_once = here.dequantised_layers
+        calls = [partial(dequantised, m, x) for name, x in inputs.items() for m in own[name].packed[:at_once]]
         growth = meter.growth(calls)
         if growth > activations // 2:
             log.info("dequantised weights would be faster, but need %d MB of a step's memory", growth // 1_000_000)

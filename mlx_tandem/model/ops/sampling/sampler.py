@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
-from mlx_tandem.model import cpu, device
+from mlx_tandem.model import backend
 from mlx_tandem.model.inputs import arange
 from mlx_tandem.model.ops.sampling.draw import Limits, Masks, Noise
 from mlx_tandem.model.ops.sampling.masks import bits_of
@@ -143,7 +143,6 @@ largest logit. The token is NOT_A_NUMBER where the largest number is not finite 
 PickTruncated = Callable[[mx.array, Noise, Limits, Masks | None], mx.array]
 """A `Pick` with noise among the tokens that min-p, top-k and top-p keep, in this order."""
 
-_exp = cpu.exp if device.is_cpu() else mx.exp
 _MASK = (1 << 64) - 1
 
 
@@ -274,7 +273,7 @@ def sample(
     peak = z.max(-1, keepdims=True)
     is_greedy = a.temperature == 0.0
     scaled = (z - peak) / mx.where(is_greedy, 1.0, a.temperature)
-    p = _exp(scaled)  # evaluated only where something below asks for it
+    p = backend.current().exp(scaled)  # evaluated only where something below asks for it
     sums = z
     if noise is not None:
         sums = everything = _perturbed(z, noise)
@@ -434,7 +433,7 @@ def _exclude_top_choices(
     kept = (p > 0.0) | ((a.min_p <= 0.0) & (a.top_k >= p.shape[-1]))
     if flags.top_p_rounds:
         kept = kept & (_nucleus(p, a) | (a.top_p >= 1.0))
-    weight = mx.where(kept, _exp(z), 0.0)
+    weight = mx.where(kept, backend.current().exp(z), 0.0)
     share = weight / weight.sum(-1, keepdims=True)
     least = mx.where(share > a.xtc_threshold, share, mx.inf).min(-1, keepdims=True)
     return kept, kept & ((share <= least) | a.xtc_kept)
