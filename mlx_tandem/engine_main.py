@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from importlib.metadata import version
@@ -202,7 +202,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens, hidden_size=hidden)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
     read = _adapter_reader(config, built.linears, info, built.uploads, built.slot_room)
-    adapters = Adapters(store, Loader(read), slots)
+    adapters = Adapters(store, Loader(read), slots, _adapter_pieces(channel, built, info))
     host = TrainerHost(
         trainers,
         adapters,
@@ -222,6 +222,21 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     )
     channel.send([m.Ready(info)])
     return core
+
+
+def _adapter_pieces(channel: EngineChannel, built: Built, info: EngineInfo) -> Iterator[None] | None:
+    """Return what makes ready, piece by piece, the kernels that only adapters need, and then tells the front which they
+    are; None if that was done at start.
+    """
+    if built.prepare_adapters is None:
+        return None
+    pieces = built.prepare_adapters()
+
+    def prepare() -> Iterator[None]:
+        backend, reason = yield from pieces
+        channel.send([m.Ready(msgspec.structs.replace(info, lora_backend=backend, lora_reason=reason))])
+
+    return prepare()
 
 
 def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: SlotTable) -> Scheduler:

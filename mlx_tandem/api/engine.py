@@ -15,6 +15,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
+from msgspec import structs
+
 from mlx_tandem import engine_main, limits
 from mlx_tandem.api.calls import begin
 from mlx_tandem.api.conversations import Conversation
@@ -71,6 +73,8 @@ class Engine:
             model, adapters = demo.MODEL_PATH, demo.ADAPTER_PATHS if adapters is None else adapters
         engine = _engine_config(str(model), options)
         named = tuple((name, str(path)) for name, path in (adapters or {}).items())
+        if named or engine.duty.trainer_rank:
+            engine = structs.replace(engine, lora=structs.replace(engine.lora, prepare=True))
         self._front = Front(Config(engine, _SERVER, named), _thread_launch(engine))
         self._generation = Generation(self._front)
         self._trainers: OpenTrainers = {}

@@ -184,7 +184,7 @@ class Note(Struct, frozen=True, array_like=True, tag="note"):
 
 
 class Ready(Struct, frozen=True, array_like=True, tag="ready"):
-    """The engine accepts requests from now on."""
+    """The engine accepts requests from now on. It is sent again when something that `info` says has changed."""
 
     info: EngineInfo
 
