@@ -177,12 +177,16 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.trainers import TrainerHost
     from mlx_tandem.kv.groups import open_groups
     from mlx_tandem.model.build import build
+    from mlx_tandem.model.kernel_checks.everything import ONCE
 
     weights: dict[str, AdapterWeights] = {}
     if config.speculation.method == "draft":
         _check_vocabulary(config)
-    kept = _kept_choices()
-    built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]), kept=kept)
+
+    def report(stage: str, fraction: float) -> None:
+        channel.send([m.Progress(stage, fraction, stage in ONCE)])
+
+    built = build(config, weights, report, kept=_kept_choices())
     info = built.info
     groups = open_groups(info.memory, info.block_size)
     blocks, opening = _open_blocks(config, info, groups, channel.wake)

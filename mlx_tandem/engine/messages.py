@@ -173,6 +173,7 @@ class Progress(Struct, frozen=True, array_like=True, tag="progress"):
 
     stage: str
     fraction: float  # 0 … 1
+    once: bool = False  # whether only a start without kept choices has this stage
 
 
 class Note(Struct, frozen=True, array_like=True, tag="note"):

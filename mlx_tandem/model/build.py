@@ -378,7 +378,7 @@ def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> N
         if module is not None:
             lay_out(module)
     if config.deterministic:
-        report("checking products", 0.0)
+        report("checking exact products", 0.0)
         mode.prepare(config, model)
 
 
@@ -484,7 +484,7 @@ def _tune(
         return given.tuned
     if device.is_cpu() or config.deterministic:
         return Tuned()
-    report("timing products", 0.0)
+    report(everything.TIMING, 0.0)
     return tune(model.module, model.dtype, most_rows=config.scheduler.max_num_seqs, activations=memory.activations)
 
 

@@ -75,6 +75,7 @@ def warm_up(
         given: The pace of another process that runs the same model on the same kind of device.
         method: Where the drafts come from that steps will verify, as in `SpeculationConfig`.
     """
+    report("warming up", 0.0)
     if info.deterministic:
         check(runner, info)
     if given is None:

@@ -41,6 +41,15 @@ from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
 
 log = logging.getLogger(__name__)
 
+ONCE = (
+    PRODUCTS := "checking products",
+    MODEL := "checking the model",
+    ATTENTION := "checking attention",
+    ADAPTERS := "checking adapters",
+    TIMING := "timing products",
+)
+"""Stages of a start that a later start with kept choices does not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
@@ -93,16 +102,16 @@ def choose(
     if config.deterministic:
         return _without(config, model)
     delta_net.verdict.give(None)
-    report("checking products", 0.0)
+    report(PRODUCTS, 0.0)
     merged = use_views(model.module, merged) if candidates else merged
     modules = skinny.candidates(model.module, merged)
     products = skinny_check.choose(modules)
     if products.chosen is not None:
         skinny.speed_up(modules, merged, products.chosen)
     prepare()
-    report("checking the model", 0.0)
+    report(MODEL, 0.0)
     found = examine(config, model)
-    report("checking attention", 0.0)
+    report(ATTENTION, 0.0)
     asked, block_size = config.cache.attention_backend, config.cache.block_size
     chosen = attention.choose(asked, found.layers, block_size, probe.windows(model), candidates)
     own_blocks = ""
@@ -118,7 +127,7 @@ def choose(
 
 def _choose_adapters(config: EngineConfig, model: LoadedModel, report: Report) -> Choice[GroupedDeltas | None]:
     """Choose the kernels of adapters at start."""
-    report("checking adapters", 0.0)
+    report(ADAPTERS, 0.0)
     return lora.choose(model.module, config.lora, model.dtype)
 
 
