@@ -97,8 +97,9 @@ HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 """Heads of the states that are wide enough for the kernels."""
 
 
-def start_hybrid(tmp_path: Path, kept: Kept | None = None) -> Engine:
-    engine = make_engine(tiny_models.make(tmp_path / "model", "qwen3_5", **HYBRID), num_blocks=24, kept=kept)
+def start_hybrid(tmp_path: Path, kept: Kept | None = None, *, prepare: bool = True) -> Engine:
+    folder = tiny_models.make(tmp_path / "model", "qwen3_5", **HYBRID)
+    engine = make_engine(folder, num_blocks=24, kept=kept, prepare=prepare)
     engine.built.warm_up(CostModel())
     return engine
 
@@ -320,6 +321,31 @@ def assert_serves_an_adapter(engine: Engine, tmp_path: Path) -> None:
         for ref in (None, AdapterRef("adapter", 1, digest))
     ]
     assert_agrees(engine.run(asked, chunks=16), {None: base, digest: adapted}, "an adapter beside the base")
+
+
+MOST_KERNELS = 40
+"""Most kernels of our own that a start compiles before it is ready."""
+
+VARIANTS = 5
+"""Kernels of attention that the fixture leaves out: those of other divisions, which a start compiles and times, too."""
+
+
+@pytest.mark.parametrize("prepare", [False, True], ids=["without adapters", "with adapters"])
+def test_a_start_compiles_few_kernels(metal: Gpu, tmp_path: Path, prepare: bool) -> None:
+    """And the next one fewer still."""
+    kept = Kept(tmp_path / "kept")
+    start(tmp_path, kept, prepare=prepare)
+    first = len(metal.forms) + VARIANTS
+    assert first <= MOST_KERNELS
+    metal.forms.clear()
+    start(tmp_path, kept, prepare=prepare)
+    assert 0 < len(metal.forms) < first
+
+
+def test_a_start_of_a_hybrid_compiles_few_kernels(metal: Gpu, tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "kept")
+    start_hybrid(tmp_path, kept, prepare=False)
+    assert len(metal.forms) + VARIANTS <= MOST_KERNELS
 
 
 def of_adapters(gpu: Gpu) -> set[str]:

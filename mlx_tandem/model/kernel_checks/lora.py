@@ -180,9 +180,15 @@ def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, joined
 
 
 def _checking(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, joined: Container[Shape]) -> Pieces[str]:
-    """Do what `wrong` does, a shape and a rank at a time."""
+    """Do what `wrong` does, a shape and a rank at a time.
+
+    Each rank has kernels of its own, which take the device's compiler long. So one shape is checked at a second rank,
+    the one with most linears, whose kernels contain what those of fewer have.
+    """
+    most = max(len(shape.outputs) for shape in shapes)
+    longest = next(shape for shape in shapes if len(shape.outputs) == most)
     for seed, shape in enumerate(shapes):
-        for rank in (8, 16):
+        for rank in (8, 16) if shape == longest else (16,):
             error = _error(kernels, shape, rank, dtype, seed, joined=shape in joined)
             if not error <= TOLERANCE[dtype]:
                 return f"wrong by {error:.1e} in {shape.inputs} → {shape.outputs}, rank {rank}"
