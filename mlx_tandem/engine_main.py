@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from importlib.metadata import version
@@ -176,14 +176,12 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.time_share import TimeShare
     from mlx_tandem.engine.trainers import TrainerHost
     from mlx_tandem.kv.groups import open_groups
-    from mlx_tandem.model.build import build
     from mlx_tandem.training.device.beside import BesideSteps
 
     weights: dict[str, AdapterWeights] = {}
     if config.speculation.method == "draft":
         _check_vocabulary(config)
-    kept = _kept_choices()
-    built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]), kept=kept)
+    built = _build_model(channel, config, weights)
     info = built.info
     groups = open_groups(info.memory, info.block_size)
     blocks, opening = _open_blocks(config, info, groups, channel.wake)
@@ -204,7 +202,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
     company = built.runner.prebuilt.company
     read = _adapter_reader(config, built.linears, info, built.uploads, built.slot_room)
-    adapters = Adapters(store, Loader(company.around(read)), slots)
+    adapters = Adapters(store, Loader(company.around(read)), slots, _adapter_pieces(channel, built, info))
     host = TrainerHost(
         company.around(lambda: BesideSteps(trainers(), company)),
         adapters,
@@ -224,6 +222,32 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     )
     channel.send([m.Ready(info)])
     return core
+
+
+def _build_model(channel: EngineChannel, config: EngineConfig, weights: dict[str, AdapterWeights]) -> Built:
+    """Load the engine's model and make its runner, and send the progress to the front."""
+    from mlx_tandem.model.build import build
+    from mlx_tandem.model.kernel_checks.everything import ONCE
+
+    def report(stage: str, fraction: float) -> None:
+        channel.send([m.Progress(stage, fraction, stage in ONCE)])
+
+    return build(config, weights, report, kept=_kept_choices())
+
+
+def _adapter_pieces(channel: EngineChannel, built: Built, info: EngineInfo) -> Iterator[None] | None:
+    """Return what makes ready, piece by piece, the kernels that only adapters need, and then tells the front which they
+    are; None if that was done at start.
+    """
+    if built.prepare_adapters is None:
+        return None
+    pieces = built.prepare_adapters()
+
+    def prepare() -> Iterator[None]:
+        backend, reason = yield from pieces
+        channel.send([m.Ready(msgspec.structs.replace(info, lora_backend=backend, lora_reason=reason))])
+
+    return prepare()
 
 
 def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: SlotTable) -> Scheduler:

@@ -24,6 +24,8 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
 
     Raise InvalidRequest that says which settings contradict each other, and why.
     """
+    if config.adapters or config.adapter_root or config.rl_training.enabled or config.engine.duty.trainer_rank:
+        config = _prepared(config)
     if config.engine.duty.inference + config.engine.duty.training <= 0:
         raise InvalidRequest("one of 'duty.inference' and 'duty.training' must be above 0")
     if not config.rl_training.enabled:
@@ -40,6 +42,12 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
     if config.rl_training.atropos_url:
         warn(f"'rl_training.atropos_url' has no effect here: {FLAGS['--atropos-url'].text}")
     return _with_room(_scored(config))
+
+
+def _prepared(config: Config) -> Config:
+    """Return the settings with the kernels of adapters made ready at start."""
+    replace, engine = msgspec.structs.replace, config.engine
+    return replace(config, engine=replace(engine, lora=replace(engine.lora, prepare=True)))
 
 
 def _check(config: Config) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
+from msgspec import structs
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
@@ -29,11 +30,14 @@ from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import everything
 from mlx_tandem.model.kernel_checks.everything import Kernels, examine
+from mlx_tandem.model.kernels.checking import Pieces
 from mlx_tandem.model.loader import LoadedModel, Report, lay_out, load_unread, read_weights, unpack_for_cpu
 from mlx_tandem.model.modules import clone
 from mlx_tandem.model.ops.attention import fused
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.lora.choice import AdapterLimits
 from mlx_tandem.model.ops.lora.slots import Uploads
-from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.lora.state import LoraState, use_kernels
 from mlx_tandem.model.ops.products import tuning
 from mlx_tandem.model.ops.products.merged import merge
 from mlx_tandem.model.ops.products.tuning import Tuned, tune
@@ -53,6 +57,10 @@ On an H200 they cost a third of a step of 128 rows; in a forward of their own th
 """
 
 
+LATER = "the kernels are checked and timed when the first adapter is loaded"
+"""Reason for the back end of adapters while none is configured or loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Built:
     """A runner, what was found out about it, and what the engine and the trainers need beside it."""
@@ -66,6 +74,11 @@ class Built:
     warm_up: Callable[[CostModel], Choices]
     """Runs the first steps and fits the cost model; returns everything that was chosen by timing. Call it once, before
     serving.
+    """
+
+    prepare_adapters: Callable[[], Pieces[tuple[str, str]]] | None
+    """Makes ready, piece by piece, what only steps with adapters need, and returns `lora_backend` and `lora_reason` of
+    EngineInfo. It has to be done before the first adapter is installed. None: it was done at start.
     """
 
     memory: Callable[[], MemoryInUse]
@@ -163,7 +176,7 @@ def _build(
     compiler.prepare()
     model, unread = _load_unread(config, limit, report)
     subject = _subject(config, model, unread, given)
-    again = kept.find(subject) if kept is not None and given is None else None
+    again, known = (None, None) if kept is None or given is not None else _kept(kept, subject, config, model)
     given = given or again
     _read_weights(config, model, report)
     candidates = fused.available() if backends is None else backends
@@ -180,14 +193,12 @@ def _build(
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
     linears = adapters.linears() | adapters.head()
     chosen = kernels.choices(found.mask_axes)  # before another model is built in this process, such as a draft model
+    later = _Later(config, model, adapters, known, kept, memory.activations // 2)
 
     def run_first_steps(cost: CostModel) -> Choices:
-        method = config.speculation.method
-        pace = warm_up(runner, info, cost, report, limit.size, given.pace if given else None, method=method)
-        choices = Choices(subject, chosen, tuned, pace)
-        if kept is not None and again is None:
-            kept.keep(choices)
-        return choices
+        method, pace = config.speculation.method, given.pace if given else None
+        pace = warm_up(runner, info, cost, report, limit.size, pace, method=method)
+        return later.take(Choices(subject, chosen, tuned, pace), again)
 
     return Built(
         runner=runner,
@@ -195,6 +206,7 @@ def _build(
         linears=linears,
         layers=probe.count_layers(model),
         warm_up=run_first_steps,
+        prepare_adapters=later.prepare if kernels.adapters is None else None,
         memory=partial(_memory_in_use, runner),
         adapter_bytes=lambda: adapters.nbytes,
         twin=twin,
@@ -209,6 +221,52 @@ def _build(
         image_columns=_no_columns if model.encoder is None else model.encoder.columns,
         deterministic=exact,
     )
+
+
+def _kept(
+    kept: Kept, subject: Subject, config: EngineConfig, model: LoadedModel
+) -> tuple[Choices | None, AdapterLimits | None]:
+    """Return what an earlier start has chosen, and apart from it what it has chosen for adapters if they can wait."""
+    again = kept.find(subject)
+    if again is None or not lora.can_wait(model.module, config.lora):
+        return again, None
+    known = again.kernels.adapters
+    return structs.replace(again, kernels=structs.replace(again.kernels, adapters=None)), known
+
+
+@dataclass(slots=True)
+class _Later:
+    """What is kept of a start's choices, and the kernels of adapters, which may be chosen after it."""
+
+    config: EngineConfig
+    model: LoadedModel
+    adapters: LoraState
+    known: AdapterLimits | None
+    kept: Kept | None
+    room: int
+    """Bytes that the largest arrays of a measurement may have, beside a server that runs."""
+
+    choices: Choices | None = None
+    """Everything that was chosen at start, to which the choice is added for the next start."""
+
+    def take(self, choices: Choices, again: Choices | None) -> Choices:
+        """Note and return what was chosen at start, and keep it unless an earlier start chose the same, `again`."""
+        self.choices = choices
+        if self.kept is not None and (again is None or again.kernels.adapters != choices.kernels.adapters):
+            self.kept.keep(choices)
+        return choices
+
+    def prepare(self) -> Pieces[tuple[str, str]]:
+        """Do what `Built.prepare_adapters` says."""
+        found = yield from everything.choosing_adapters(self.config, self.model, self.known, self.room)
+        if found.chosen is not None:
+            use_kernels(self.adapters, found.chosen)
+        log.info("adapters by %s: %s", self.adapters.backend, found.reason)
+        limits = everything.limits_of(found)
+        if self.kept is not None and self.choices is not None and limits != self.known:
+            kernels = structs.replace(self.choices.kernels, adapters=limits)
+            self.kept.keep(structs.replace(self.choices, kernels=kernels))
+        return self.adapters.backend, found.reason
 
 
 def _problem(
@@ -249,7 +307,7 @@ def _adapters(
 ) -> tuple[Deterministic | None, LoraState]:
     """Return the arithmetic of `--deterministic`, where that is asked for, and the adapters of a model."""
     exact = mode.of(config, model, found, twin, candidates) if config.deterministic else None
-    chosen = kernels.adapters.chosen, kernels.products.chosen
+    chosen = None if kernels.adapters is None else kernels.adapters.chosen, kernels.products.chosen
     tiled = None if exact is None else exact.deltas
     return exact, LoraState(model.module, config.lora, model.dtype, *chosen, tiled)
 
@@ -315,7 +373,7 @@ def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> N
         if module is not None:
             lay_out(module)
     if config.deterministic:
-        report("checking products", 0.0)
+        report("checking exact products", 0.0)
         mode.prepare(config, model)
 
 
@@ -428,7 +486,7 @@ def _tune(
         return given.tuned
     if config.deterministic or not backend.current().products.worth_timing:
         return Tuned()
-    report("timing products", 0.0)
+    report(everything.TIMING, 0.0)
     return tune(model.module, model.dtype, most_rows=config.scheduler.max_num_seqs, activations=memory.activations)
 
 
@@ -441,7 +499,8 @@ def _describe(
     lora_backend: str,
     load_seconds: float,
 ) -> EngineInfo:
-    log.info("adapters by %s: %s", lora_backend, kernels.adapters.reason)
+    lora_reason = LATER if kernels.adapters is None else kernels.adapters.reason
+    log.info("adapters by %s: %s", lora_backend, lora_reason)
     shapes, attention = found.layers, kernels.attention
     groups = open_groups(memory, config.cache.block_size)
     return EngineInfo(
@@ -464,7 +523,7 @@ def _describe(
         device=backend.current().describe(),
         attention_backend=attention.name,
         lora_backend=lora_backend,
-        lora_reason=kernels.adapters.reason,
+        lora_reason=lora_reason,
         products_reason=kernels.products.reason,
         load_seconds=load_seconds,
         vision=model.vision,

@@ -19,7 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mlx_tandem import files
 from mlx_tandem.config import EngineConfig
@@ -36,7 +36,7 @@ from mlx_tandem.model.ops.sampling.choice import SamplingKernels
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 """Version of the value; another one is refused."""
 
 MOST_KEPT = 64
@@ -80,7 +80,13 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
             [(str(layer.keys), str(layer.values), layer.window) for layer in layers],
             [str(state) for state in states],
             vocab_size,
-            (config.cache, config.lora, config.scheduler.max_num_seqs, config.deterministic),
+            # Whether adapters are configured decides when their kernels are chosen, and not between which.
+            (
+                config.cache,
+                structs.replace(config.lora, prepare=False),
+                config.scheduler.max_num_seqs,
+                config.deterministic,
+            ),
             version("mlx-lm"),
         )
         digest = hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
@@ -118,7 +124,9 @@ class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
     own_blocks: str
     """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
 
-    adapters: AdapterLimits
+    adapters: AdapterLimits | None
+    """None: no adapter was configured or loaded, so nothing was chosen."""
+
     sampling: SamplingKernels
     rule_problem: str | None = None
     """Why mlx-lm's functions compute the gated delta rule; empty if a kernel does, None if no layer needs it."""

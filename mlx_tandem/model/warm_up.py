@@ -1,10 +1,14 @@
-"""Warm-up of a new runner: trace the usual steps, time prompts and decodes, and check that steps may overlap."""
+"""Warm-up of a new runner: trace the usual steps, time prompts and decodes, and check that steps may overlap.
+
+It is bounded in seconds and not in shapes: where steps are slow, fewer of them are run. What was not run is compiled
+when it is first used.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
@@ -33,11 +37,17 @@ ENOUGH_CHUNKS = 4
 CHUNK_SECONDS = 1.0
 """Seconds spent on timed chunks after which no further chunk is timed, once there are enough of them."""
 
+MOST_SECONDS = 3.0
+"""Seconds of steps, and of prompt chunks and decode steps each, that warm-up does not begin another shape beyond."""
+
+COMPILED = 5e3
+"""Milliseconds from which the first run of a step on a CPU counts: compiling it takes a small part of them."""
+
 _DRAFTS = 4
 """Tokens of the rows that verify drafts, unless a head of the model makes one draft at a time."""
 
 RUNS = 3
-"""Most runs of each timed step. The first pays for tracing and does not count."""
+"""Most runs of each timed step. The first pays for tracing and does not count, but see COMPILED."""
 
 AGREEMENT = 1.1
 """Ratio of a step's two shortest times at which it is not run again."""
@@ -47,7 +57,11 @@ LONG = 20.0
 
 
 SLOW = 100.0
-"""Milliseconds of a step from which it is not run at start only to compile it. Compiling takes a few milliseconds."""
+"""Milliseconds of a step from which it is not run at start only to compile it. Compiling takes a few milliseconds.
+
+From so many milliseconds of a decode step on, steps run one at a time without a check: an overlap would save the host's
+few milliseconds.
+"""
 
 
 def warm_up(
@@ -74,12 +88,16 @@ def warm_up(
         given: The pace of another process that runs the same model on the same kind of device.
         method: Where the drafts come from that steps will verify, as in `SpeculationConfig`.
     """
+    report("warming up", 0.0)
     if info.deterministic:
         check_deterministic(runner, info)
     if given is None:
         chunks, decodes = tuple(_time_chunks(runner, info, report)), tuple(_time_decodes(runner, info))
         _sample_once(runner, info)
-        decide_overlap(runner, info)
+        if _is_slow(decodes):
+            runner.one_at_a_time = True
+        else:
+            decide_overlap(runner, info)
         pace = Pace(chunks, decodes, runner.one_at_a_time)
     else:
         pace = given
@@ -87,7 +105,7 @@ def warm_up(
         for plan in _usual_steps(info, pace):
             runner.wait(runner.launch(plan))
         _sample_once(runner, info)
-    if method != "none":
+    if method != "none" and not _is_slow(pace.decodes):
         _verify_some(runner, info, 2 if method == "mtp" else _DRAFTS, proposes=method == "mtp")
     cost.fit(list(pace.chunks), list(pace.decodes))
     # Serving hardly asks again for arrays of these sizes; and with so much kept in the cache, what serving frees would
@@ -101,14 +119,21 @@ def warm_up(
     return pace
 
 
+def _is_slow(decodes: Sequence[tuple[int, float]]) -> bool:
+    """Return whether a step that decodes one row takes long."""
+    return bool(decodes) and decodes[0][1] >= SLOW
+
+
 def _usual_steps(info: EngineInfo, pace: Pace) -> Iterator[StepPlan]:
     """Yield the steps that another process has timed and that do not take long, each once."""
-    timed = {chunk[:2]: chunk[2] for chunk in pace.chunks}
+    chunks = {(length, context): ms for length, context, ms in pace.chunks}
     for length, context in _chunks(info):
-        if timed.get((length, context), SLOW) < SLOW:
+        if chunks.get((length, context), SLOW) < SLOW:
             yield _chunk(info, length, context)
+    decodes = dict(pace.decodes)
     for rows in _decodes(info):
-        yield _decode(info, rows, 0)
+        if decodes.get(rows, SLOW) < SLOW:
+            yield _decode(info, rows, 0)
 
 
 def _chunks(info: EngineInfo) -> list[tuple[int, int]]:
@@ -126,23 +151,37 @@ def _chunk(info: EngineInfo, length: int, context: int) -> StepPlan:
 
 
 def _time_chunks(runner: MLXRunner, info: EngineInfo, report: Report) -> list[tuple[int, int, float]]:
-    """Return (tokens, positions before them, milliseconds) of prompt chunks."""
+    """Return (tokens, positions before them, milliseconds) of prompt chunks.
+
+    Where there was time for chunks of one length only, longer ones are assumed to take as long for each token.
+    """
     measured: list[tuple[int, int, float]] = []
     chunks = _chunks(info)
     for done, (length, context) in enumerate(chunks):
         # Each chunk runs twice at least. The first run of a new process compiles, so it says nothing about the second.
-        if done >= ENOUGH_CHUNKS and 2 * sum(chunk[2] for chunk in measured) >= CHUNK_SECONDS * 1e3:
+        spent = 2e-3 * sum(chunk[2] for chunk in measured)
+        if done >= ENOUGH_CHUNKS and spent >= CHUNK_SECONDS:
             break
+        if measured and spent + 2e-3 * _at_most(measured, length) > MOST_SECONDS:
+            continue
         plan = _chunk(info, length, context)
         measured.append((length, context, _shortest(_milliseconds(runner, plan) for _ in range(RUNS))))
         report("warming up", (done + 1) / (len(chunks) + 1))
+    if len(chunks) > 1 and len({chunk[0] for chunk in measured}) == 1:
+        length, _, milliseconds = measured[0]
+        measured += [(length * more, 0, milliseconds * more) for more in (2, 4, 8)]
     return measured
+
+
+def _at_most(measured: list[tuple[int, int, float]], length: int) -> float:
+    """Return the milliseconds that a chunk of so many tokens takes at most by those of shorter and longer ones."""
+    return min(milliseconds * max(length / known, 1.0) for known, _, milliseconds in measured)
 
 
 def _decodes(info: EngineInfo) -> list[int]:
     """Return the numbers of rows of timed decode steps: no more than seats, and none for which the pool has no room."""
     most = min(group.pool.usable_blocks for group in open_groups(info.memory, info.block_size))
-    return [min(rows, info.max_num_seqs) for rows in (1, 4, 16) if rows <= most]
+    return sorted({min(rows, info.max_num_seqs) for rows in (1, 4, 16) if rows <= most})
 
 
 def _decode(info: EngineInfo, rows: int, position: int) -> StepPlan:
@@ -153,9 +192,18 @@ def _decode(info: EngineInfo, rows: int, position: int) -> StepPlan:
 
 
 def _time_decodes(runner: MLXRunner, info: EngineInfo) -> list[tuple[int, float]]:
-    """Return the (rows, milliseconds) of decode steps."""
-    measured = []
+    """Return the (rows, milliseconds) of decode steps.
+
+    Where there was time for one only, more rows are assumed to take as long each.
+    """
+    measured: list[tuple[int, float]] = []
     for rows in _decodes(info):
+        if measured:
+            at_most = measured[-1][1] * rows / measured[-1][0]
+            if 2e-3 * (sum(decode[1] for decode in measured) + at_most) > MOST_SECONDS:
+                if len(measured) == 1:
+                    measured.append((rows, at_most))
+                break
         times = (_milliseconds(runner, _decode(info, rows, position)) for position in range(RUNS))
         measured.append((rows, _shortest(times)))
     return measured
@@ -163,9 +211,11 @@ def _time_decodes(runner: MLXRunner, info: EngineInfo) -> list[tuple[int, float]
 
 def _shortest(times: Iterator[float]) -> float:
     """Return the shortest of a step's times but for the first, and take no more of them after a long one, or once two
-    nearly agree.
+    nearly agree. A first one that is mostly the step itself suffices.
     """
-    next(times)
+    first = next(times)
+    if backend.current().steps.tracing_is_cheap and first >= COMPILED:
+        return first
     taken = [next(times)]
     if taken[0] >= LONG:
         return taken[0]

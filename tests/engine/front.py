@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +78,7 @@ class Front:
         duty: DutyConfig | None = None,
         trainer_bytes: int = 1 << 30,
         eos: tuple[int, ...] = (),
+        pieces: Iterator[None] | None = None,
         **runner_options: Any,
     ):
         self.socket, engine = socket.socketpair()
@@ -109,6 +110,7 @@ class Front:
             AdapterStore(self.weights, most_bytes=most_bytes, most=most_loaded),
             Loader(lambda source: self.read(Path(source.path))),
             self.slots,
+            pieces,
         )
         self.duty = TimeShare(duty or DutyConfig())
         self.trainers = TrainerHost(

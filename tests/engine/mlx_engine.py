@@ -141,6 +141,7 @@ def make_engine(
     unpack_weights: bool = False,
     kept: Kept | None = None,
     method: Literal["none", "mtp"] = "none",
+    prepare: bool = True,
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
@@ -153,7 +154,7 @@ def make_engine(
             attention_backend=attention_backend,
         ),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_chunk_tokens=max_chunk_tokens),
-        lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
+        lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank, prepare=prepare),
         deterministic=deterministic,
         speculation=SpeculationConfig(method),
     )

@@ -43,6 +43,7 @@ class Gpu:
     records: bool = False
     faults: dict[str, Around] = field(default_factory=dict)
     sources: dict[tuple[str, int], Source] = field(default_factory=dict)  # made so far, by name and number of inputs
+    forms: set[tuple[str, ...]] = field(default_factory=set)  # what a device's compiler would have made for the calls
     called: Counter[str] = field(default_factory=Counter)  # kernels that write inputs, while it records
     clock: float = 0.0
     kernel_seconds: float = 1e-7
@@ -63,6 +64,9 @@ class Gpu:
                 outputs: Sequence[Shaped],
             ) -> list[mx.array]:
                 self.clock += self.kernel_seconds
+                types = *(x.dtype for x in inputs), *(dtype for _, dtype in outputs)
+                constants = sorted(f"{name}={value}" for name, value in template.items())
+                self.forms.add((source.name, str(len(inputs)), *constants, *map(str, types)))
                 if self.records:
                     self.called[source.name] += bool(source.writes)
                     return recorded(inputs, template, groups, threads, outputs)

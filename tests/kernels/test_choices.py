@@ -58,7 +58,7 @@ def config_of(folder: Path, **cache: Any) -> EngineConfig:
         model=ModelConfig(path=str(folder)),
         cache=CacheConfig(block_size=8, num_blocks=24, **cache),
         scheduler=SchedulerConfig(max_num_seqs=4),
-        lora=LoraConfig(max_loras=1, max_lora_rank=8),
+        lora=LoraConfig(max_loras=1, max_lora_rank=8, prepare=True),
     )
 
 

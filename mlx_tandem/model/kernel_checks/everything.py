@@ -19,7 +19,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model import backend, probe
 from mlx_tandem.model.choices import KernelChoices
 from mlx_tandem.model.kernels import inplace
-from mlx_tandem.model.kernels.checking import MAX_REASON, Choice
+from mlx_tandem.model.kernels.checking import MAX_REASON, Choice, Pieces
 from mlx_tandem.model.loader import LoadedModel, Report
 from mlx_tandem.model.ops import delta_net, gated_delta
 from mlx_tandem.model.ops.attention import block, fused, portable
@@ -38,6 +38,15 @@ from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers
 
 log = logging.getLogger(__name__)
 
+ONCE = (
+    PRODUCTS := "checking products",
+    MODEL := "checking the model",
+    ATTENTION := "checking attention",
+    ADAPTERS := "checking adapters",
+    TIMING := "timing products",
+)
+"""Stages of a start that a later start with kept choices does not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
@@ -48,17 +57,16 @@ class Kernels:
     own_blocks: str
     """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
 
-    adapters: Choice[GroupedDeltas | None]
+    adapters: Choice[GroupedDeltas | None] | None
+    """None: they are chosen when the first adapter is loaded."""
+
     sampling: Choice[Pickers]
 
     def choices(self, mask_axes: int) -> KernelChoices:
         """Return the choices as plain data, from which `choose` builds the same functions."""
-        few, deltas = self.products.chosen, self.adapters.chosen
-        products, limits = Products(self.products.reason), AdapterLimits(self.adapters.reason)
+        few, products = self.products.chosen, Products(self.products.reason)
         if few is not None:
             products = Products(self.products.reason, by_shape(few.base), by_shape(few.adapted))
-        if deltas is not None:
-            limits = AdapterLimits(self.adapters.reason, deltas.same, deltas.mixed)
         kinds = {id(kernels): kernels for kernels in self.attention.layers if kernels is not None}
         divisions = tuple(kernels.attention.division for kernels in kinds.values())
         return KernelChoices(
@@ -67,7 +75,7 @@ class Kernels:
             products=products,
             attention=AttentionDivision(self.attention.name, self.attention.reason, divisions),
             own_blocks=self.own_blocks,
-            adapters=limits,
+            adapters=None if self.adapters is None else limits_of(self.adapters),
             sampling=sampling.described(self.sampling),
             rule_problem=gated_delta.verdict.found,
             own_delta_nets=delta_net.verdict.found,
@@ -87,20 +95,20 @@ def choose(
     With `given`, the choices of another process, the model and the kernels are not checked.
     """
     if given is not None:
-        return _install(config, model, merged, candidates, given)
+        return _install(config, model, merged, candidates, report, given)
     if config.deterministic:
         return _without(config, model)
     delta_net.verdict.give(None)
-    report("checking products", 0.0)
+    report(PRODUCTS, 0.0)
     merged = use_views(model.module, merged) if candidates else merged
     modules = few_rows.candidates(model.module, merged)
     products = few_rows.choose(modules)
     if products.chosen is not None:
         few_rows.speed_up(modules, merged, products.chosen)
     prepare()
-    report("checking the model", 0.0)
+    report(MODEL, 0.0)
     found = examine(config, model)
-    report("checking attention", 0.0)
+    report(ATTENTION, 0.0)
     asked, block_size = config.cache.attention_backend, config.cache.block_size
     chosen = attention.choose(asked, found.layers, block_size, probe.windows(model), candidates)
     own_blocks = ""
@@ -110,11 +118,36 @@ def choose(
         error = partial(probe.fused_error, model, found.vocab_size, *own, found.states)
         timed = seconds if asked == attention.AUTO else None
         own_blocks = block.choose(model.module, timed, error, adapters=config.lora.max_loras > 0)
-    report("checking adapters", 0.0)
-    adapters = lora.choose(model.module, config.lora, model.dtype)
+    adapters = None if lora.can_wait(model.module, config.lora) else _choose_adapters(config, model, report)
     kernels = Kernels(products, chosen, own_blocks, adapters, sampling.choose(model.dtype, found.vocab_size))
     _log(kernels)
     return found, kernels
+
+
+def _choose_adapters(config: EngineConfig, model: LoadedModel, report: Report) -> Choice[GroupedDeltas | None]:
+    """Choose the kernels of adapters at start."""
+    report(ADAPTERS, 0.0)
+    return lora.choose(model.module, config.lora, model.dtype)
+
+
+def choosing_adapters(
+    config: EngineConfig, model: LoadedModel, known: AdapterLimits | None, most_bytes: int
+) -> Pieces[Choice[GroupedDeltas | None]]:
+    """Choose the kernels of adapters piece by piece, before the first adapter is served.
+
+    known: what an earlier start has chosen, of which only the results are checked; most_bytes: the largest outputs of a
+    layer's linears that there is memory for.
+    """
+    if known is not None:
+        choice = yield from lora.confirming(model.module, model.dtype, _made_adapters(model, known))
+        if choice is not None:
+            return choice
+    return (yield from lora.choosing(model.module, config.lora, model.dtype, most_bytes=most_bytes))
+
+
+def _made_adapters(model: LoadedModel, given: AdapterLimits) -> Choice[GroupedDeltas | None]:
+    """Return the kernels of adapters that another process chose."""
+    return Choice(lora.made(model.module, given.same, given.mixed) if given.mixed else None, given.reason)
 
 
 def _without(config: EngineConfig, model: LoadedModel) -> tuple[probe.Examined, Kernels]:
@@ -133,9 +166,13 @@ def _install(
     model: LoadedModel,
     merged: Sequence[Merged],
     candidates: Sequence[fused.Fused],
+    report: Report,
     given: KernelChoices,
 ) -> tuple[probe.Examined, Kernels]:
-    """Build the functions that another process chose, and change the model's modules so that they use them."""
+    """Build the functions that another process chose, and change the model's modules so that they use them.
+
+    Kernels of adapters are chosen here where they are configured and the other process had none.
+    """
     inplace.given(given.store_problem)
     gated_delta.verdict.give(given.rule_problem)
     delta_net.verdict.give(given.own_delta_nets)
@@ -150,13 +187,17 @@ def _install(
     chosen = attention.made(given.attention, found.layers, config.cache.block_size, candidates)
     if any(chosen.layers) and not given.own_blocks:
         block.use(model.module)
-    deltas = lora.made(model.module, given.adapters.same, given.adapters.mixed) if given.adapters.mixed else None
+    adapters: Choice[GroupedDeltas | None] | None = None
+    if given.adapters is not None:
+        adapters = _made_adapters(model, given.adapters)
+    elif not lora.can_wait(model.module, config.lora):
+        adapters = _choose_adapters(config, model, report)
     pickers = sampling.made(given.sampling)
     kernels = Kernels(
         products,
         chosen,
         given.own_blocks,
-        Choice(deltas, given.adapters.reason),
+        adapters,
         Choice(pickers, given.sampling.reason),
     )
     _log(kernels)
@@ -181,7 +222,7 @@ def problem(config: EngineConfig, model: LoadedModel, twin: nn.Module, found: pr
         if not error <= 1.0:
             return f"the model's logits are off by {error:.1f} times what is allowed"
         wrong = ""
-        if kernels.adapters.chosen is not None:
+        if kernels.adapters is not None and kernels.adapters.chosen is not None:
             wrong = lora.wrong_in_any_shape(model.module, kernels.adapters.chosen, model.dtype)
         wrong = wrong or gated_delta.wrong(model.module) or delta_net.wrong(model.module)
         return wrong or sampling.wrong_once(kernels.sampling.chosen, model.dtype, found.vocab_size)
@@ -213,6 +254,12 @@ def _log(kernels: Kernels) -> None:
     if kernels.own_blocks:
         log.warning("attention blocks run their own code: %s", kernels.own_blocks)
     log.info("sampling: %s", kernels.sampling.reason)
+
+
+def limits_of(choice: Choice[GroupedDeltas | None]) -> AdapterLimits:
+    """Return the choice of the kernels of adapters as plain data."""
+    deltas = choice.chosen
+    return AdapterLimits(choice.reason) if deltas is None else AdapterLimits(choice.reason, deltas.same, deltas.mixed)
 
 
 def by_shape(forms: Forms) -> tuple[FormsByShape, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -20,6 +20,10 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 """Largest error of sums of products by type, relative to the largest number of a result: for the short types, twice
 their rounding error.
 """
+
+Pieces = Generator[None, None, T]
+"""Work that can be interrupted: each `next` does a piece of it, a check of one shape or a measurement, and the
+generator returns the result."""
 
 MAX_REASON = 500
 """Characters of a compiler's or driver's message that go into a reason."""
@@ -69,14 +73,34 @@ def makers_of_device(given: Sequence[dialect.Make] | None) -> Sequence[dialect.M
     return [dialect.maker(target) for target in dialect.available()] if given is None else given
 
 
+def finish(pieces: Pieces[T]) -> T:
+    """Do all pieces one after the other and return the result."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as e:
+            result: T = e.value
+            return result
+
+
 def checked(name: str, check: Callable[[], T], otherwise: Callable[[str], T]) -> T:
     """Return the result of `check`, or where the kernel cannot be used, that of `otherwise`, which is given the reason.
 
     A kernel cannot be used when `check` raises Rejected, or when anything else fails, such as a compiler or a driver;
     the latter is logged with its traceback. `name` is the kernel's name in the log.
     """
-    try:
+
+    def whole() -> Pieces[T]:
+        yield from ()
         return check()
+
+    return finish(checked_in_pieces(name, whole(), otherwise))
+
+
+def checked_in_pieces(name: str, check: Pieces[T], otherwise: Callable[[str], T]) -> Pieces[T]:
+    """Do what `checked` does, piece by piece."""
+    try:
+        return (yield from check)
     except Rejected as e:
         reason = str(e)
     except Exception as e:

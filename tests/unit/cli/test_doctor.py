@@ -19,16 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.doctor import device, host, isolate, served
 from mlx_tandem.cli.doctor.checks import CHECKS, chosen
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.command import examine
 from mlx_tandem.cli.doctor.known import explain
 from mlx_tandem.cli.doctor.redact import Redactor
-from mlx_tandem.cli.doctor.report import folded, markdown
+from mlx_tandem.cli.doctor.report import data, folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
 from mlx_tandem.cli.doctor.sizes import Sizes
+from mlx_tandem.config import Config, EngineConfig, ModelConfig
+from mlx_tandem.engine.client import start_times
 from mlx_tandem.engine.client.ending import explain_end
+from mlx_tandem.engine.client.start_times import KeptTimes, Stage
 from mlx_tandem.model.ops.attention import cases, portable
 from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner
@@ -73,6 +77,26 @@ def test_it_passes_here_and_names_every_check() -> None:
     assert block.startswith(f"<details><summary>tandem doctor: {len(CHECKS)} of {len(CHECKS)} checks pass</summary>")
     assert block.endswith(f"</details>\n\n**tandem doctor: {len(CHECKS)} of {len(CHECKS)} checks pass.**")
     assert "###" not in block
+
+
+def test_it_shows_what_the_last_start_spent_its_time_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check = next(c for c in CHECKS if c.name == "starts")
+    (finding,) = isolate.run([check])
+    assert (finding.status, finding.says, finding.table) == ("ok", "no start of a server is known", {})
+    stages = Stage("starting", 0.25), Stage("reading weights", 3.0), Stage("checking attention", 30.125, once=True)
+    config = Config(EngineConfig(ModelConfig("/home/somebody/models/mine")))
+    KeptTimes(start_times.folder(), config).keep(stages)
+    (finding,) = isolate.run([check])
+    assert re.fullmatch(
+        r"mine was ready after 33\.4 s on [\d-]+ [\d:]+, 30\.1 s of it in the stage “checking attention”", finding.says
+    )
+    text = markdown(data("tandem doctor", describe(), [finding]))
+    assert (
+        "| starts | s |\n|---|---:|\n| starting | 0.25 |\n| reading weights | 3 |\n| checking attention | 30.1 |"
+        in text
+    )
+    assert "somebody" not in text
 
 
 def test_the_page_has_every_check() -> None:

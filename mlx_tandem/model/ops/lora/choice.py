@@ -1,10 +1,12 @@
 """Check of the fused LoRA kernels: they must agree with plain products, and are used for as many tokens as they win.
 
-`choose` runs at start. The first half of this module compares results, the second times both ways.
+`choose` runs at start where adapters are configured. Elsewhere `choosing` runs piece by piece between the steps of the
+server, before the first adapter is served. The first half of this module compares results, the second times both ways.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate, count, pairwise
 from typing import NamedTuple
@@ -18,12 +20,23 @@ from msgspec import Struct
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.checking import TOLERANCE, Choice, Rejected, checked, floats, makers_of_device
+from mlx_tandem.model.kernels.checking import (
+    TOLERANCE,
+    Choice,
+    Pieces,
+    Rejected,
+    checked_in_pieces,
+    finish,
+    floats,
+    makers_of_device,
+)
 from mlx_tandem.model.kernels.timing import seconds
 from mlx_tandem.model.ops.lora.kernel import MOST_MEMBERS, GroupedDeltas, LoraKernels, fits
 from mlx_tandem.model.ops.lora.routes import Ints, cut_tiles
 from mlx_tandem.model.ops.products.merged import whole_of
 from mlx_tandem.model.targets import Group, find_groups
+
+log = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 30
 """Number of tokens that stands for "any number"."""
@@ -55,6 +68,13 @@ class Shape(NamedTuple):
     outputs: tuple[int, ...]
 
 
+def can_wait(model: nn.Module, config: LoraConfig) -> bool:
+    """Return whether there are kernels to choose that nothing needs before the first adapter is loaded."""
+    if config.prepare or config.max_loras == 0 or config.backend != "auto" or not makers_of_device(None):
+        return False
+    return any(_shapes(group) for group in find_groups(model))
+
+
 def choose(
     model: nn.Module, config: LoraConfig, dtype: mx.Dtype, makers: Sequence[dialect.Make] | None = None
 ) -> Choice[GroupedDeltas | None]:
@@ -66,6 +86,17 @@ def choose(
     Raises:
         ModelError: The configuration asks for fused kernels, which this device does not have or computes wrongly.
     """
+    return finish(choosing(model, config, dtype, makers))
+
+
+def choosing(
+    model: nn.Module,
+    config: LoraConfig,
+    dtype: mx.Dtype,
+    makers: Sequence[dialect.Make] | None = None,
+    most_bytes: int = _MOST_BYTES,
+) -> Pieces[Choice[GroupedDeltas | None]]:
+    """Do what `choose` does, piece by piece, and time nothing with outputs of more than `most_bytes`."""
     forced = config.backend == "fused"
     if config.max_loras == 0:
         return Choice(None, "no adapter can be loaded")
@@ -79,26 +110,50 @@ def choose(
     if not shapes:
         return _plain("no linear has a shape for fused kernels", forced)
 
-    def check() -> Choice[GroupedDeltas | None]:
+    def check() -> Pieces[Choice[GroupedDeltas | None]]:
         kernels = LoraKernels(makers[0])
-        if problem := wrong(kernels, shapes, dtype, _joined(groups)):
+        if problem := (yield from _checking(kernels, shapes, dtype, _joined(groups))):
             raise Rejected(problem)
         if forced:
             return Choice(GroupedDeltas(kernels, groups, same=UNLIMITED, mixed=UNLIMITED), "asked for")
-        mixed, same = (faster_up_to(kernels, shapes, dtype, slots=slots) for slots in (_TIMED_SLOTS, 1))
+        mixed = yield from _timing(kernels, shapes, dtype, _TIMED_SLOTS, most_bytes)
+        same = yield from _timing(kernels, shapes, dtype, 1, most_bytes)
         if not mixed:
             raise Rejected("slower")
         limits = f"faster, for one adapter up to {_tokens(same)} a step, for several up to {_tokens(mixed)}"
         return Choice(GroupedDeltas(kernels, groups, same=same, mixed=mixed), limits)
 
-    return checked(
-        "the fused LoRA kernels", check, lambda reason: _plain(f"fused kernels are not used: {reason}", forced)
+    return (
+        yield from checked_in_pieces(
+            "the fused LoRA kernels", check(), lambda reason: _plain(f"fused kernels are not used: {reason}", forced)
+        )
     )
 
 
 def made(model: nn.Module, same: int, mixed: int) -> GroupedDeltas:
     """Return the fused kernels for so many tokens, which another process has checked."""
     return GroupedDeltas(LoraKernels(makers_of_device(None)[0]), find_groups(model), same=same, mixed=mixed)
+
+
+def confirming(
+    model: nn.Module, dtype: mx.Dtype, known: Choice[GroupedDeltas | None]
+) -> Pieces[Choice[GroupedDeltas | None] | None]:
+    """Return what an earlier start has chosen, `known`, or None if its kernels are wrong by now, checked piece by
+    piece.
+    """
+    deltas = known.chosen
+    if deltas is None:
+        return known
+    groups = find_groups(model)
+    shapes = sorted({s for group in groups for s in _shapes(group)})
+
+    def check() -> Pieces[str]:
+        return (yield from _checking(deltas.kernels, shapes, dtype, _joined(groups)))
+
+    problem = yield from checked_in_pieces("the fused LoRA kernels", check(), lambda reason: reason)
+    if problem:
+        log.warning("the fused LoRA kernels are checked anew, because with the choices of the last start %s", problem)
+    return None if problem else known
 
 
 def _plain(reason: str, forced: bool) -> Choice[GroupedDeltas | None]:
@@ -135,11 +190,23 @@ def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, joined
 
     For the shapes in `joined`, `add_joined` is checked too.
     """
+    return finish(_checking(kernels, shapes, dtype, joined))
+
+
+def _checking(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, joined: Container[Shape]) -> Pieces[str]:
+    """Do what `wrong` does, a shape and a rank at a time.
+
+    Each rank has kernels of its own, which take the device's compiler long. So one shape is checked at a second rank,
+    the one with most linears, whose kernels contain what those of fewer have.
+    """
+    most = max(len(shape.outputs) for shape in shapes)
+    longest = next(shape for shape in shapes if len(shape.outputs) == most)
     for seed, shape in enumerate(shapes):
-        for rank in (8, 16):
+        for rank in (8, 16) if shape == longest else (16,):
             error = _error(kernels, shape, rank, dtype, seed, joined=shape in joined)
             if not error <= TOLERANCE[dtype]:
                 return f"wrong by {error:.1e} in {shape.inputs} → {shape.outputs}, rank {rank}"
+            yield
     return ""
 
 
@@ -217,6 +284,11 @@ def faster_up_to(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype,
     The tokens are spread over `slots` adapters. For fewer tokens the kernels are faster, too. Return 0 if they never
     are, UNLIMITED if they are for every number that fits into memory.
     """
+    return finish(_timing(kernels, shapes, dtype, slots, _MOST_BYTES))
+
+
+def _timing(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, slots: int, most_bytes: int) -> Pieces[int]:
+    """Do what `faster_up_to` does, a shape and a number of tokens at a time."""
     largest = [
         s for s in shapes if not any(s != t and s == Shape(t.inputs, t.outputs[: len(s.outputs)]) for t in shapes)
     ]
@@ -224,9 +296,13 @@ def faster_up_to(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype,
     for tokens in _TOKENS:
         if tokens < slots:
             continue
-        if tokens * dtype.size * sum(sum(s.outputs) for s in largest) > _MOST_BYTES:
+        if tokens * dtype.size * sum(sum(s.outputs) for s in largest) > most_bytes:
             return won
-        fused, plain = np.sum([_times(kernels, shape, dtype, tokens, slots) for shape in largest], 0)
+        fused = plain = 0.0
+        for shape in largest:
+            own, theirs = _times(kernels, shape, dtype, tokens, slots)
+            fused, plain = fused + own, plain + theirs
+            yield
         if fused > plain:
             return won
         won = tokens

@@ -406,6 +406,12 @@ class LoraState:
             self._bound.sorted_slots.pop()
 
 
+def use_kernels(lora: LoraState, fused: GroupedDeltas) -> None:
+    """Have these kernels compute the adapters of `lora`, none of which may be installed yet."""
+    lora._fused = fused
+    lora.backend = "fused"
+
+
 def _in_tiles(tiled: TiledDeltas, bound: _Bound, x: mx.array, y: mx.array, slots: mx.array, path: str) -> mx.array:
     """Return y, the output of a linear for x, plus the deltas of the slots of x's rows."""
     a, b = bound.arrays[path]
