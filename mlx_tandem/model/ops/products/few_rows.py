@@ -247,6 +247,9 @@ def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | Non
         kinds.setdefault(shape, Kind(shape.inputs, module["weight"].nbytes, [])).modules.append(module)
     if not kinds:
         return Choice(None, "no linear has a type and shape for the kernel")
+    with dialect.compiled_together():
+        for shape, kind in kinds.items():
+            check.call_all(shape, kind)
     timed = {shape: check.forms(shape, kind) for shape, kind in kinds.items()}
     base, adapted = (_within(timed, share) for share in (HOST_SHARE, SHARE_ADAPTED))
     if not any(adapted.values()):
@@ -311,6 +314,19 @@ class _Check:
     room: int
     wide: bool
 
+    def call_all(self, shape: Shape, kind: Kind) -> None:
+        """Call each form that `forms` may try, without evaluating its product, so that all are compiled at once."""
+        linear = kind.modules[0]
+        for many in EIGHTHS:
+            for form in self._fitting(shape, many):
+                _product(self.kernels, form, linear, mx.zeros((8 * many, shape.inputs), linear["weight"].dtype))
+
+    def _fitting(self, shape: Shape, many: int) -> Sequence[AnyForm]:
+        """Return the forms for this many times eight tokens that a thread block of this device has memory for."""
+        wide = wide_form(many, shape.outputs) if self.wide else None
+        tried: Sequence[AnyForm] = forms(many) if wide is None else (wide,)
+        return [form for form in tried if form.room(many) <= self.room]
+
     def forms(self, shape: Shape, kind: Kind) -> list[Timed]:
         """Return the best form for each entry of EIGHTHS, in ascending order.
 
@@ -324,9 +340,7 @@ class _Check:
             wide = wide_form(many, shape.outputs) if self.wide else None
             if wide is None and len(best) > 1 and not any(one.is_worth(SHARE_ADAPTED) for one in best[-2:]):
                 continue
-            tried: Sequence[AnyForm] = forms(many) if wide is None else (wide,)
-            fitting = [form for form in tried if form.room(many) <= self.room]
-            if not fitting:
+            if not (fitting := self._fitting(shape, many)):
                 continue
             tokens = 8 * many
             x = input_of(kind, dtype, tokens).reshape(tokens, -1)  # two axes, as between the layers of a decode step
