@@ -9,23 +9,17 @@ import sys
 import mlx.core as mx
 
 from mlx_tandem.model import device
-from mlx_tandem.model.backend import cpu_functions
-from mlx_tandem.model.backend.base import Arithmetic, Backend, Kernels, Learning, Measuring, Memory, Products, Steps
+from mlx_tandem.model.backend import base, cpu_functions
 from mlx_tandem.model.device import Limit, available_on_linux
 
 
-class Cpu(Backend):
+class Cpu(base.Backend):
     """The CPU's back end."""
 
     def describe(self) -> str:
         """Return one line for people that says what computes here."""
-        blas = (
-            "OpenBLAS"
-            if device.OPENBLAS
-            else "reference BLAS (slow: install libopenblas0)"
-            if sys.platform == "linux"
-            else ""
-        )
+        slow = "reference BLAS (slow: install libopenblas0)" if sys.platform == "linux" else ""
+        blas = "OpenBLAS" if device.OPENBLAS else slow
         return f"CPU, {os.cpu_count() or 1} cores" + (f", {blas}" if blas else "")
 
     def driver(self) -> str:
@@ -78,8 +72,8 @@ class Cpu(Backend):
 
 CPU = Cpu(
     name="cpu",
-    kernels=Kernels(target=None),
-    steps=Steps(
+    kernels=base.Kernels(target=None),
+    steps=base.Steps(
         # MLX's own operations write the pool here, and do so in place only while nothing in flight holds it: a write
         # dispatched behind a read would copy the pool (docs/decisions/dispatch.md).
         one_at_a_time=True,
@@ -88,22 +82,22 @@ CPU = Cpu(
         # No forward pauses, since MLX frees an array when its last user has been computed.
         drive_bytes=8 << 20,  # they take 30 ms
     ),
-    products=Products(
+    products=base.Products(
         only_float32_is_fast=True,  # all other types go through loops of MLX's own, at a tenth of OpenBLAS's speed
         one_by_one=True,
         windows_beat_gathers=True,  # docs/decisions/lora-delta.md
         worth_timing=False,
         tile_sizes=(1, 2, 4, 8, 16, 32, 64),
     ),
-    arithmetic=Arithmetic(
+    arithmetic=base.Arithmetic(
         masks_are_slow=False,  # there is no fused attention that a mask would prevent
-        angles_are_slow=True,  # each cosine and sine is computed by itself
+        angles_are_slow=True,  # MLX has a kernel for ropes on GPUs only (`model/ops/attention/rotary.py`)
         # A compiler may join a product and a sum into one instruction, which rounds only once. On x86-64 MLX calls it
         # without the flags that allow such instructions.
         fusing_keeps_bits=platform.machine() in ("x86_64", "AMD64"),
         compiled_by_the_host=True,
     ),
-    memory=Memory(
+    memory=base.Memory(
         chunk_tokens=(1024,),  # more than a few hundred gain nothing
         # Measured with every feature on.
         layers=2,
@@ -114,12 +108,12 @@ CPU = Cpu(
         most_pool=512 << 20,
         most_activations=256 << 20,
     ),
-    learning=Learning(
+    learning=base.Learning(
         micro_batch_tokens=128,
         forward_layers=1,  # with three, streams would wait longer for the forward than for the backward
         kept_bytes=256 << 20,
         step_chunks=1,
         scores=12,
     ),
-    measuring=Measuring(copied_numbers=8 << 20, only_small_models=True),
+    measuring=base.Measuring(copied_numbers=8 << 20, only_small_models=True),
 )

@@ -9,17 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_tandem.model.backend.base import (
-    Arithmetic,
-    Backend,
-    Kernels,
-    Learning,
-    LongForward,
-    Measuring,
-    Memory,
-    Products,
-    Steps,
-)
+from mlx_tandem.model.backend import base
 from mlx_tandem.model.device import Limit, available_on_linux
 
 _VERSION = Path("/proc/driver/nvidia/version")
@@ -28,7 +18,7 @@ _RELEASE_THRESHOLD = 4
 """CU_MEMPOOL_ATTR_RELEASE_THRESHOLD of CUmemPool_attribute in the CUDA driver API."""
 
 
-class Cuda(Backend):
+class Cuda(base.Backend):
     """The back end for NVIDIA's GPUs."""
 
     def driver(self) -> str:
@@ -69,28 +59,28 @@ def keep_freed_memory(most: int, driver: str = "libcuda.so.1") -> bool:
 
 CUDA = Cuda(
     name="cuda",
-    kernels=Kernels(
+    kernels=base.Kernels(
         target="cuda",
         joins_operations=True,  # the host needs microseconds to launch each operation, more than many of them take
         has_matrix_words=True,
     ),
-    steps=Steps(
+    steps=base.Steps(
         numbers_as_one=True,  # each array that the host has made is moved by itself (`model/inputs.py`)
         # The device has to see what the host writes in the order in which the host writes it, which only x86 promises.
         may_wait_for_numbers=platform.machine() in ("x86_64", "AMD64"),
         # A forward is one graph, which holds the inputs of all its operations until it is done. On an H200 three layers
         # keep the device busy while the host builds the next ones.
-        long_forward=LongForward(tokens=1024, group=3),
+        long_forward=base.LongForward(tokens=1024, group=3),
         drive_bytes=64 << 20,
     ),
-    products=Products(
+    products=base.Products(
         timed_apart=True,  # launching a small product can take longer than computing it
         alike=0.02,  # times vary less where device and host are timed apart
         tile_sizes=(1, 8, 16, 32, 64, 128, 256, 512),
     ),
-    arithmetic=Arithmetic(),
-    memory=Memory(chunk_tokens=(4096, 2048, 1024)),  # an H200 is at its best from about 4,096 on
-    learning=Learning(
+    arithmetic=base.Arithmetic(),
+    memory=base.Memory(chunk_tokens=(4096, 2048, 1024)),  # an H200 is at its best from about 4,096 on
+    learning=base.Learning(
         micro_batch_tokens=1536,
         forward_layers=3,
         step_chunks=4,
@@ -99,5 +89,5 @@ CUDA = Cuda(
         masks_are_slow=True,  # pages have many shapes and masks of their own, for which there is no fused attention
         compiles_for_long=True,  # in the first pass it would take half a minute in which nobody gets a token
     ),
-    measuring=Measuring(),
+    measuring=base.Measuring(),
 )

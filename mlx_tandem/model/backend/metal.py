@@ -10,17 +10,7 @@ import re
 
 import mlx.core as mx
 
-from mlx_tandem.model.backend.base import (
-    Arithmetic,
-    Backend,
-    Kernels,
-    Learning,
-    LongForward,
-    Measuring,
-    Memory,
-    Products,
-    Steps,
-)
+from mlx_tandem.model.backend import base
 from mlx_tandem.model.device import Limit, UnifiedMemory, available_on_macos
 
 EMULATE_BFLOAT16 = re.compile(r"Apple M[12]\b")
@@ -31,7 +21,7 @@ _LONG = 64
 """Fewest tokens of a forward that always pauses: a layer of so many takes longer than the host needs to build one."""
 
 
-class Metal(Backend):
+class Metal(base.Backend):
     """The back end for Apple's GPUs."""
 
     def driver(self) -> str:
@@ -63,27 +53,27 @@ class Metal(Backend):
 
 METAL = Metal(
     name="metal",
-    kernels=Kernels(
+    kernels=base.Kernels(
         target="metal",
         tested_to_write=True,  # it was never run on Metal
         ordered_by_outputs=True,  # docs/decisions/metal-order.md
         mlx_has_its_own=True,
     ),
-    steps=Steps(
+    steps=base.Steps(
         # Up to eleven command buffers of 101 operations are in flight (`MAX_ACTIVE_TASKS` in mlx/transforms.cpp,
         # `needs_commit` in mlx/backend/metal/device.cpp), which is a whole forward. MLX's own command buffers are not
         # longer than a layer; macOS would stop one that takes too long.
-        long_forward=LongForward(tokens=_LONG, gathers=True),
+        long_forward=base.LongForward(tokens=_LONG, gathers=True),
         drive_bytes=16 << 20,
     ),
-    products=Products(
+    products=base.Products(
         # A forward that pauses has two layers in flight at most, and a shorter one may have all of them.
         dequantised_layers=2,
         dequantised_tokens=_LONG,
         tile_sizes=(1, 8, 32, 128, 512),
     ),
-    arithmetic=Arithmetic(),
-    memory=Memory(chunk_tokens=(2048, 1024, 512, 256)),  # a Mac's memory is small
-    learning=Learning(micro_batch_tokens=512, times_slices=True),
-    measuring=Measuring(),
+    arithmetic=base.Arithmetic(),
+    memory=base.Memory(chunk_tokens=(2048, 1024, 512, 256)),  # a Mac's memory is small
+    learning=base.Learning(micro_batch_tokens=512, times_slices=True),
+    measuring=base.Measuring(),
 )
