@@ -35,6 +35,9 @@ def main() -> None:
     parser.add_argument("--real", choices=FORMS, help="a real model of 135M parameters instead (scripts/real_model.py)")
     parser.add_argument("--concurrency", default="1,2,4,8,32")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--requests", type=int, help="requests of a round; by default 24, or 4 for each that is under way"
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--vllm-mlx", type=Path, help="the executable in its own environment")
@@ -51,6 +54,7 @@ def main() -> None:
             load = Load(
                 url="",
                 concurrency=tuple(int(c) for c in args.concurrency.split(",")),
+                num_requests=args.requests,
                 max_tokens=args.max_tokens,
                 prompt_tokens=args.prompt_tokens,
                 model=str(model),
@@ -61,6 +65,7 @@ def main() -> None:
         "prompt_tokens": args.prompt_tokens,
         "max_tokens": args.max_tokens,
         "repeats": args.repeats,
+        "requests": args.requests,
         "shapes": shapes,
     }
     if args.json_out:
