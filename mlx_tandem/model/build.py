@@ -251,9 +251,14 @@ class _Later:
     def take(self, choices: Choices, again: Choices | None) -> Choices:
         """Note and return what was chosen at start, and keep it unless an earlier start chose the same, `again`."""
         self.choices = choices
-        if self.kept is not None and (again is None or again.kernels.adapters != choices.kernels.adapters):
-            self.kept.keep(choices)
+        if choices != again:
+            self._keep(choices, choices.kernels.adapters or self.known)
         return choices
+
+    def _keep(self, choices: Choices, adapters: AdapterLimits | None) -> None:
+        if self.kept is not None:
+            kernels = structs.replace(choices.kernels, adapters=adapters)
+            self.kept.keep(structs.replace(choices, kernels=kernels))
 
     def prepare(self) -> Pieces[tuple[str, str]]:
         """Do what `Built.prepare_adapters` says."""
@@ -262,9 +267,8 @@ class _Later:
             use_kernels(self.adapters, found.chosen)
         log.info("adapters by %s: %s", self.adapters.backend, found.reason)
         limits = lora.described(found)
-        if self.kept is not None and self.choices is not None and limits != self.known:
-            kernels = structs.replace(self.choices.kernels, adapters=limits)
-            self.kept.keep(structs.replace(self.choices, kernels=kernels))
+        if self.choices is not None and limits != self.known:
+            self._keep(self.choices, limits)
         return self.adapters.backend, found.reason
 
 

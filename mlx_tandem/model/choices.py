@@ -146,6 +146,9 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
 
     one_at_a_time: bool
 
+    whole: bool = True
+    """Whether everything was timed. If it was not, since this took too long, the next start times it again."""
+
 
 class Choices(Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that an engine chose by timing when it started."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -38,16 +38,18 @@ CHUNK_SECONDS = 1.0
 """Seconds spent on timed chunks after which no further chunk is timed, once there are enough of them."""
 
 MOST_SECONDS = 3.0
-"""Seconds of steps, and of prompt chunks and decode steps each, that warm-up does not begin another shape beyond."""
+"""Seconds of prompt chunks, and of decode steps, beyond which no further shape is run.
 
-COMPILED = 5e3
-"""Milliseconds from which the first run of a step on a CPU counts: compiling it takes a small part of them."""
+On a CPU no further shape is run either once warm-up itself has taken so long. There MLX calls g++ for each function
+that it has not compiled before, a sixth of a second each. On a GPU only the steps' own times count: how many tokens of
+prompts a step may have depends on them.
+"""
 
 _DRAFTS = 4
 """Tokens of the rows that verify drafts, unless a head of the model makes one draft at a time."""
 
 RUNS = 3
-"""Most runs of each timed step. The first pays for tracing and does not count, but see COMPILED."""
+"""Most runs of each timed step. The first pays for tracing and does not count."""
 
 AGREEMENT = 1.1
 """Ratio of a step's two shortest times at which it is not run again."""
@@ -91,21 +93,32 @@ def warm_up(
     report("warming up", 0.0)
     if info.deterministic:
         check_deterministic(runner, info)
-    if given is None:
-        chunks, decodes = tuple(_time_chunks(runner, info, report)), tuple(_time_decodes(runner, info))
-        _sample_once(runner, info)
-        if _is_slow(decodes):
+    began = time.monotonic()
+
+    def is_late() -> bool:
+        return backend.current().arithmetic.compiled_by_the_host and time.monotonic() - began > MOST_SECONDS
+
+    if given is None or not given.whole:
+        chunks, decodes = (
+            tuple(_time_chunks(runner, info, report, is_late)),
+            tuple(_time_decodes(runner, info, is_late)),
+        )
+        slow = _is_slow(decodes)
+        if slow:
             runner.one_at_a_time = True
         else:
             decide_overlap(runner, info)
-        pace = Pace(chunks, decodes, runner.one_at_a_time)
+        pace = Pace(chunks, decodes, runner.one_at_a_time, whole=not (slow or is_late()))
     else:
         pace = given
         runner.one_at_a_time = pace.one_at_a_time
         for plan in _usual_steps(info, pace):
+            if is_late():
+                break
             runner.wait(runner.launch(plan))
+    if not is_late():
         _sample_once(runner, info)
-    if method != "none" and not _is_slow(pace.decodes):
+    if method != "none" and not _is_slow(pace.decodes) and not is_late():
         _verify_some(runner, info, 2 if method == "mtp" else _DRAFTS, proposes=method == "mtp")
     cost.fit(list(pace.chunks), list(pace.decodes))
     # Serving hardly asks again for arrays of these sizes; and with so much kept in the cache, what serving frees would
@@ -150,7 +163,9 @@ def _chunk(info: EngineInfo, length: int, context: int) -> StepPlan:
     return StepPlan((row,), seatings=() if context else (Seating(0, GREEDY, 0, 1, (0,)),))
 
 
-def _time_chunks(runner: MLXRunner, info: EngineInfo, report: Report) -> list[tuple[int, int, float]]:
+def _time_chunks(
+    runner: MLXRunner, info: EngineInfo, report: Report, is_late: Callable[[], bool]
+) -> list[tuple[int, int, float]]:
     """Return (tokens, positions before them, milliseconds) of prompt chunks.
 
     Where there was time for chunks of one length only, longer ones are assumed to take as long for each token.
@@ -162,7 +177,7 @@ def _time_chunks(runner: MLXRunner, info: EngineInfo, report: Report) -> list[tu
         spent = 2e-3 * sum(chunk[2] for chunk in measured)
         if done >= ENOUGH_CHUNKS and spent >= CHUNK_SECONDS:
             break
-        if measured and spent + 2e-3 * _at_most(measured, length) > MOST_SECONDS:
+        if measured and (is_late() or spent + 2e-3 * _at_most(measured, length) > MOST_SECONDS):
             continue
         plan = _chunk(info, length, context)
         measured.append((length, context, _shortest(_milliseconds(runner, plan) for _ in range(RUNS))))
@@ -191,7 +206,7 @@ def _decode(info: EngineInfo, rows: int, position: int) -> StepPlan:
     return StepPlan(tuple(each), seatings=() if position else seatings)
 
 
-def _time_decodes(runner: MLXRunner, info: EngineInfo) -> list[tuple[int, float]]:
+def _time_decodes(runner: MLXRunner, info: EngineInfo, is_late: Callable[[], bool]) -> list[tuple[int, float]]:
     """Return the (rows, milliseconds) of decode steps.
 
     Where there was time for one only, more rows are assumed to take as long each.
@@ -200,7 +215,7 @@ def _time_decodes(runner: MLXRunner, info: EngineInfo) -> list[tuple[int, float]
     for rows in _decodes(info):
         if measured:
             at_most = measured[-1][1] * rows / measured[-1][0]
-            if 2e-3 * (sum(decode[1] for decode in measured) + at_most) > MOST_SECONDS:
+            if is_late() or 2e-3 * (sum(decode[1] for decode in measured) + at_most) > MOST_SECONDS:
                 if len(measured) == 1:
                     measured.append((rows, at_most))
                 break
@@ -211,11 +226,9 @@ def _time_decodes(runner: MLXRunner, info: EngineInfo) -> list[tuple[int, float]
 
 def _shortest(times: Iterator[float]) -> float:
     """Return the shortest of a step's times but for the first, and take no more of them after a long one, or once two
-    nearly agree. A first one that is mostly the step itself suffices.
+    nearly agree.
     """
-    first = next(times)
-    if backend.current().steps.tracing_is_cheap and first >= COMPILED:
-        return first
+    next(times)
     taken = [next(times)]
     if taken[0] >= LONG:
         return taken[0]

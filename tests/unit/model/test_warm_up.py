@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,9 +36,9 @@ def test_a_step_runs_until_two_of_its_times_agree_or_one_is_long(times: list[flo
     taken: list[float] = []
 
     def run() -> Iterator[float]:
-        for time in times:
-            taken.append(time)
-            yield time
+        for taking in times:
+            taken.append(taking)
+            yield taking
 
     found = _shortest(run())
     assert found == min(taken[1:])
@@ -53,7 +56,7 @@ def timed(took: Callable[[int, int], float]) -> list[tuple[int, int, float]]:
         patch.setattr(warm_up, "_chunk", lambda info, length, context: (length, context))
         patch.setattr(warm_up, "_milliseconds", lambda runner, plan: took(*plan))
         nothing: Any = None
-        return warm_up._time_chunks(nothing, nothing, lambda stage, fraction: None)
+        return warm_up._time_chunks(nothing, nothing, lambda stage, fraction: None, lambda: False)
 
 
 @given(st.lists(st.floats(1e-3, 40), min_size=len(CHUNKS), max_size=len(CHUNKS)))
@@ -102,9 +105,35 @@ def test_steps_that_are_slow_are_not_run_only_to_compile_them(tmp_path: Path, mo
     monkeypatch.setattr(warm_up, "_verify_some", lambda *args, **options: pytest.fail("it would take seconds"))
     cost = CostModel()
     pace = warm_up.warm_up(built.runner, built.info, cost, lambda stage, fraction: None, 0, method="ngram")
-    assert [sum(len(row.tokens) for row in plan.rows) for plan in run] == [8, 1, 1]
+    assert [sum(len(row.tokens) for row in plan.rows) for plan in run] == [8, 8, 1, 1]
     assert pace.chunks[0] == (8, 0, 8e3) and pace.decodes == ((1, 1e3), (4, 4e3)) and pace.one_at_a_time
+    assert not pace.whole, "another start may find another machine"
     assert cost.decode(4) == pytest.approx(4e3) and built.runner.one_at_a_time
+
+
+def test_what_a_cpu_has_no_time_to_compile_is_compiled_when_it_is_used_and_timed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = make_engine(tiny_models.make(tmp_path / "model", "llama")).built
+    run: list[StepPlan] = []
+    launch = MLXRunner.launch
+
+    def launched(runner: MLXRunner, plan: StepPlan, *args: Any) -> Any:
+        run.append(plan)
+        return launch(runner, plan, *args)
+
+    monkeypatch.setattr(MLXRunner, "launch", launched)
+    monkeypatch.setattr(warm_up, "decide_overlap", lambda *args: None)
+    late = SimpleNamespace(monotonic=itertools.count(0, 2 * MOST_SECONDS).__next__, perf_counter=time.perf_counter)
+    monkeypatch.setattr(warm_up, "time", late)
+    pace = warm_up.warm_up(built.runner, built.info, CostModel(), lambda stage, fraction: None, 0)
+    assert {tuple(len(row.tokens) for row in plan.rows) for plan in run} == {(8,), (1,)} and not pace.whole
+    assert not any(seating.params.temperature for plan in run for seating in plan.seatings)
+    monkeypatch.setattr(warm_up, "time", time)
+    run.clear()
+    again = warm_up.warm_up(built.runner, built.info, CostModel(), lambda stage, fraction: None, 0, pace)
+    assert again.whole and [chunk[:2] for chunk in again.chunks] == warm_up._chunks(built.info)
+    assert any(seating.params.temperature for plan in run for seating in plan.seatings)
 
 
 @pytest.mark.parametrize("one_at_a_time", [True, False])
