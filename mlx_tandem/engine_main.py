@@ -227,7 +227,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
 def _build_model(channel: EngineChannel, config: EngineConfig, weights: dict[str, AdapterWeights]) -> Built:
     """Load the engine's model and make its runner, and send the progress to the front."""
     from mlx_tandem.model.build import build
-    from mlx_tandem.model.kernel_checks.everything import ONCE
+    from mlx_tandem.model.kernel_checks import ONCE
 
     def report(stage: str, fraction: float) -> None:
         channel.send([m.Progress(stage, fraction, stage in ONCE)])

@@ -21,15 +21,14 @@ from mlx_tandem.engine.kv_offload.reads import READ_BYTES
 from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
-from mlx_tandem.model import backend, compiler, footprint, probe
+from mlx_tandem.model import backend, compiler, footprint, kernel_checks, probe
 from mlx_tandem.model import deterministic as mode
 from mlx_tandem.model.choices import Choices, Kept, Subject
 from mlx_tandem.model.deterministic import Deterministic
 from mlx_tandem.model.device import Limit
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
-from mlx_tandem.model.kernel_checks import everything
-from mlx_tandem.model.kernel_checks.everything import Kernels, examine
+from mlx_tandem.model.kernel_checks import Kernels, examine
 from mlx_tandem.model.kernels.checking import Pieces
 from mlx_tandem.model.loader import LoadedModel, Report, lay_out, load_unread, read_weights, unpack_for_cpu
 from mlx_tandem.model.modules import clone
@@ -147,7 +146,7 @@ def build(
         log.warning("everything is checked anew, because with the choices of the last start %s", e)
         if kept is not None:
             kept.drop(e.subject)
-    everything.forget()
+    kernel_checks.forget()
     gc.collect()  # merged linears refer to each other
     mx.clear_cache()
     # The first attempt has changed the model's modules, so the second one loads the model again.
@@ -182,7 +181,7 @@ def _build(
     candidates = fused.available() if backends is None else backends
     merged = merge(find_groups(model.module)) if candidates and not config.deterministic else []
     twin = clone(model.module)  # before anything of the served tree is changed
-    found, kernels = everything.choose(config, model, merged, candidates, report, given.kernels if given else None)
+    found, kernels = kernel_checks.choose(config, model, merged, candidates, report, given.kernels if given else None)
     if again is not None and (problem := _problem(config, model, twin, found, kernels, report)):
         raise _WrongKernels(problem, subject)
     exact, adapters = _adapters(config, model, found, kernels, twin, candidates)
@@ -263,11 +262,11 @@ class _Later:
 
     def prepare(self) -> Pieces[tuple[str, str]]:
         """Do what `Built.prepare_adapters` says."""
-        found = yield from everything.choosing_adapters(self.config, self.model, self.known, self.room)
+        found = yield from kernel_checks.choosing_adapters(self.config, self.model, self.known, self.room)
         if found.chosen is not None:
             use_kernels(self.adapters, found.chosen)
         log.info("adapters by %s: %s", self.adapters.backend, found.reason)
-        limits = everything.limits_of(found)
+        limits = lora.described(found)
         if self.choices is not None and limits != self.known:
             self._keep(self.choices, limits)
         return self.adapters.backend, found.reason
@@ -283,7 +282,7 @@ def _problem(
 ) -> str:
     """Return what is wrong with the kernels that an earlier start has chosen; empty if they are right."""
     report("checking kernels", 0.0)
-    return everything.problem(config, model, twin, found, kernels)
+    return kernel_checks.problem(config, model, twin, found, kernels)
 
 
 def _memory_in_use(runner: MLXRunner) -> MemoryInUse:
@@ -490,7 +489,7 @@ def _tune(
         return given.tuned
     if config.deterministic or not backend.current().products.worth_timing:
         return Tuned()
-    report(everything.TIMING, 0.0)
+    report(kernel_checks.TIMING, 0.0)
     return tune(model.module, model.dtype, most_rows=config.scheduler.max_num_seqs, activations=memory.activations)
 
 

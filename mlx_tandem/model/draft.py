@@ -18,7 +18,7 @@ from mlx_tandem.config import (
 from mlx_tandem.engine.budget import Needs
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import backend
-from mlx_tandem.model.kernel_checks.everything import examine
+from mlx_tandem.model.kernel_checks import examine
 from mlx_tandem.model.loader import load_unread, unpack_for_cpu, weights
 from mlx_tandem.types import MemoryBudget
 

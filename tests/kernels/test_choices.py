@@ -20,8 +20,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model import warm_up
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.choices import MOST_KEPT, Choices, Kept, KernelChoices, Pace, Subject
-from mlx_tandem.model.kernel_checks import everything
-from mlx_tandem.model.kernel_checks.everything import examine
+from mlx_tandem.model.kernel_checks import examine
 from mlx_tandem.model.kernels import inplace, timing
 from mlx_tandem.model.loader import load_unread
 from mlx_tandem.model.ops import delta_net, gated_delta
@@ -290,7 +289,7 @@ def test_forms_of_products_come_back_as_they_were() -> None:
     """These are of CUDA alone, which the device above is not."""
     own: dict[int, AnyForm] = {1: Form(1, 2, 3), 2: Form(2, 4, 2), 10: WideForm(1, 2, 4, 3)}
     forms = {Shape(40, 64, False): own}
-    kept = msgspec.json.encode(everything.by_shape(forms))
+    kept = msgspec.json.encode(few_rows.by_shape(forms))
     read = msgspec.json.decode(kept, type=tuple[FormsByShape, ...])
-    few = few_rows.made({}, everything.forms_of(read))
+    few = few_rows.made(Products("", adapted=read))
     assert isinstance(few, FewRows) and few.adapted == forms

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model.kernel_checks import each
+from mlx_tandem.model import kernel_checks
 from mlx_tandem.model.kernels import dialect, nvrtc
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.nvrtc import CompileError, Form, Modules, Nvrtc
@@ -163,7 +163,7 @@ def test_every_kernel_compiles_for_hopper(
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", declare)
     caplog.set_level(logging.WARNING)
-    names = [tried.name for tried in each.tried("cuda")]
+    names = [tried.name for tried in kernel_checks.tried("cuda")]
     assert modules.compiled > len(names) > 10
     assert not caplog.records
     bad = dialect.maker("cuda")(Source("bad", ["x"], ["y"], "y[0] = x[0]"))

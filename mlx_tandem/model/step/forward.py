@@ -35,8 +35,7 @@ from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingFlags, score
 from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules, speed_up_convolutions
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.chain import Chain
-from mlx_tandem.model.step.draw import Drawing, drawing
-from mlx_tandem.model.step.head import HeadPositions
+from mlx_tandem.model.step.draw import Drawing, HeadPositions, drawing
 from mlx_tandem.model.step.operands import Operands, StepKey
 from mlx_tandem.model.step.pauses import Pacer, Pause
 from mlx_tandem.model.step.rows import places_at, settled

@@ -23,7 +23,7 @@ BLOCK = CacheConfig().block_size
 
 def kernels(bench: Bench) -> Outcome:
     """Compile and check every kernel of this device separately."""
-    from mlx_tandem.model.kernel_checks.each import tried
+    from mlx_tandem.model.kernel_checks import tried
     from mlx_tandem.model.kernels import dialect
 
     targets = dialect.available()

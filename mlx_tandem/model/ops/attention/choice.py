@@ -132,6 +132,13 @@ def choose(
     return AttentionChoice(portable.NAME, "; ".join(reasons), nothing)
 
 
+def described(choice: AttentionChoice) -> AttentionDivision:
+    """Return a choice as plain data, from which `made` builds the same kernels."""
+    kinds = {id(kernels): kernels for kernels in choice.layers if kernels is not None}
+    divisions = tuple(kernels.attention.division for kernels in kinds.values())
+    return AttentionDivision(choice.name, choice.reason, divisions)
+
+
 def made(
     given: AttentionDivision, shapes: Sequence[LayerShape], block_size: int, candidates: Sequence[fused.Fused]
 ) -> AttentionChoice:

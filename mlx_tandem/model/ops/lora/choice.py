@@ -130,6 +130,12 @@ def choosing(
     )
 
 
+def described(choice: Choice[GroupedDeltas | None]) -> AdapterLimits:
+    """Return the choice of the kernels of adapters as plain data."""
+    deltas = choice.chosen
+    return AdapterLimits(choice.reason) if deltas is None else AdapterLimits(choice.reason, deltas.same, deltas.mixed)
+
+
 def made(model: nn.Module, same: int, mixed: int) -> GroupedDeltas:
     """Return the fused kernels for so many tokens, which another process has checked."""
     return GroupedDeltas(LoraKernels(makers_of_device(None)[0]), find_groups(model), same=same, mixed=mixed)

@@ -68,6 +68,20 @@ class Products(Struct, frozen=True, forbid_unknown_fields=True):
     adapted: tuple[FormsByShape, ...] = ()
 
 
+def by_shape(forms: Forms) -> tuple[FormsByShape, ...]:
+    """Return the forms by shape, divided by kernel, as they are saved."""
+
+    def only(kind: type[Any], own: Mapping[int, AnyForm]) -> dict[int, Any]:
+        return {eighths: form for eighths, form in own.items() if isinstance(form, kind)}
+
+    return tuple(FormsByShape(shape, only(Form, own), only(WideForm, own)) for shape, own in forms.items())
+
+
+def forms_of(kept: Sequence[FormsByShape]) -> Forms:
+    """Return the forms that `by_shape` divided."""
+    return {one.shape: {**one.forms, **one.wide} for one in kept}
+
+
 class FewRows:
     """The kernels and the forms in which they are used: in steps of the base, and in steps with adapters.
 
@@ -234,9 +248,17 @@ def choose(
     return checked("the kernel for few rows", lambda: _choose(modules, check), otherwise)
 
 
-def made(base: Forms, adapted: Forms) -> FewRows:
+def described(choice: Choice[FewRows | None]) -> Products:
+    """Return a choice as plain data, from which `made` builds the same kernel."""
+    few = choice.chosen
+    return (
+        Products(choice.reason) if few is None else Products(choice.reason, by_shape(few.base), by_shape(few.adapted))
+    )
+
+
+def made(given: Products) -> FewRows:
     """Return the kernel in these forms, which another process has checked."""
-    return FewRows(dialect.maker("cuda"), base, adapted)
+    return FewRows(dialect.maker("cuda"), forms_of(given.base), forms_of(given.adapted))
 
 
 def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | None]:

@@ -2,38 +2,46 @@
 
 With the `KernelChoices` of another process nothing is timed: the same functions are built from them. `problem` then
 compares what they compute with plain operations, once.
+
+`tried` checks every kernel on its own: how long this device's compiler takes for it, and whether its results are right.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import backend, probe
+from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
 from mlx_tandem.model.choices import KernelChoices
-from mlx_tandem.model.kernels import inplace
-from mlx_tandem.model.kernels.checking import MAX_REASON, Choice, Pieces
+from mlx_tandem.model.kernels import dialect, inplace
+from mlx_tandem.model.kernels.checking import MAX_REASON, Choice, Pieces, checked
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
 from mlx_tandem.model.loader import LoadedModel, Report
-from mlx_tandem.model.ops import delta_net, gated_delta
+from mlx_tandem.model.ops import delta_net, gated_delta, mlp, residual
 from mlx_tandem.model.ops.attention import block, fused, portable
 from mlx_tandem.model.ops.attention import choice as attention
-from mlx_tandem.model.ops.attention.choice import AttentionChoice, AttentionDivision
+from mlx_tandem.model.ops.attention.choice import AttentionChoice
+from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.lora import choice as lora
 from mlx_tandem.model.ops.lora.choice import AdapterLimits
-from mlx_tandem.model.ops.lora.kernel import GroupedDeltas
+from mlx_tandem.model.ops.lora.kernel import GroupedDeltas, LoraKernels
+from mlx_tandem.model.ops.mlp import SwiGLU
 from mlx_tandem.model.ops.products import few_rows
-from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, Forms, FormsByShape, Products
+from mlx_tandem.model.ops.products.few_rows import FewRows
 from mlx_tandem.model.ops.products.merged import Merged, use_views
-from mlx_tandem.model.ops.products.skinny import Form
-from mlx_tandem.model.ops.products.wgmma import WideForm
+from mlx_tandem.model.ops.residual import AddNorm, Norm
 from mlx_tandem.model.ops.sampling import choice as sampling
+from mlx_tandem.model.ops.sampling.draw import GumbelMax, TruncatedDraw
 from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers
 
 log = logging.getLogger(__name__)
@@ -64,18 +72,13 @@ class Kernels:
 
     def choices(self, mask_axes: int) -> KernelChoices:
         """Return the choices as plain data, from which `choose` builds the same functions."""
-        few, products = self.products.chosen, Products(self.products.reason)
-        if few is not None:
-            products = Products(self.products.reason, by_shape(few.base), by_shape(few.adapted))
-        kinds = {id(kernels): kernels for kernels in self.attention.layers if kernels is not None}
-        divisions = tuple(kernels.attention.division for kernels in kinds.values())
         return KernelChoices(
             mask_axes=mask_axes,
             store_problem=inplace.writing().problem,
-            products=products,
-            attention=AttentionDivision(self.attention.name, self.attention.reason, divisions),
+            products=few_rows.described(self.products),
+            attention=attention.described(self.attention),
             own_blocks=self.own_blocks,
-            adapters=None if self.adapters is None else limits_of(self.adapters),
+            adapters=None if self.adapters is None else lora.described(self.adapters),
             sampling=sampling.described(self.sampling),
             rule_problem=gated_delta.verdict.found,
             own_delta_nets=delta_net.verdict.found,
@@ -179,7 +182,7 @@ def _install(
     merged = use_views(model.module, merged) if candidates and not config.deterministic else merged
     products: Choice[FewRows | None] = Choice(None, given.products.reason)
     if given.products.adapted:
-        few = few_rows.made(forms_of(given.products.base), forms_of(given.products.adapted))
+        few = few_rows.made(given.products)
         products = Choice(few, given.products.reason)
         few_rows.speed_up(few_rows.candidates(model.module, merged), merged, few)
     prepare()
@@ -256,21 +259,111 @@ def _log(kernels: Kernels) -> None:
     log.info("sampling: %s", kernels.sampling.reason)
 
 
-def limits_of(choice: Choice[GroupedDeltas | None]) -> AdapterLimits:
-    """Return the choice of the kernels of adapters as plain data."""
-    deltas = choice.chosen
-    return AdapterLimits(choice.reason) if deltas is None else AdapterLimits(choice.reason, deltas.same, deltas.mixed)
+# --- Every kernel on its own -----------------------------------------------------------------------------------------
+
+HALVES = (mx.float16, mx.bfloat16)
+
+BLOCK_SIZE = 16
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 4, 128
+
+VOCABULARY = 1000
+
+WIDTH = 512
+"""Numbers of a hidden state."""
 
 
-def by_shape(forms: Forms) -> tuple[FormsByShape, ...]:
-    """Return the forms by shape, divided by kernel, as they are saved."""
+class Tried(NamedTuple):
+    """The result of one kernel's check."""
 
-    def only(kind: type[Any], own: Mapping[int, AnyForm]) -> dict[int, Any]:
-        return {eighths: form for eighths, form in own.items() if isinstance(form, kind)}
+    name: str
+    forms: int
+    """The number of different kernels that were compiled for it."""
 
-    return tuple(FormsByShape(shape, only(Form, own), only(WideForm, own)) for shape, own in forms.items())
+    seconds: float
+    """Seconds of the first calls of these kernels. Compiling takes nearly all of this time."""
+
+    problem: str
+    """Why the kernel must not be used; empty if it may."""
 
 
-def forms_of(kept: Sequence[FormsByShape]) -> Forms:
-    """Return the forms that `by_shape` divided."""
-    return {one.shape: {**one.forms, **one.wide} for one in kept}
+def tried(target: Target, make: Make | None = None) -> Iterator[Tried]:
+    """Yield the result of each kernel's check for `target`. `make` makes the kernels, by default for this device."""
+    make = make or dialect.maker(target)
+    for name, check in _checks(target).items():
+        calls = FirstCalls(make)
+        problem = check(calls)
+        yield Tried(name, calls.forms, calls.seconds, problem)
+
+
+class FirstCalls:
+    """A wrapper of a maker of kernels that times the first call of each form of a kernel.
+
+    A form is a kernel with certain constants and types of inputs and outputs. Its first call compiles it.
+    """
+
+    def __init__(self, make: Make):
+        self._make = make
+        self.forms = 0
+        self.seconds = 0.0
+
+    def __call__(self, source: Source) -> Kernel:
+        """Return the kernel of a source, whose first calls are timed."""
+        kernel = self._make(source)
+        seen: set[tuple[object, ...]] = set()
+
+        def call(
+            inputs: Sequence[mx.array],
+            template: Mapping[str, Constant],
+            groups: tuple[int, int, int],
+            threads: int,
+            outputs: Sequence[Shaped],
+        ) -> list[mx.array]:
+            types = *(array.dtype for array in inputs), *(dtype for _, dtype in outputs)
+            form = *(str(each) for each in sorted(template.items(), key=str)), *(str(dtype) for dtype in types)
+            if form in seen:
+                return kernel(inputs, template, groups, threads, outputs)
+            seen.add(form)
+            mx.eval(list(inputs))
+            started = time.perf_counter()
+            made = kernel(inputs, template, groups, threads, outputs)
+            mx.eval(made)
+            self.seconds += time.perf_counter() - started
+            self.forms += 1
+            return made
+
+        return call
+
+
+def _checks(target: Target) -> dict[str, Callable[[Make], str]]:
+    """Return the checks by the kernels' names. A check returns what is wrong; empty if the kernel may be used."""
+    found: dict[str, Callable[[Make], str]] = {"store": inplace.problem}
+    for dtype in HALVES:
+        for bits in (0, 8):
+            name = f"attention {str(dtype).rpartition('.')[2]}" + (f", {bits} bits" if bits else "")
+            form = RowFormat(KV_HEADS, HEAD_DIM, dtype, bits, 64 if bits else 0)
+            shape = LayerShape(form, form, Asks(HEADS, sinks=False))
+            found[name] = lambda make, shape=shape: _attention(target, make, shape)  # type: ignore[misc]
+    shapes = [lora.Shape(WIDTH, (WIDTH,) * members) for members in (1, 2, 3)]
+    found["adapters"] = _by(lambda make: lora.wrong(LoraKernels(make), shapes, mx.bfloat16))
+    dtypes = (mx.bfloat16, mx.float32)
+    found["draws"] = _by(lambda make: sampling.wrong(GumbelMax(make), dtypes, VOCABULARY))
+    found["truncated draws"] = _by(lambda make: sampling.wrong_truncated(TruncatedDraw(make), dtypes, VOCABULARY))
+    found["swiglu"] = lambda make: mlp.problem(SwiGLU(make), (WIDTH,), mx.bfloat16)
+    norm = Norm(mx.ones(WIDTH, mx.bfloat16), 1e-6)
+    found["add and norm"] = lambda make: residual.problem(AddNorm(make), norm)
+    return found | {"gated delta rule": gated_delta.problem}
+
+
+def _by(wrong: Callable[[Make], str]) -> Callable[[Make], str]:
+    """Return a check that returns the result of `wrong`, or the reason why the kernel could not be run."""
+    return lambda make: checked("a kernel", lambda: wrong(make), lambda reason: reason)
+
+
+def _attention(target: Target, make: Make, shape: LayerShape) -> str:
+    """Return why the kernels of attention cannot be used for layers of this shape; empty if they can."""
+    try:
+        attention.choose(target, [shape], BLOCK_SIZE, (), [Fused(target, make)])
+    except ModelError as e:
+        return e.message
+    return ""
