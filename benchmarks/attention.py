@@ -23,17 +23,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.division import start
-from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention
+from mlx_tandem.model.ops.attention.division import start
+from mlx_tandem.model.ops.attention.paged import EVERYTHING, PagedAttention
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
+from mlx_tandem.model.kernels.timing import copy_bandwidth
 
 BLOCK = 16
 LAYERS = 36
@@ -196,7 +196,7 @@ def main() -> None:
     if not targets:
         parser.error("there is no GPU that MLX can use")
     make = dialect.maker(targets[0])
-    report: dict[str, Any] = describe() | {"device": device.describe(), "target": targets[0]}
+    report: dict[str, Any] = describe() | {"device": backend.current().describe(), "target": targets[0]}
     checks = {}
     for seed, combination in enumerate(combinations(options.checks)):
         name, dim, group, bits, length, more = combination

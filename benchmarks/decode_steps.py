@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_tandem.cli.outputs import argument
-from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
+from mlx_tandem.model import backend  # first: it loads a fast BLAS before MLX
 
 import numpy as np
 from partial import Results
@@ -135,7 +135,9 @@ def main() -> None:
         )
         built = build(config, {}, lambda stage, fraction: None)
     info = built.info
-    results = Results(options.json_out, shape=options.shape, device=device.describe(), attention=info.attention_backend)
+    results = Results(
+        options.json_out, shape=options.shape, device=backend.current().describe(), attention=info.attention_backend
+    )
     found: dict[str, list[dict[str, Any]]] = {"decode": [], "prompts": []}
     for kind, each in zip(found, wanted, strict=True):
         for rows, length in each:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
+from mlx_tandem.model import backend  # first: it loads a fast BLAS before MLX
 
 import mlx.core as mx
 import msgspec
@@ -233,7 +233,7 @@ def main() -> None:
     drawn = shape.dtype != "float32"
     lengths = [int(n) for n in options.lengths.split(",")]
     weights: dict[str, AdapterWeights] = {}
-    results = Results(options.json_out, shape=options.shape, device=device.describe())
+    results = Results(options.json_out, shape=options.shape, device=backend.current().describe())
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
         folder = write_model(Path(scratch) / "model", shape, positions=8192, weights=not drawn)
         config = EngineConfig(

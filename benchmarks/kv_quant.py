@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
+from mlx_tandem.model import backend  # first: it loads a fast BLAS before MLX
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -250,7 +250,7 @@ def main() -> None:
             decode.append({"rows": rows, "context": context, "milliseconds": times, "speed_of_16_bits": ratio})
             print(f"  {rows} rows, {context} tokens: {times} {ratio}")
     if options.out:
-        report = describe() | {"device": device.describe(), "memory": memory, "sizes": sizes()}
+        report = describe() | {"device": backend.current().describe(), "memory": memory, "sizes": sizes()}
         report |= {"perplexity": perplexity, "decode": decode}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -98,15 +98,14 @@ def slices(args: argparse.Namespace) -> dict[str, Any]:
     import mlx.core as mx
 
     from mlx_tandem.config import ModelConfig
-    from mlx_tandem.model import device
-    from mlx_tandem.model.clone import clone
-    from mlx_tandem.model.footprint import MICRO_BATCH_TOKENS
+    from mlx_tandem.model import backend
     from mlx_tandem.model.loader import load
+    from mlx_tandem.model.modules import clone
     from mlx_tandem.training.device.cutting import Cutter
     from mlx_tandem.training.device.trainers import MLXTrainers
 
     model = load(ModelConfig(args.model, args.dtype, random_weights=args.random), lambda stage, done: None)
-    size = MICRO_BATCH_TOKENS[device.kind()]
+    size = backend.current().learning.micro_batch_tokens
     trainers = MLXTrainers(clone(model.module), model.dtype, vocab_size=1000, micro_batch_tokens=size, most_tokens=2048)
     trainers.open(TrainerSpec("learner", RANK, 2.0 * RANK), "", None)
     datum = Datum(tuple(range(3, 3 + PROMPT + COMPLETION)), PROMPT, (1.0,) * COMPLETION)

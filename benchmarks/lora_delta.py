@@ -34,7 +34,8 @@ from mlx_lm.models import qwen3
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model.lora import state as lora, routes
+from mlx_tandem.model.ops.lora import state as lora
+from mlx_tandem.model.ops.lora import routes
 from mlx_tandem.types import AdapterInfo
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -24,16 +24,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
+from mlx_tandem.model import backend  # first: it loads a fast BLAS before MLX
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.lora.routes import Ints, cut_tiles
-from mlx_tandem.model.kernel_checks.lora import expected, far
+from mlx_tandem.model.ops.lora.kernel import LoraKernels
+from mlx_tandem.model.ops.lora.routes import Ints, cut_tiles
+from mlx_tandem.model.ops.lora.choice import expected, far
 
 SLOTS = 8
 launch: Any = mx.async_eval
@@ -262,7 +262,7 @@ def main() -> None:
             print(json.dumps(row))
     if options.out:
         report = describe() | {
-            "device": device.describe(),
+            "device": backend.current().describe(),
             "options": vars(options) | {"out": None},
             "results": results,
         }

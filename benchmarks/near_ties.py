@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
+from mlx_tandem.model import backend  # first: it loads a fast BLAS before MLX
 
 import numpy as np
 from partial import Results
@@ -171,7 +171,7 @@ def main() -> None:
         )
         built = build(config, {}, lambda *_: None)
     about = {"model": options.model, "seed": options.seed, "deterministic": options.deterministic}
-    results = Results(options.json_out, device=device.describe(), dtype=built.info.dtype, **about)
+    results = Results(options.json_out, device=backend.current().describe(), dtype=built.info.dtype, **about)
     for found in search(built, options.positions, options.seed):
         results.add(**found)
         print(found, flush=True)

@@ -1,9 +1,11 @@
 """Compare the servers that MLX users have: same folder, same client, same BLAS, taking turns.
 
     python benchmarks/peers.py --vllm-mlx /path/to/its/venv/bin/vllm-mlx --json-out benchmarks/results/peers.json
+    python benchmarks/peers.py --real 4bit --concurrency 1,8 --json-out benchmarks/results/peers-135m-4bit.json
 
 They are compared by events per second, one token per event, with mixed sampling and no seed (mlx_lm.server does not
-batch requests that have one). Without --vllm-mlx that peer is left out.
+batch requests that have one). Without --vllm-mlx that peer is left out. The models have random weights in some shapes;
+with --real the model is the one that `scripts/real_model.py` makes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from real import FORMS, write_real
 from rich.table import Table
 from servers import in_turn, mlx_lm_server, tandem, vllm_mlx
 
@@ -29,8 +32,12 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="tandem beside mlx_lm.server and vllm-mlx")
     parser.add_argument("--shapes", default="0.13m,4m")
+    parser.add_argument("--real", choices=FORMS, help="a real model of 135M parameters instead (scripts/real_model.py)")
     parser.add_argument("--concurrency", default="1,2,4,8,32")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--requests", type=int, help="requests of a round; by default 24, or 4 for each that is under way"
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--vllm-mlx", type=Path, help="the executable in its own environment")
@@ -40,12 +47,14 @@ def main() -> None:
     if args.vllm_mlx:
         servers.append(vllm_mlx(args.vllm_mlx))
     shapes: dict[str, Any] = {}
-    for shape in args.shapes.split(","):
+    for shape in [args.real] if args.real else args.shapes.split(","):
         with tempfile.TemporaryDirectory(prefix="tandem-peers-") as scratch:
-            model = write_model(Path(scratch) / shape, SHAPES[shape])
+            folder = Path(scratch) / shape
+            model = write_real(folder, shape) if args.real else write_model(folder, SHAPES[shape])
             load = Load(
                 url="",
                 concurrency=tuple(int(c) for c in args.concurrency.split(",")),
+                num_requests=args.requests,
                 max_tokens=args.max_tokens,
                 prompt_tokens=args.prompt_tokens,
                 model=str(model),
@@ -56,6 +65,7 @@ def main() -> None:
         "prompt_tokens": args.prompt_tokens,
         "max_tokens": args.max_tokens,
         "repeats": args.repeats,
+        "requests": args.requests,
         "shapes": shapes,
     }
     if args.json_out:

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
+from mlx_tandem.model import backend  # first: it loads a fast BLAS before MLX
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.engine.plan import Seating
-from mlx_tandem.model.step.sampler import SamplingFlags, gumbel_noise, sample
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags, gumbel_noise, sample
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.types import SamplingParams
 
@@ -108,7 +108,7 @@ def main() -> None:
             for name, ms in times.items():
                 print(f"  {name:28} {ms:9.3f} ms")
     if options.out:
-        report = describe() | {"device": device.describe(), "results": results}
+        report = describe() | {"device": backend.current().describe(), "results": results}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

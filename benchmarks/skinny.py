@@ -11,7 +11,7 @@ before it gave, in one graph:
 - share: of the measured copy bandwidth, counting what has to be read and written at least;
 - error: against float32 sums on the host, of the largest number.
 
-A form is tiles,warps,stages (`Form` in mlx_tandem/model/kernels/skinny.py); that with the shortest wall comes first.
+A form is tiles,warps,stages (`Form` in ops/products/skinny.py); that with the shortest wall comes first.
 """
 
 # ruff: noqa: I001
@@ -25,15 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
+from mlx_tandem.model import backend  # first: it loads a fast BLAS before MLX
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths
-from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
+from mlx_tandem.model.ops.products.skinny import Form, Skinny, eighths
+from mlx_tandem.model.kernels.timing import copy_bandwidth
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -168,7 +168,7 @@ def main() -> None:
         mx.clear_cache()
     if options.out:
         report = describe() | {
-            "device": device.describe(),
+            "device": backend.current().describe(),
             "options": vars(options) | {"out": None},
             "copy_bandwidth": bandwidth,
             "results": results,

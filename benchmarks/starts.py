@@ -2,10 +2,11 @@
 
     python benchmarks/starts.py /path/to/model --json-out benchmarks/results/starts.json
     python benchmarks/starts.py --shape qwen3-8b --options "--max-loras 0"
+    python benchmarks/starts.py --real 4bit
 
 The first start has an empty cache folder of its own, so nothing is kept from an earlier start. With
-`--shape` the weights are drawn at random. The seconds of a stage are the time between two changes of
-`/health`.
+`--shape` the weights are drawn at random, and with `--real` the model is the one that `scripts/real_model.py`
+makes. The seconds of a stage are the time between two changes of `/health`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from partial import Results, stop_cleanly
+from real import FORMS, write_real
 
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.http import HttpError, once
@@ -79,19 +81,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="how long a server takes to start")
     parser.add_argument("model", nargs="?", type=Path, help="a model's folder; by default the built-in model")
     parser.add_argument("--shape", choices=[*SHAPES], help="a shape with random weights instead")
+    parser.add_argument("--real", choices=FORMS, help="a real model of 135M parameters instead (scripts/real_model.py)")
     parser.add_argument("--bits", type=int, choices=(4, 8), help="quantise the random weights")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--options", default="", help="further options of the server")
     parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
-    results = Results(args.json_out, model=args.shape or str(args.model or "demo"), options=args.options)
+    results = Results(args.json_out, model=args.shape or args.real or str(args.model or "demo"), options=args.options)
     starts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tandem-starts-") as scratch:
         words: list[str] = [] if args.model is None else [str(args.model)]
         if args.shape:
             folder = write_model(Path(scratch) / "model", SHAPES[args.shape], weights=False, bits=args.bits)
             words = [str(folder), "--random-weights"]
+        if args.real:
+            words = [str(write_real(Path(scratch) / "model", args.real))]
         environment = os.environ | {"XDG_CACHE_HOME": f"{scratch}/cache", "TMPDIR": f"{scratch}/tmp"}
         Path(scratch, "tmp").mkdir()
         for number in range(1, args.starts + 1):

@@ -32,7 +32,7 @@ from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.model.build import Built, build
-from mlx_tandem.model.linears.products import Meter, kinds, pass_seconds
+from mlx_tandem.model.ops.products.measure import Meter, kinds, pass_seconds
 from mlx_tandem.types import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

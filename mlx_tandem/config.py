@@ -86,6 +86,7 @@ class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_cpu_loras: int = 0  # most adapters in the engine's memory; 0: as many as max_cpu_lora_gb holds
     max_cpu_lora_gb: float = 2.0
     backend: Literal["auto", "gather", "windows", "fused"] = "auto"
+    prepare: bool = False  # make their kernels ready at start; set where adapters or learning are configured
 
 
 Mode = Literal["inference_only", "training_only", "inference_and_training"]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from importlib.metadata import version
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mlx_tandem.model.build import Built
     from mlx_tandem.model.choices import Kept
     from mlx_tandem.model.footprint import SlotRoom
-    from mlx_tandem.model.lora.uploads import Arrays, Uploads
+    from mlx_tandem.model.ops.lora.slots import Arrays, Uploads
     from mlx_tandem.training.device.trainers import MLXTrainers
 
 SWITCH_SECONDS = 5e-4
@@ -176,13 +176,12 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.time_share import TimeShare
     from mlx_tandem.engine.trainers import TrainerHost
     from mlx_tandem.kv.groups import open_groups
-    from mlx_tandem.model.build import build
+    from mlx_tandem.training.device.beside import BesideSteps
 
     weights: dict[str, AdapterWeights] = {}
     if config.speculation.method == "draft":
         _check_vocabulary(config)
-    kept = _kept_choices()
-    built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]), kept=kept)
+    built = _build_model(channel, config, weights)
     info = built.info
     groups = open_groups(info.memory, info.block_size)
     blocks, opening = _open_blocks(config, info, groups, channel.wake)
@@ -201,10 +200,11 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     hidden = built.runner.hidden_size
     info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens, hidden_size=hidden)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
+    company = built.runner.prebuilt.company
     read = _adapter_reader(config, built.linears, info, built.uploads, built.slot_room)
-    adapters = Adapters(store, Loader(read), slots)
+    adapters = Adapters(store, Loader(company.around(read)), slots, _adapter_pieces(channel, built, info))
     host = TrainerHost(
-        trainers,
+        company.around(lambda: BesideSteps(trainers(), company)),
         adapters,
         learns=time_share.learns,
         most_rank=config.lora.max_lora_rank,
@@ -222,6 +222,32 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     )
     channel.send([m.Ready(info)])
     return core
+
+
+def _build_model(channel: EngineChannel, config: EngineConfig, weights: dict[str, AdapterWeights]) -> Built:
+    """Load the engine's model and make its runner, and send the progress to the front."""
+    from mlx_tandem.model.build import build
+    from mlx_tandem.model.kernel_checks import ONCE
+
+    def report(stage: str, fraction: float) -> None:
+        channel.send([m.Progress(stage, fraction, stage in ONCE)])
+
+    return build(config, weights, report, kept=_kept_choices())
+
+
+def _adapter_pieces(channel: EngineChannel, built: Built, info: EngineInfo) -> Iterator[None] | None:
+    """Return what makes ready, piece by piece, the kernels that only adapters need, and then tells the front which they
+    are; None if that was done at start.
+    """
+    if built.prepare_adapters is None:
+        return None
+    pieces = built.prepare_adapters()
+
+    def prepare() -> Iterator[None]:
+        backend, reason = yield from pieces
+        channel.send([m.Ready(msgspec.structs.replace(info, lora_backend=backend, lora_reason=reason))])
+
+    return prepare()
 
 
 def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: SlotTable) -> Scheduler:
@@ -301,12 +327,11 @@ def _open_blocks(
     """Return the manager of the groups' blocks with their caches, and the KV offload while it is being opened."""
     from mlx_tandem.engine.block_manager import BlockManager
     from mlx_tandem.engine.budget import size_text
-    from mlx_tandem.engine.kv_offload.offload import STEP_BYTES, KVOffload
+    from mlx_tandem.engine.kv_offload.offload import KVOffload
     from mlx_tandem.kv.disk.cache import MOST_RECORD_BYTES
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.prefix import PrefixCache
-    from mlx_tandem.model import device
-    from mlx_tandem.model.deterministic import mode
+    from mlx_tandem.model import backend, deterministic
 
     # A model is identified by one digest of all its files, which takes a while to compute. Keys of blocks in memory do
     # not need it, since there is one model. On the drive each model has an index of its own, and blocks name it (see
@@ -316,7 +341,7 @@ def _open_blocks(
     # What a state consists of is decided by mlx-lm's code of the family.
     states = f"states of mlx-lm {version('mlx-lm')}" if len(positions) < len(groups) else ""
     # Keys by packed and by unpacked weights differ in their last bits, and --deterministic promises each bit.
-    arithmetic = (info.quantization or "", mode.arithmetic(info) if config.deterministic else "")
+    arithmetic = (info.quantization or "", deterministic.arithmetic(info) if config.deterministic else "")
     namespace = Namespace(
         weights="",
         tokenizer="",
@@ -338,7 +363,7 @@ def _open_blocks(
             groups,
             caches,
             write_through=config.disk.policy == "write_through",
-            step_bytes=STEP_BYTES[device.kind()],
+            step_bytes=backend.current().steps.drive_bytes,
         )
     return BlockManager(groups, caches, offload), opening
 
@@ -372,11 +397,11 @@ def _adapter_reader(
 
 def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
     """Return a function that makes the trainers of this model when it is first called."""
-    from mlx_tandem.model import device
-    from mlx_tandem.model.footprint import FORWARD_LAYERS, KEPT_BYTES, MICRO_BATCH_TOKENS
+    from mlx_tandem.model import backend
     from mlx_tandem.training.device.cutting import Cutting
     from mlx_tandem.training.device.trainers import MLXTrainers
 
+    here = backend.current().learning
     uploads, room = built.uploads, built.slot_room  # not `built`: publishing threads must not hold the model
 
     def publish(weights: AdapterWeights, served: Arrays) -> None:
@@ -389,14 +414,13 @@ def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
             built.twin,
             built.adapter_dtype,
             vocab_size=built.info.vocab_size,
-            micro_batch_tokens=config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()],
+            micro_batch_tokens=config.duty.micro_batch_tokens or here.micro_batch_tokens,
             most_tokens=built.info.max_model_len,
             cutting=Cutting(
-                forward_layers=FORWARD_LAYERS[device.kind()],
-                few_shapes=device.is_cuda(),
-                kept_bytes=KEPT_BYTES[device.kind()],
-                # Pages have many shapes and masks of their own, for which CUDA has no fused attention.
-                mask_axes=0 if device.is_cuda() or built.deterministic else built.mask_axes,
+                forward_layers=here.forward_layers,
+                few_shapes=here.few_shapes,
+                kept_bytes=here.kept_bytes,
+                mask_axes=0 if here.masks_are_slow or built.deterministic else built.mask_axes,
             ),
             prepare=publish,
             exact=built.deterministic,
@@ -406,10 +430,10 @@ def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
 
 
 def _warm_up_learning(channel: EngineChannel, config: EngineConfig, trainers: Callable[[], MLXTrainers]) -> None:
-    """Compile the kernels of learning on CUDA, where that takes long, if it is known that clients will train."""
-    from mlx_tandem.model import device
+    """Compile the kernels of learning where that takes long, if it is known that clients will train."""
+    from mlx_tandem.model import backend
 
-    if not config.duty.trainer_rank or not device.is_cuda():
+    if not config.duty.trainer_rank or not backend.current().learning.compiles_for_long:
         return
     channel.send([m.Progress("warming up learning", 0.0)])
     try:
@@ -421,13 +445,15 @@ def _warm_up_learning(channel: EngineChannel, config: EngineConfig, trainers: Ca
 def _micro_batch_tokens(
     channel: EngineChannel, config: EngineConfig, trainers: Callable[[], MLXTrainers], cost: CostModel
 ) -> int:
-    """Return the tokens of one micro-batch, as configured or by default; on Metal so that slices delay no decode."""
-    from mlx_tandem.model import device
-    from mlx_tandem.model.footprint import MICRO_BATCH_TOKENS
+    """Return the tokens of one micro-batch, as configured or by default; where slices are timed, so that they delay no
+    decode.
+    """
+    from mlx_tandem.model import backend
     from mlx_tandem.training.device import pace
 
-    tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
-    if not config.duty.trainer_rank or config.duty.micro_batch_tokens or not device.is_metal():
+    here = backend.current().learning
+    tokens = config.duty.micro_batch_tokens or here.micro_batch_tokens
+    if not config.duty.trainer_rank or config.duty.micro_batch_tokens or not here.times_slices:
         return tokens
     channel.send([m.Progress("timing learning", 0.0)])
     tokens = trainers().micro_batch_tokens = pace.micro_batch_tokens(
@@ -442,11 +468,11 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:
 
     No weight is read. The calling thread cannot use MLX afterwards. Raise ModelError if the model cannot be served.
     """
-    from mlx_tandem.model import device
+    from mlx_tandem.model import backend, device
     from mlx_tandem.model.build import plan as planned
 
     try:
-        return *planned(config), device.describe()
+        return *planned(config), backend.current().describe()
     finally:
         device.leave_thread()
 
@@ -456,12 +482,12 @@ def summary(config: EngineConfig, *, check: bool) -> tuple[ModelSummary, MemoryB
 
     Weights are read only to `check` the model's answers. The calling thread cannot use MLX afterwards.
     """
-    from mlx_tandem.model import device
+    from mlx_tandem.model import backend, device
     from mlx_tandem.model.build import plan as planned
     from mlx_tandem.model.summary import summarise
 
     try:
-        return summarise(config, check=check), *planned(config), device.describe()
+        return summarise(config, check=check), *planned(config), backend.current().describe()
     finally:
         device.leave_thread()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_tandem.cli.bench import sides as bench
-from mlx_tandem.model.kernels.skinny import eighths, forms
+from mlx_tandem.model.ops.products.skinny import eighths, forms
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"

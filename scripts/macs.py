@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,9 +23,10 @@ from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.prefill import WHOLE, Prefill
 from mlx_tandem.engine.prompt_cost import prompt_seconds
-from mlx_tandem.model import device, footprint
+from mlx_tandem.model import backend
+from mlx_tandem.model.backend.metal import METAL, Metal
 from mlx_tandem.model.build import plan
-from mlx_tandem.model.memory import HOST_BYTES, UnifiedMemory, parse_vm_stat
+from mlx_tandem.model.device import HOST_BYTES, Limit, UnifiedMemory, parse_vm_stat
 from mlx_tandem.training.device import pace
 from mlx_tandem.types import MemoryBudget
 
@@ -135,7 +136,7 @@ def decide(mac: Mac, size: str, bits: int, *, learns: bool = False, adapters: in
     full = (memory.pools[0].num_blocks - 1) * 16
     deep = cost.affordable(full, WHOLE * prefill.idle_ms(), memory.chunk_tokens)
     layer_ms = 3 * 2 * _SIZES[size].parameters / _SIZES[size].layers / (COMPUTED * mac.tflops * 1e9)
-    tokens = pace.micro_batch_tokens(lambda n: n * layer_ms, cost.decode(1), footprint.MICRO_BATCH_TOKENS["metal"])
+    tokens = pace.micro_batch_tokens(lambda n: n * layer_ms, cost.decode(1), METAL.learning.micro_batch_tokens)
     name = f"{size} in {bits} bits" if bits else f"{size} in bfloat16"
     seconds = prompt_seconds(cost.form, 4096, chunk)
     return Decided(mac, name, memory, cost.decode(1), chunk, deep, seconds, tokens, tokens * layer_ms)
@@ -144,8 +145,13 @@ def decide(mac: Mac, size: str, bits: int, *, learns: bool = False, adapters: in
 @contextmanager
 def simulated(mac: Mac) -> Iterator[None]:
     """Make decisions about memory inside the block as on `mac`."""
-    limit = mac.memory.limit()
-    with patch.object(device, "kind", lambda: "metal"), patch.object(device, "memory_limit", lambda chosen: limit):
+
+    class Simulated(Metal):
+        def free_memory(self) -> Limit:
+            return mac.memory.limit()
+
+    there = Simulated(**{field.name: getattr(METAL, field.name) for field in fields(METAL)})
+    with patch.object(backend, "current", lambda: there):
         yield
 
 

@@ -64,8 +64,9 @@ class Conversation:
             if exchanges:
                 check_same(params, begun.temperature, begun.truncation)
 
-        going = self._generation.go_on(given, self._adapter, self._options, wanted | sampling, kept, check)
-        rendered, prompted, completion = self._call(going)
+        rendered, prompted, completion = self._call(
+            lambda: self._generation.go_on(given, self._adapter, self._options, wanted | sampling, kept, check)
+        )
         (prompt,), params, grammar = prompted.prompts, prompted.params, prompted.grammar
         if not exchanges:
             self._kept.begun = Beginning("", 0, params.temperature, truncation=truncation(params))

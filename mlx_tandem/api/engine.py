@@ -8,14 +8,17 @@ import difflib
 import os
 import socket
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
+from msgspec import structs
+
 from mlx_tandem import engine_main, limits
+from mlx_tandem.api.calls import begin
 from mlx_tandem.api.conversations import Conversation
 from mlx_tandem.api.data import Data, ServedCodec
 from mlx_tandem.api.generation import Adapters, ChatOptions, Completion, Generation, Tokens, is_one
@@ -33,7 +36,7 @@ from mlx_tandem.config import (
 )
 from mlx_tandem.engine.client.process import EngineProcess, Launch
 from mlx_tandem.engine.learning import BatchResult, LoraOptions, LossConfig, LossKind
-from mlx_tandem.errors import EngineError, InvalidRequest
+from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 from mlx_tandem.strict_json import convert
 from mlx_tandem.types import AdapterSource, EngineInfo, EngineStats
@@ -70,6 +73,8 @@ class Engine:
             model, adapters = demo.MODEL_PATH, demo.ADAPTER_PATHS if adapters is None else adapters
         engine = _engine_config(str(model), options)
         named = tuple((name, str(path)) for name, path in (adapters or {}).items())
+        if named or engine.duty.trainer_rank:
+            engine = structs.replace(engine, lora=structs.replace(engine.lora, prepare=True))
         self._front = Front(Config(engine, _SERVER, named), _thread_launch(engine))
         self._generation = Generation(self._front)
         self._trainers: OpenTrainers = {}
@@ -78,7 +83,7 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)
         try:
-            self._call(self._start())
+            self._call(self._start)
         except BaseException:
             self.close()
             raise
@@ -96,7 +101,7 @@ class Engine:
         if self._loop.is_closed():
             return
         atexit.unregister(self.close)
-        self._call(self._end())
+        self._call(self._end)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -127,7 +132,7 @@ class Engine:
         `adapter` is one name for all prompts, or a list with a name for each; None is the base model. With `n`, the
         result is a list in which each prompt has n neighbouring completions.
         """
-        completions = self._call(self._generation.generate(prompt, adapter, sampling))
+        completions = self._call(lambda: self._generation.generate(prompt, adapter, sampling))
         return completions[0] if is_one(prompt) and "n" not in sampling else completions
 
     def chat(
@@ -146,7 +151,7 @@ class Engine:
         if "n" in options:
             raise InvalidRequest("chat gives one answer; use generate for several", param="n")
         own = {name: options.pop(name) for name in ChatOptions.__struct_fields__ if name in options}
-        return self._call(self._generation.chat(messages, adapter, own, options))
+        return self._call(lambda: self._generation.chat(messages, adapter, own, options))
 
     def conversation(self, *, adapter: str | None = None, **options: Any) -> Conversation:
         """Begin a conversation of several turns whose answers a trainer can learn from.
@@ -169,7 +174,7 @@ class Engine:
         if "n" in sampling:
             raise InvalidRequest("a stream has one choice", param="n")
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
-        task = asyncio.run_coroutine_threadsafe(self._generation.stream(prompt, adapter, sampling, pieces), self._loop)
+        task = begin(self._loop, lambda: self._generation.stream(prompt, adapter, sampling, pieces))
         try:
             while (piece := pieces.get()) is not None:
                 if isinstance(piece, BaseException):
@@ -194,7 +199,7 @@ class Engine:
         `options` are `pooling` ("mean" or "last"; the model's own by default), `normalize` (vectors of length 1, which
         is the default) and `dimensions` (how many of the first numbers are kept).
         """
-        found = self._call(self._generation.embed(prompt, adapter, options))
+        found = self._call(lambda: self._generation.embed(prompt, adapter, options))
         return found[0] if is_one(prompt) else found
 
     # -- adapters and state -------------------------------------------------------------------------------------
@@ -205,11 +210,11 @@ class Engine:
         Running requests keep their versions.
         """
         source = AdapterSource(os.path.abspath(path), follow_links=True)
-        return self._call(self._front.models.load(name, source)).ref.label
+        return self._call(lambda: self._front.models.load(name, source)).ref.label
 
     def unload_adapter(self, name: str) -> None:
         """Remove a name and all its versions. Running requests finish."""
-        self._call(self._front.models.unload(name))
+        self._call(lambda: self._front.models.unload(name))
 
     @property
     def adapters(self) -> list[str]:
@@ -225,7 +230,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The counters and gauges of the engine, which include all calls that have returned."""
         if not self._loop.is_closed():
-            self._call(self._front.client.refresh())
+            self._call(self._front.client.refresh)
         return self._front.client.stats
 
     # -- learning -----------------------------------------------------------------------------------------------
@@ -256,17 +261,18 @@ class Engine:
         what is published leave out none.
         """
         options = convert({"rslora": rslora, "plus_ratio": plus_ratio, "dropout": dropout}, LoraOptions)
-        opening = open_trainer(
-            self._call, self._front, self._trainers, name, rank=rank, alpha=alpha, targets=targets, seed=seed,
-            options=options, init_from=init_from, resume=resume,
+        return self._call(
+            lambda: open_trainer(
+                self._call, self._front, self._trainers, name, rank=rank, alpha=alpha, targets=targets, seed=seed,
+                options=options, init_from=init_from, resume=resume,
+            )
         )  # fmt: skip
-        return self._call(opening)
 
     def forward_backward(
         self, data: Mapping[Trainer, Data], loss: LossKind | LossConfig = "cross_entropy", **switches: Any
     ) -> dict[Trainer, BatchResult]:
         """Run `Trainer.forward_backward` for several trainers at once, which then share batches."""
-        return self._call(run_pass(self._front, data, loss, switches, forward_only=False))
+        return self._call(lambda: run_pass(self._front, data, loss, switches, forward_only=False))
 
     @property
     def codec(self) -> ServedCodec:
@@ -275,12 +281,9 @@ class Engine:
 
     # -- on the loop --------------------------------------------------------------------------------------------
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` on the front's loop and return its result. Raises EngineError after `close`."""
-        if self._loop.is_closed():
-            work.close()
-            raise EngineError("this engine was closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = begin(self._loop, work)
         try:
             return future.result()
         except BaseException:

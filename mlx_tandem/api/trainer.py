@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -33,8 +33,8 @@ T = TypeVar("T")
 class Call(Protocol):
     """A function that runs work on the front's loop and returns its result."""
 
-    def __call__(self, work: Coroutine[Any, Any, T], /) -> T:
-        """Run `work` and return its result."""
+    def __call__(self, work: Callable[[], Coroutine[Any, Any, T]], /) -> T:
+        """Have the loop make and run the coroutine of `work`, and return its result."""
         ...
 
 
@@ -91,11 +91,11 @@ class Trainer:
 
         `switches` are fields of `LossConfig`. By default the losses of tokens are summed.
         """
-        return self._call(run_pass(self._front, {self: data}, loss, switches, forward_only=False))[self]
+        return self._call(lambda: run_pass(self._front, {self: data}, loss, switches, forward_only=False))[self]
 
     def forward(self, data: Data, loss: LossKind | LossConfig = "cross_entropy", **switches: Any) -> BatchResult:
         """Return the loss and the logprobs of `data` under the present weights, without computing gradients."""
-        return self._call(run_pass(self._front, {self: data}, loss, switches, forward_only=True))[self]
+        return self._call(lambda: run_pass(self._front, {self: data}, loss, switches, forward_only=True))[self]
 
     def step(
         self,
@@ -113,11 +113,11 @@ class Trainer:
             "weight_decay": weight_decay, "grad_norm": grad_norm,
         }  # fmt: skip
         adam = AdamParams(**{name: float(limits.check(name, value)) for name, value in numbers.items()})
-        return self._call(self._front.client.step_trainer(self.name, adam))
+        return self._call(lambda: self._front.client.step_trainer(self.name, adam))
 
     def undo(self) -> None:
         """Undo the last step if no pass with gradients has begun since then, and drop all gradients."""
-        self._call(self._front.client.settle_trainer(self.name, keep=False))
+        self._call(lambda: self._front.client.settle_trainer(self.name, keep=False))
 
     def publish(self) -> str:
         """Serve the present weights as a new version of the trainer's name, and return its label, name@version.
@@ -125,7 +125,7 @@ class Trainer:
         Running requests keep their versions. The last KEPT published versions can be asked for by their labels; older
         ones are forgotten unless a folder holds them.
         """
-        return self._call(self._publish())
+        return self._call(self._publish)
 
     async def _publish(self) -> str:
         info = await self._front.client.publish_trainer(self.name)
@@ -150,7 +150,7 @@ class Trainer:
             files.remove_tree(scratch)
             files.make_folder(scratch)
             try:
-                self._call(self._front.client.save_trainer(self.name, str(scratch)))
+                self._call(lambda: self._front.client.save_trainer(self.name, str(scratch)))
                 files.DISK.rename(scratch, target)
             finally:
                 files.remove_tree(scratch)
@@ -160,7 +160,7 @@ class Trainer:
 
     def close(self) -> None:
         """Free the trainer's memory. Published versions stay, and the name may be opened again."""
-        self._call(self._close())
+        self._call(self._close)
 
     async def _close(self) -> None:
         self._opened.pop(self.name, None)

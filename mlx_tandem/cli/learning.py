@@ -36,6 +36,8 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
             "the mode is training_only, but nothing is trained: "
             "add --enable-rl-training, or 'enabled: true' under 'rl_training'"
         )
+    if config.adapters or config.adapter_root or config.rl_training.enabled or config.engine.duty.trainer_rank:
+        config = _prepared(config)
     _warn(config, options)
     if not config.rl_training.enabled:
         return config
@@ -79,6 +81,12 @@ def _with_tinker(config: Config) -> Config:
         trains_head=True,
     )
     return replace(config, engine=replace(config.engine, duty=duty))
+
+
+def _prepared(config: Config) -> Config:
+    """Return the settings with the kernels of adapters made ready at start."""
+    replace, engine = msgspec.structs.replace, config.engine
+    return replace(config, engine=replace(engine, lora=replace(engine.lora, prepare=True)))
 
 
 def _check(config: Config) -> None:

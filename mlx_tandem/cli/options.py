@@ -105,6 +105,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "engine.lora.backend", "--lora-backend", "How adapters are computed; auto: the fastest that is right here."
         ),
+        Option(
+            "engine.lora.prepare",
+            "--prepare-adapters",
+            "Choose the kernels of adapters at start though none is named; else the first to be loaded waits for it.",
+        ),
     ),
     "Server": (
         Option("server.host", "--host", "Address to bind (127.0.0.1); one that other machines reach needs a key."),

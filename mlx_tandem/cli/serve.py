@@ -21,7 +21,7 @@ from mlx_tandem.cli.console import fail, say
 from mlx_tandem.cli.daemon import Detached
 from mlx_tandem.cli.options import FLAG, with_flag
 from mlx_tandem.cli.settings import SettingsError, build
-from mlx_tandem.cli.start_up import StartUp
+from mlx_tandem.cli.start_up import StageEvents, StartUp
 from mlx_tandem.config import Config, ServerConfig
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.limits import BASE
@@ -193,7 +193,7 @@ def serve(
         status = run(
             config,
             sock=sock,
-            on_progress=None if as_json else starting.update,
+            on_progress=StageEvents().update if as_json else starting.update,
             on_ready=ready,
             log_level=level,
             start_up=None if as_json else starting,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mlx_tandem.config import Config
 from mlx_tandem.dialects.response_store import ResponseStore
 from mlx_tandem.engine.client.process import Launch
-from mlx_tandem.engine.messages import Progress
+from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 
@@ -24,10 +24,15 @@ class ServerFront(Front):
     """
 
     def __init__(
-        self, config: Config, launch: Launch, *, on_progress: Callable[[Progress], None] | None = None
+        self,
+        config: Config,
+        launch: Launch,
+        *,
+        on_progress: Callable[[StartProgress], None] | None = None,
+        times: KeptTimes | None = None,
     ) -> None:
         """Load the tokenizer and the template, and create the learner. Raises NotFound and ModelError."""
-        super().__init__(config, launch, on_progress=on_progress)
+        super().__init__(config, launch, on_progress=on_progress, times=times)
         self.responses = ResponseStore()
         self.learning: Learning | None = None
         self.tinker: Tinker | None = None

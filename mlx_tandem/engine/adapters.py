@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,7 +48,17 @@ class Reread(NamedTuple):
 class Adapters:
     """The adapters that the engine knows, and the requests that wait for one of them. Used on the engine's thread."""
 
-    def __init__(self, store: AdapterStore, loader: Loader[m.LoadAdapter | Reread], slots: SlotTable):
+    def __init__(
+        self,
+        store: AdapterStore,
+        loader: Loader[m.LoadAdapter | Reread],
+        slots: SlotTable,
+        pieces: Iterator[None] | None = None,
+    ):
+        """Create the engine's adapters, of which none is there yet.
+
+        `pieces` make ready what only steps with adapters need, a piece at each `next`; None: it is ready.
+        """
         self.store = store
         self.holds = AdapterHolds(store, slots)
         self._loader = loader
@@ -56,12 +66,31 @@ class Adapters:
         self._reading: set[str] = set()  # digests that requests wait for
         self._waiting: deque[Request] = deque()
         self._overtaken = 0  # how many requests have overtaken the first that waits
+        self._pieces = pieces
+        self._wanted = False  # whether an adapter was loaded or asked for, so that the pieces have to be done
+        self._unanswered: list[m.Outbound] = []  # answers to loads, until the pieces are done
         self._to_follow: dict[str, AdapterRef] = {}  # by name: versions that are read before anybody follows them
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request and no version waits and nothing is being read."""
-        return not self._waiting and not self._loader.pending and not self._to_follow
+        """Whether no request and no version waits, nothing is being read, and nothing is being made ready."""
+        return not (self._waiting or self._loader.pending or self._to_follow or self.is_preparing or self._unanswered)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether `prepare` has to be called until adapters can be served."""
+        return self._pieces is not None and self._wanted
+
+    def prepare(self) -> None:
+        """Do the next piece of what has to be made ready before adapters can be served. Nothing else may be in flight
+        on the device.
+        """
+        if self._pieces is None:
+            return
+        try:
+            next(self._pieces)
+        except StopIteration:
+            self._pieces = None
 
     @property
     def is_loading(self) -> bool:
@@ -96,6 +125,7 @@ class Adapters:
 
     def publish(self, weights: AdapterWeights) -> None:
         """Take in weights that a trainer of this engine made, so that requests may name them."""
+        self._wanted = True
         self.holds.dropped(self.store.hold(weights))
 
     def can_follow(self, ref: AdapterRef) -> bool:
@@ -108,6 +138,7 @@ class Adapters:
         if ref.digest in self.store and self.store.knows(ref.digest):
             return True
         if self.store.source(ref.digest) is not None:
+            self._wanted = True
             self._to_follow[ref.name] = ref
         return False
 
@@ -131,10 +162,12 @@ class Adapters:
         digest = request.adapter.digest
         if not self.store.knows(digest):
             raise InvalidRequest("this adapter version is not loaded", param="model", code="model_not_found")
-        if digest in self.store and (not self._waiting or self._overtaken < OVERTAKEN_FOR_MEMORY):
+        ready = digest in self.store and self._pieces is None
+        if ready and (not self._waiting or self._overtaken < OVERTAKEN_FOR_MEMORY):
             self._overtaken += bool(self._waiting)
             self.holds.take(request.id, digest)
             return True
+        self._wanted = True
         self._waiting.append(request)
         return False
 
@@ -150,8 +183,14 @@ class Adapters:
         for key, result in self._loader.results():
             if isinstance(key, Reread):
                 arrived.answers += self._reread(key, result)
+            elif isinstance(result, TandemError):
+                arrived.answers.append(_refused(key, result))
             else:
-                arrived.answers.append(self._loaded(key, result))
+                self._unanswered.append(self._loaded(key, result))
+        if self._pieces is not None:
+            return arrived
+        arrived.answers += self._unanswered
+        self._unanswered = []
         for ref in list(self._to_follow.values()):
             self._look_after(ref, arrived)
         if self._waiting:
@@ -173,14 +212,13 @@ class Adapters:
         else:
             self._read(ref.digest, source)
 
-    def _loaded(self, message: m.LoadAdapter, result: AdapterWeights | TandemError) -> m.Outbound:
+    def _loaded(self, message: m.LoadAdapter, result: AdapterWeights) -> m.Outbound:
         """Take in a folder that was read for the front and return the answer."""
-        if isinstance(result, TandemError):
-            return m.CallFailed(message.call, result.code or "invalid_value", result.message, result.param)
         digest = result.info.digest
         self.store.know(digest, message.source, result.info.memory_bytes, message.pin)
         self._slots.pin(digest, message.pin)
         self.store.put(result)
+        self._wanted = True
         return m.AdapterLoaded(message.call, result.info)
 
     def _reread(self, tried: Reread, result: AdapterWeights | TandemError) -> list[m.Outbound]:
@@ -252,6 +290,11 @@ class Adapters:
         if not requests or requests[0] is not self._waiting[0]:
             self._overtaken = 0
         self._waiting = requests
+
+
+def _refused(message: m.LoadAdapter, e: TandemError) -> m.Outbound:
+    """Return the answer to a folder that cannot be read."""
+    return m.CallFailed(message.call, e.code or "invalid_value", e.message, e.param)
 
 
 def _follows(request: Request, ref: AdapterRef) -> bool:

@@ -92,6 +92,7 @@ class EngineCore:
         self._next_heartbeat = 0.0
         self._is_draining = False
         self._step_failures = 0
+        self._next_piece = 0.0  # seconds of time.monotonic before which nothing is made ready for adapters
         self._waits = False  # all work that there is waits for the drive or for masks
 
     def run(self) -> None:
@@ -104,7 +105,7 @@ class EngineCore:
             log.info("engine ends: %s", e)
             self._save_all()
         finally:
-            self._pipeline.runner.release()
+            self._pipeline.rest()
             self._adapters.close()
             self._grammars.close()
             self._trainers.close()
@@ -137,20 +138,12 @@ class EngineCore:
             self._offload.open(*opened)
         self._receive()
         self._send()  # clients are told at once that they are accepted, since a step may take long
-        self._make_room()
         self._work()
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_seconds
             self._outbox.append(m.Heartbeat(self.stats()))
         self._flush()
-
-    def _make_room(self) -> None:
-        """Tell the runner whether other threads use the device, and let the device go on if they do."""
-        runner = self._pipeline.runner
-        runner.has_company = self._adapters.is_loading or self._trainers.is_waiting
-        if runner.has_company:
-            runner.release()
 
     def _flush(self) -> None:
         """Send what there is to say in one frame, with the occupancy if it has changed."""
@@ -249,7 +242,8 @@ class EngineCore:
     def _is_resting(self) -> bool:
         """Whether there is nothing to do on the device."""
         saving = self._offload is not None and self._offload.saves.is_saving
-        return self._pipeline.is_empty and not (self._scheduler.requests or self._trainers.has_work or saving)
+        works = self._scheduler.requests or self._trainers.has_work or self._adapters.is_preparing
+        return self._pipeline.is_empty and not (works or saving)
 
     # inbox
 
@@ -266,11 +260,7 @@ class EngineCore:
             wait = _POLL_SECONDS
         else:
             wait = max(self._next_heartbeat - time.monotonic(), 0.0)
-        if wait:
-            self._pipeline.runner.release()
         for message in self._channel.receive(wait):
-            if not isinstance(message, (m.Submit, m.Cancel, m.Report)):
-                self._pipeline.runner.release()
             match message:
                 case m.Submit():
                     self._submit(message.request)
@@ -357,6 +347,8 @@ class EngineCore:
         was_empty = self._pipeline.is_empty
         outcome = None
         try:
+            if self._adapters.is_preparing:
+                self._prepare_adapters()
             outcome = self._pipeline.turn()
         except StepsLost as e:
             # The frames of these tracebacks hold the arrays of the step, and with them the pool that `_fail` replaces.
@@ -375,6 +367,20 @@ class EngineCore:
         self._waits = idle and (reading or self._grammars.is_making)
         if self._adapters.holds.has_left:
             self._adapters.holds.let_go(self._scheduler.digests)
+
+    def _prepare_adapters(self) -> None:
+        """Do a piece of what has to be ready before the first adapter is served. While requests run, they get as much
+        time after each piece as it took. Raises StepsLost.
+        """
+        began = time.monotonic()
+        if self._scheduler.requests and began < self._next_piece:
+            return
+        outcome = self._pipeline.drain()  # a measurement may share the device with nothing
+        if outcome is not None:
+            self._report(outcome)
+        self._adapters.prepare()
+        now = time.monotonic()
+        self._next_piece = now + (now - began)
 
     def _report(self, outcome: StepOutcome) -> None:
         """Add the outcome of a step to the outbox."""

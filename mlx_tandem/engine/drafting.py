@@ -25,12 +25,11 @@ class Drafting:
         self.most_tokens = most_tokens
         self._running = 0
         self.proposes: Proposer | None = None  # where sequences draft in the plan that is being made
-        self.near_end = False  # whether a sequence of that plan may have fewer tokens in the next one
         self.proposer: Proposer | None = None  # the owner sets it before the first request
 
     def begin(self, running: Collection[Sequence], wanted: Collection[Sequence]) -> None:
         """Begin a plan in which these sequences run, the `wanted` of which may have rows."""
-        self._running, self.proposes, self.near_end = len(running), None, False
+        self._running, self.proposes = len(running), None
         if self.proposer is not None:
             for_all = self.proposer.for_all
             may_draft = any(s.request.speculate if for_all else s.request.prediction for s in running)
@@ -69,13 +68,8 @@ class Drafting:
         They are as many as `s` may still have, as there are blocks for, and as are a fair part of the tokens that a
         step may draw, of which `rows` have theirs.
         """
-        drafts = () if self.proposes is None else self._drafts(s, rows, self.proposes)
-        self.near_end |= s.most_tokens - s.total < 2 * (1 + len(drafts))
-        return drafts
-
-    def _drafts(self, s: Sequence, rows: list[Row], by: Proposer) -> tuple[int, ...]:
-        """Return drafts by a proposer, as `drafts` does."""
-        if not self._may_draft(s.request, by):
+        by = self.proposes
+        if by is None or not self._may_draft(s.request, by):
             return ()
         room = self.most_tokens - sum(len(row.tokens) for row in rows)
         most = min(s.most_tokens - s.total, room // max(self._running - len(rows), 1)) - 1

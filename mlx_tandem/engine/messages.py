@@ -175,6 +175,7 @@ class Progress(Struct, frozen=True, array_like=True, tag="progress"):
 
     stage: str
     fraction: float  # 0 … 1
+    once: bool = False  # whether only a start without kept choices has this stage
 
 
 class Note(Struct, frozen=True, array_like=True, tag="note"):
@@ -186,7 +187,7 @@ class Note(Struct, frozen=True, array_like=True, tag="note"):
 
 
 class Ready(Struct, frozen=True, array_like=True, tag="ready"):
-    """The engine accepts requests from now on."""
+    """The engine accepts requests from now on. It is sent again when something that `info` says has changed."""
 
     info: EngineInfo
 

@@ -110,12 +110,13 @@ class Pipeline:
         self._flight: _Flight | None = None
         self._slice: _LaunchedSlice | None = None  # before the step in flight, where there is one
         self._last_done = 0.0  # seconds of time.perf_counter
+        self._rests = True  # whether the last plan that the runner was given is empty
         self._had_slice = False  # whether learning's last turn was a slice, not rows made for training
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in flight."""
-        return self._flight is None and self._slice is None
+        """Whether nothing is in flight, and the runner knows that no step comes next."""
+        return self._rests and self._flight is None and self._slice is None
 
     def turn(self) -> StepOutcome | None:
         """Catch up, plan, launch, and read the step before; return its outcome, None when no step was read.
@@ -160,8 +161,14 @@ class Pipeline:
         """Read everything in flight and launch nothing, so that the device has nothing to do. Raises StepsLost."""
         self._catch_up()
         outcome = self._launch(None)
-        self.runner.release()  # the step that was read may have a next one behind it that waits for its plan
+        self.rest()
         return outcome
+
+    def rest(self) -> None:
+        """Tell the runner that no step comes next, unless it knows or a step is in flight."""
+        if not self._rests and self._flight is None:
+            self._rests = True
+            self.runner.launch(_NO_STEP)
 
     def _catch_up(self) -> None:
         """Let the rows draw that wait for masks, and read a slice behind which a step has been launched."""
@@ -189,13 +196,15 @@ class Pipeline:
         The step before is read first where the next step could not start earlier, or where its launch would wait for
         the device itself.
         """
-        if plan is None or plan.slice is not None or not plan.has_step:
-            self.runner.release()
         before, slice_before = self._flight, self._slice  # at most one of the two is not None
         self._flight = self._slice = result = None
+        has_step = plan is not None and plan.has_step
+        if before is not None or has_step:
+            self._rests = False
+        else:
+            self.rest()
         if plan is not None and plan.slice is not None:
             self._slice = self._launch_slice(plan.slice)
-        has_step = plan is not None and plan.has_step
         try:
             sliced = self._slice is not None or slice_before is not None
             apart = has_step and plan is not None and (self.runner.launch_waits(plan) or (sliced and _is_large(plan)))
@@ -264,7 +273,6 @@ class Pipeline:
     def _read_slice(self, slice_: _LaunchedSlice | None) -> None:
         """Wait until a slice is done, and note how long it took."""
         if slice_ is not None:
-            self.runner.release()  # a step that was read since the slice was launched may have a next one behind it
             slice_.wait()
             self._charge(slice_.slice, self._done(slice_.launched))
 

@@ -185,7 +185,6 @@ class StepPlan:
     drops: tuple[bytes, ...] = ()  # digests of images whose embeddings are not kept any longer
     encodes: tuple[Image, ...] = ()  # images whose embeddings are computed and kept
     drafts: int = 0  # tokens that each row draws, one after the other; 0: a row draws as its kind does
-    near_end: bool = False  # a sequence is so near its end that its next row may have fewer tokens; only with drafts
 
     @property
     def has_step(self) -> bool:
@@ -265,16 +264,15 @@ class Runner(Protocol):
     one_at_a_time: bool
     """Whether a step begins only when the step before it has been read."""
 
-    has_company: bool
-    """Whether other threads make or read arrays now. No step waits on the device for its plan then, since such a thread
-    might wait for the device and keep Python's global lock from the thread that plans."""
-
     drafting_positions: int
     """The most positions that a plan with `drafts` may have. A plan counts as many as its number of rows times twice
     the number of tokens of its longest sequence. 0: no plan may have drafts."""
 
     def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
         """Start the step and return a handle at once. Raises DeviceError.
+
+        When nothing is in flight and nothing is to be done, an empty plan says so, once, and its handle is not waited
+        for.
 
         on_built: is called at most once, when the step is built and only its dispatch is left, which releases Python's
         global lock.
@@ -301,12 +299,6 @@ class Runner(Protocol):
 
     def launch_waits(self, plan: StepPlan) -> bool:
         """Return whether `launch` would wait for much of the step instead of returning at once."""
-
-    def release(self) -> None:
-        """Let the device go on if it waits for the plan of the next step.
-
-        Call it before you launch other work, wait for other work, or rest.
-        """
 
     def wait(self, handle: Any) -> StepResult:
         """Block until a step is done and return its result. Raises DeviceError."""

@@ -230,8 +230,7 @@ class Scheduler:
         constrained = enumerate(rows) if self._num_masked else ()
         masked = tuple([i for i, row in constrained if row.sample and self._sequences[row.sequence].is_masked])
         copies, proposes = self._blocks.writes.take_copies(), drafting.drafts_in_steps
-        own = tuple(rows), uploads, copies, tuple(seatings), saves, loads, masked, None, proposes, *pictures
-        return StepPlan(*own, near_end=drafting.near_end)
+        return StepPlan(tuple(rows), uploads, copies, tuple(seatings), saves, loads, masked, None, proposes, *pictures)
 
     def masks(self, plan: StepPlan, drawn: Mapping[int, tuple[int, ...]] = _NOTHING) -> list[list[Mask]]:
         """Return the masks for the newest plan, as `Runner.sample` takes them.

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.client.process import Launch
+from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.engine.client.stream import Stream
-from mlx_tandem.engine.messages import Progress
 from mlx_tandem.errors import ContextOverflow, InvalidRequest, NotFound
 from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.generation.answer_reading import AnswerReading
@@ -47,7 +47,12 @@ class Front:
     """Everything on the serving side but the engine. A server or Python engine has one front, on one event loop."""
 
     def __init__(
-        self, config: Config, launch: Launch, *, on_progress: Callable[[Progress], None] | None = None
+        self,
+        config: Config,
+        launch: Launch,
+        *,
+        on_progress: Callable[[StartProgress], None] | None = None,
+        times: KeptTimes | None = None,
     ) -> None:
         """Load the tokenizer and the chat template. Raises NotFound and ModelError; the engine is started later."""
         folder = Path(config.engine.model.path)
@@ -78,6 +83,7 @@ class Front:
             stall_seconds=config.engine.stall_seconds,
             on_ready=self.bring_up,
             on_progress=on_progress,
+            times=times,
         )
         self.constraints = Constraints(folder, self.client.check_ready)
         self.models = Models(config, self.client)

@@ -11,6 +11,7 @@ from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
+from msgspec import structs
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
@@ -20,45 +21,43 @@ from mlx_tandem.engine.kv_offload.reads import READ_BYTES
 from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
-from mlx_tandem.model import compiler, device, footprint, probe
-from mlx_tandem.model.attention import fused
+from mlx_tandem.model import backend, compiler, footprint, kernel_checks, probe
+from mlx_tandem.model import deterministic as mode
 from mlx_tandem.model.choices import Choices, Kept, Subject
-from mlx_tandem.model.clone import clone
-from mlx_tandem.model.deterministic import mode
-from mlx_tandem.model.deterministic.mode import Deterministic
+from mlx_tandem.model.deterministic import Deterministic
+from mlx_tandem.model.device import Limit
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
-from mlx_tandem.model.kernel_checks import everything
-from mlx_tandem.model.kernel_checks.everything import Kernels, examine
-from mlx_tandem.model.linears import tuning
-from mlx_tandem.model.linears.groups import find_groups
-from mlx_tandem.model.linears.layout import lay_out
-from mlx_tandem.model.linears.merged import merge
-from mlx_tandem.model.linears.tuning import Tuned, tune
-from mlx_tandem.model.linears.unpacked import unpack_for_cpu
-from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
-from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.lora.uploads import Uploads
-from mlx_tandem.model.memory import Limit
+from mlx_tandem.model.kernel_checks import Kernels, examine
+from mlx_tandem.model.kernels.checking import Pieces
+from mlx_tandem.model.loader import LoadedModel, Report, lay_out, load_unread, read_weights, unpack_for_cpu
+from mlx_tandem.model.modules import clone
+from mlx_tandem.model.ops.attention import fused
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.lora.choice import AdapterLimits
+from mlx_tandem.model.ops.lora.slots import Uploads
+from mlx_tandem.model.ops.lora.state import LoraState, use_kernels
+from mlx_tandem.model.ops.products import tuning
+from mlx_tandem.model.ops.products.merged import merge
+from mlx_tandem.model.ops.products.tuning import Tuned, tune
 from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts
 from mlx_tandem.model.runner import MLXRunner, RunnerSizes
+from mlx_tandem.model.targets import find_groups
 from mlx_tandem.model.vision.embeddings import ROOM_BYTES
 from mlx_tandem.model.warm_up import warm_up
 from mlx_tandem.types import EngineInfo, Image, MemoryBudget, MemoryInUse
 
 log = logging.getLogger(__name__)
 
-_CPU_POOL_BYTES = 512 << 20
-"""Largest KV pool on a CPU unless a size is configured: its memory is shared with everything else on the machine."""
-
-_CPU_ACTIVATION_BYTES = 256 << 20
-"""Memory that steps are cut down to on a CPU, unless no step would fit into it."""
-
 PIGGYBACKED_TOKENS = 256
 """Most prompt tokens that are read in one forward with rows that decode, where kernels read the pool.
 
 On an H200 they cost a third of a step of 128 rows; in a forward of their own they would cost a whole step.
 """
+
+
+LATER = "the kernels are checked and timed when the first adapter is loaded"
+"""Reason for the back end of adapters while none is configured or loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,11 @@ class Built:
     warm_up: Callable[[CostModel], Choices]
     """Runs the first steps and fits the cost model; returns everything that was chosen by timing. Call it once, before
     serving.
+    """
+
+    prepare_adapters: Callable[[], Pieces[tuple[str, str]]] | None
+    """Makes ready, piece by piece, what only steps with adapters need, and returns `lora_backend` and `lora_reason` of
+    EngineInfo. It has to be done before the first adapter is installed. None: it was done at start.
     """
 
     memory: Callable[[], MemoryInUse]
@@ -142,7 +146,7 @@ def build(
         log.warning("everything is checked anew, because with the choices of the last start %s", e)
         if kept is not None:
             kept.drop(e.subject)
-    everything.forget()
+    kernel_checks.forget()
     gc.collect()  # merged linears refer to each other
     mx.clear_cache()
     # The first attempt has changed the model's modules, so the second one loads the model again.
@@ -167,17 +171,17 @@ def _build(
     whole: MemoryBudget | None,
 ) -> Built:
     started = time.monotonic()
-    limit = device.memory_limit(config.memory_limit_gb)  # measured before anything of it is used
+    limit = backend.current().memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
     model, unread = _load_unread(config, limit, report)
     subject = _subject(config, model, unread, given)
-    again = kept.find(subject) if kept is not None and given is None else None
+    again, known = (None, None) if kept is None or given is not None else _kept(kept, subject, config, model)
     given = given or again
     _read_weights(config, model, report)
     candidates = fused.available() if backends is None else backends
     merged = merge(find_groups(model.module)) if candidates and not config.deterministic else []
     twin = clone(model.module)  # before anything of the served tree is changed
-    found, kernels = everything.choose(config, model, merged, candidates, report, given.kernels if given else None)
+    found, kernels = kernel_checks.choose(config, model, merged, candidates, report, given.kernels if given else None)
     if again is not None and (problem := _problem(config, model, twin, found, kernels, report)):
         raise _WrongKernels(problem, subject)
     exact, adapters = _adapters(config, model, found, kernels, twin, candidates)
@@ -188,14 +192,12 @@ def _build(
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
     linears = adapters.linears() | adapters.head()
     chosen = kernels.choices(found.mask_axes)  # before another model is built in this process, such as a draft model
+    later = _Later(config, model, adapters, known, kept, memory.activations // 2)
 
     def run_first_steps(cost: CostModel) -> Choices:
-        method = config.speculation.method
-        pace = warm_up(runner, info, cost, report, limit.size, given.pace if given else None, method=method)
-        choices = Choices(subject, chosen, tuned, pace)
-        if kept is not None and again is None:
-            kept.keep(choices)
-        return choices
+        method, pace = config.speculation.method, given.pace if given else None
+        pace = warm_up(runner, info, cost, report, limit.size, pace, method=method)
+        return later.take(Choices(subject, chosen, tuned, pace), again)
 
     return Built(
         runner=runner,
@@ -203,6 +205,7 @@ def _build(
         linears=linears,
         layers=probe.count_layers(model),
         warm_up=run_first_steps,
+        prepare_adapters=later.prepare if kernels.adapters is None else None,
         memory=partial(_memory_in_use, runner),
         adapter_bytes=lambda: adapters.nbytes,
         twin=twin,
@@ -219,6 +222,56 @@ def _build(
     )
 
 
+def _kept(
+    kept: Kept, subject: Subject, config: EngineConfig, model: LoadedModel
+) -> tuple[Choices | None, AdapterLimits | None]:
+    """Return what an earlier start has chosen, and apart from it what it has chosen for adapters if they can wait."""
+    again = kept.find(subject)
+    if again is None or not lora.can_wait(model.module, config.lora):
+        return again, None
+    known = again.kernels.adapters
+    return structs.replace(again, kernels=structs.replace(again.kernels, adapters=None)), known
+
+
+@dataclass(slots=True)
+class _Later:
+    """What is kept of a start's choices, and the kernels of adapters, which may be chosen after it."""
+
+    config: EngineConfig
+    model: LoadedModel
+    adapters: LoraState
+    known: AdapterLimits | None
+    kept: Kept | None
+    room: int
+    """Bytes that the largest arrays of a measurement may have, beside a server that runs."""
+
+    choices: Choices | None = None
+    """Everything that was chosen at start, to which the choice is added for the next start."""
+
+    def take(self, choices: Choices, again: Choices | None) -> Choices:
+        """Note and return what was chosen at start, and keep it unless an earlier start chose the same, `again`."""
+        self.choices = choices
+        if choices != again:
+            self._keep(choices, choices.kernels.adapters or self.known)
+        return choices
+
+    def _keep(self, choices: Choices, adapters: AdapterLimits | None) -> None:
+        if self.kept is not None:
+            kernels = structs.replace(choices.kernels, adapters=adapters)
+            self.kept.keep(structs.replace(choices, kernels=kernels))
+
+    def prepare(self) -> Pieces[tuple[str, str]]:
+        """Do what `Built.prepare_adapters` says."""
+        found = yield from kernel_checks.choosing_adapters(self.config, self.model, self.known, self.room)
+        if found.chosen is not None:
+            use_kernels(self.adapters, found.chosen)
+        log.info("adapters by %s: %s", self.adapters.backend, found.reason)
+        limits = lora.described(found)
+        if self.choices is not None and limits != self.known:
+            self._keep(self.choices, limits)
+        return self.adapters.backend, found.reason
+
+
 def _problem(
     config: EngineConfig,
     model: LoadedModel,
@@ -229,7 +282,7 @@ def _problem(
 ) -> str:
     """Return what is wrong with the kernels that an earlier start has chosen; empty if they are right."""
     report("checking kernels", 0.0)
-    return everything.problem(config, model, twin, found, kernels)
+    return kernel_checks.problem(config, model, twin, found, kernels)
 
 
 def _memory_in_use(runner: MLXRunner) -> MemoryInUse:
@@ -257,7 +310,7 @@ def _adapters(
 ) -> tuple[Deterministic | None, LoraState]:
     """Return the arithmetic of `--deterministic`, where that is asked for, and the adapters of a model."""
     exact = mode.of(config, model, found, twin, candidates) if config.deterministic else None
-    chosen = kernels.adapters.chosen, kernels.products.chosen
+    chosen = None if kernels.adapters is None else kernels.adapters.chosen, kernels.products.chosen
     tiled = None if exact is None else exact.deltas
     return exact, LoraState(model.module, config.lora, model.dtype, *chosen, tiled)
 
@@ -293,7 +346,8 @@ def _runner(
         kernels.sampling.chosen,
         found.states,
     )
-    runner.dispatches_ahead = config.speculation.method != "draft"  # the draft model computes before a step is planned
+    # A draft model computes before each step is planned.
+    runner.prebuilt.may_dispatch = config.speculation.method != "draft"
     return runner
 
 
@@ -303,7 +357,7 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     Raises:
         ModelError: The model cannot be served with these settings on this device.
     """
-    limit = device.memory_limit(config.memory_limit_gb)
+    limit = backend.current().memory_limit(config.memory_limit_gb)
     model, found = _load_unread(config, limit, lambda stage, fraction: None)
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
@@ -318,11 +372,11 @@ def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> N
     Under `--deterministic` this also makes the model's products compute in tiles.
     """
     read_weights(model, report)
-    for module in (model.module, model.mtp) if device.is_cpu() else ():
+    for module in (model.module, model.mtp) if backend.current().products.only_float32_is_fast else ():
         if module is not None:
             lay_out(module)
     if config.deterministic:
-        report("checking products", 0.0)
+        report("checking exact products", 0.0)
         mode.prepare(config, model)
 
 
@@ -384,11 +438,18 @@ def _divide(config: EngineConfig, limit: Limit, needs: Needs) -> MemoryBudget:
     size = limit.size
     if config.disk.on:  # blocks on their way to and from the drive may lie in the same memory
         size -= MAX_QUEUE_BYTES + READ_BYTES
-    cpu = {"most_pool": _CPU_POOL_BYTES, "most_activations": _CPU_ACTIVATION_BYTES} if device.is_cpu() else {}
-    if config.speculation.method != "draft":
-        return divide(config, size, needs, reason=limit.reason, shared=limit.shared, **cpu)
-    both = with_draft(config, needs)
-    return without_draft(config, divide(config, size, both, reason=limit.reason, shared=limit.shared, **cpu))
+    drafts = config.speculation.method == "draft"
+    here = backend.current().memory
+    whole = divide(
+        config,
+        size,
+        with_draft(config, needs) if drafts else needs,
+        reason=limit.reason,
+        shared=limit.shared,
+        most_pool=here.most_pool,
+        most_activations=here.most_activations,
+    )
+    return without_draft(config, whole) if drafts else whole
 
 
 def _trainer_budget(
@@ -407,10 +468,10 @@ def _limit_steps(
     layers = kernels.attention.layers
     # The tokens of a row of a state cannot be computed side by side.
     piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) and not needs.state else 0
-    device.wire(whole.total)
+    here = backend.current()
     # Trainers may use the memory that no other part was given.
-    device.limit_memory(whole.limit if whole.learning else whole.total)
-    if advice := device.advice(str(model.dtype).rpartition(".")[2]):
+    here.bound_memory(whole.total, whole.limit if whole.learning else whole.total)
+    if advice := here.advice(str(model.dtype).rpartition(".")[2]):
         log.warning("%s", advice)
     mx.set_cache_limit(whole.activations)  # MLX keeps freed arrays, which later steps use again
     return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, piggybacked=piggybacked)
@@ -425,14 +486,14 @@ def _tune(
 ) -> Tuned:
     """Time the model's products on a GPU, unless another process did.
 
-    Nothing is timed on a CPU, where their time is proportional to their size, or if products are computed in tiles.
+    Nothing is timed where their time is proportional to their size, or if products are computed in tiles.
     """
     if given is not None:
         tuning.use(model.module, given.tuned)
         return given.tuned
-    if device.is_cpu() or config.deterministic:
+    if config.deterministic or not backend.current().products.worth_timing:
         return Tuned()
-    report("timing products", 0.0)
+    report(kernel_checks.TIMING, 0.0)
     return tune(model.module, model.dtype, most_rows=config.scheduler.max_num_seqs, activations=memory.activations)
 
 
@@ -445,7 +506,8 @@ def _describe(
     lora_backend: str,
     load_seconds: float,
 ) -> EngineInfo:
-    log.info("adapters by %s: %s", lora_backend, kernels.adapters.reason)
+    lora_reason = LATER if kernels.adapters is None else kernels.adapters.reason
+    log.info("adapters by %s: %s", lora_backend, lora_reason)
     shapes, attention = found.layers, kernels.attention
     groups = open_groups(memory, config.cache.block_size)
     return EngineInfo(
@@ -465,10 +527,10 @@ def _describe(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_loras=config.lora.max_loras,
         max_lora_rank=config.lora.max_lora_rank,
-        device=device.describe(),
+        device=backend.current().describe(),
         attention_backend=attention.name,
         lora_backend=lora_backend,
-        lora_reason=kernels.adapters.reason,
+        lora_reason=lora_reason,
         products_reason=kernels.products.reason,
         load_seconds=load_seconds,
         vision=model.vision,

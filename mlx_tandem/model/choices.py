@@ -11,34 +11,32 @@ import contextlib
 import hashlib
 import logging
 import os
-import platform
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mlx_tandem import files
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model import backend
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import StateShape
-from mlx_tandem.model.kernels.division import Division
-from mlx_tandem.model.kernels.skinny import Form
-from mlx_tandem.model.kernels.wgmma import WideForm
-from mlx_tandem.model.linears.skinny import Shape
-from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.ops.attention.choice import AttentionDivision
+from mlx_tandem.model.ops.lora.choice import AdapterLimits
+from mlx_tandem.model.ops.products.few_rows import Products
+from mlx_tandem.model.ops.products.tuning import Tuned
+from mlx_tandem.model.ops.sampling.choice import SamplingKernels
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 """Version of the value; another one is refused."""
 
 MOST_KEPT = 64
@@ -82,25 +80,24 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
             [(str(layer.keys), str(layer.values), layer.window) for layer in layers],
             [str(state) for state in states],
             vocab_size,
-            (config.cache, config.lora, config.scheduler.max_num_seqs, config.deterministic),
+            # Whether adapters are configured decides when their kernels are chosen, and not between which.
+            (
+                config.cache,
+                structs.replace(config.lora, prepare=False),
+                config.scheduler.max_num_seqs,
+                config.deterministic,
+            ),
             version("mlx-lm"),
         )
         digest = hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
-        return Subject(device.describe(), _driver(), version("mlx"), sources(), digest)
+        here = backend.current()
+        return Subject(here.describe(), here.driver(), version("mlx"), sources(), digest)
 
 
 def _precision(path: str, module: nn.Module) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Return the path of a module, the shapes of its own arrays, and how its weight is packed."""
     own = [(name, f"{array.shape} {array.dtype}") for name, array in module.items() if isinstance(array, mx.array)]
     return path, own, [str(getattr(module, name, "")) for name in ("group_size", "bits", "mode")]
-
-
-def _driver() -> str:
-    if device.is_cpu():
-        return ""
-    with contextlib.suppress(OSError):
-        return _NVIDIA.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-    return platform.mac_ver()[0]
 
 
 @cache
@@ -111,51 +108,6 @@ def sources() -> str:
         if file.is_file() and file.suffix != ".pyc":
             digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
-
-
-class AttentionDivision(Struct, frozen=True, forbid_unknown_fields=True):
-    """The attention back end, and how its work is divided for each kind of layer, in the order of their first layers.
-
-    Kinds of layers whose keys its kernels cannot read are left out.
-    """
-
-    name: str
-    reason: str
-    divisions: tuple[Division, ...] = ()
-
-
-class FormsByShape(NamedTuple):
-    """Forms by number of tokens (in `eighths`) for linears of one shape: `forms` of kernels/skinny.py, and `wide` of
-    kernels/wgmma.py.
-    """
-
-    shape: Shape
-    forms: dict[int, Form]
-    wide: dict[int, WideForm]
-
-
-class Products(Struct, frozen=True, forbid_unknown_fields=True):
-    """The products that the kernel for few rows computes, in steps of the base and in steps with adapters."""
-
-    reason: str
-    base: tuple[FormsByShape, ...] = ()
-    adapted: tuple[FormsByShape, ...] = ()
-
-
-class AdapterLimits(Struct, frozen=True, forbid_unknown_fields=True):
-    """The most tokens for which fused kernels compute adapters: of one adapter, and of several; 0: never."""
-
-    reason: str
-    same: int = 0
-    mixed: int = 0
-
-
-class SamplingKernels(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether a kernel draws tokens among all tokens, and whether one draws among the likeliest."""
-
-    reason: str
-    plain: bool = False
-    truncated: bool = False
 
 
 class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
@@ -172,7 +124,9 @@ class KernelChoices(Struct, frozen=True, forbid_unknown_fields=True):
     own_blocks: str
     """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
 
-    adapters: AdapterLimits
+    adapters: AdapterLimits | None
+    """None: no adapter was configured or loaded, so nothing was chosen."""
+
     sampling: SamplingKernels
     rule_problem: str | None = None
     """Why mlx-lm's functions compute the gated delta rule; empty if a kernel does, None if no layer needs it."""
@@ -191,6 +145,9 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
     """Decode steps: rows, milliseconds."""
 
     one_at_a_time: bool
+
+    whole: bool = True
+    """Whether everything was timed. If it was not, since this took too long, the next start times it again."""
 
 
 class Choices(Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from mlx_tandem import files
 from mlx_tandem.engine.plan import DeviceError
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ def prepare() -> None:
     Without compilation steps are slower. Anything but the first choice is logged. Call it before anything is
     computed.
     """
-    if not device.is_cpu() or shutil.which("g++") is None or "MLX_DISABLE_COMPILE" in os.environ:
+    by_host = backend.current().arithmetic.compiled_by_the_host
+    if not by_host or shutil.which("g++") is None or "MLX_DISABLE_COMPILE" in os.environ:
         return
     temporary = Path(next((os.environ[name] for name in _VARIABLES if name in os.environ), "/tmp"))
     try:

@@ -1,19 +1,21 @@
-"""The device under the model: a fast BLAS and other settings before MLX is loaded, and what the machine has."""
+"""The settings of this process for MLX (a fast BLAS and environment variables before it is loaded, BLAS threads) and
+the memory that the machine has.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import platform
 import re
+import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 from mlx_tandem import files
-from mlx_tandem.model.memory import Limit, UnifiedMemory, available_on_linux, available_on_macos
 
 # MLX's Linux CPU wheel brings the reference BLAS along: 6 GFLOP/s where OpenBLAS reaches 60 to 100. Its symbols win
 # when they are global before MLX's own library is loaded, so this stands before the first import of mlx.core.
@@ -119,108 +121,6 @@ _set_threads = ctypes.CDLL(OPENBLAS).openblas_set_num_threads if OPENBLAS and no
 _every_core_always = False
 
 
-Kind = Literal["cpu", "cuda", "metal"]
-
-
-def kind() -> Kind:
-    """Return the back end of MLX that computes here: the key of all tables of sizes by device."""
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
-def is_cpu() -> bool:
-    """Return whether MLX computes on the CPU."""
-    return kind() == "cpu"
-
-
-def is_cuda() -> bool:
-    """Return whether MLX computes on a CUDA GPU."""
-    return kind() == "cuda"
-
-
-def is_metal() -> bool:
-    """Return whether MLX computes on an Apple GPU."""
-    return kind() == "metal"
-
-
-_RELEASE_THRESHOLD = 4
-"""CU_MEMPOOL_ATTR_RELEASE_THRESHOLD of CUmemPool_attribute in the CUDA driver API."""
-
-
-def wire(size: int) -> None:
-    """Keep up to `size` bytes of this process's GPU memory resident between steps, on macOS 15 or newer.
-
-    Without it macOS may unmap memory that was idle for a moment, and the next step waits until it is mapped again.
-    """
-    if is_metal() and _macos() >= (15, 0):
-        mx.set_wired_limit(min(size, int(mx.device_info()["max_recommended_working_set_size"])))
-
-
-def limit_memory(size: int) -> None:
-    """Make MLX on Metal wait for work in flight before it takes more than `size` bytes, whatever the budget missed.
-
-    MLX's own limit there is one and a half times what macOS recommends, and macOS swaps long before that.
-    """
-    if is_metal():
-        mx.set_memory_limit(size)
-
-
-def _macos() -> tuple[int, ...]:
-    return tuple(int(n) for n in platform.mac_ver()[0].split(".")[:2] if n.isdigit())
-
-
-EMULATE_BFLOAT16 = re.compile(r"Apple M[12]\b")
-"""GPUs that compute float16 in hardware and bfloat16 by converting it. By Apple's Metal feature set tables bfloat16
-is native from the family Apple9 on, which is M3."""
-
-
-def advice(dtype: str) -> str:
-    """Return a sentence for the user when this device computes slowly in `dtype`; empty where it does not."""
-    if dtype == "bfloat16" and is_metal() and EMULATE_BFLOAT16.match(describe()):
-        return "this GPU has no bfloat16 in hardware: --dtype float16 is faster, unless the model overflows in it"
-    return ""
-
-
-def keep_freed_memory(most: int, driver: str = "libcuda.so.1") -> bool:
-    """Have the CUDA driver keep the memory that MLX frees, up to `most` bytes in use and freed; return whether it
-    agreed.
-
-    By default the driver returns such memory to the system as soon as anybody waits for the device, and mapping a
-    gigabyte again takes tens of milliseconds.
-    """
-    try:
-        cuda = ctypes.CDLL(driver)
-    except OSError:
-        return False
-    number, pool, threshold = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64(most)
-    return not (
-        cuda.cuInit(0)
-        or cuda.cuDeviceGet(ctypes.byref(number), 0)
-        or cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), number)
-        or cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(threshold))
-    )
-
-
-def describe() -> str:
-    """Return one line for people that says what computes here."""
-    if is_cpu():
-        blas = (
-            "OpenBLAS" if OPENBLAS else "reference BLAS (slow: install libopenblas0)" if sys.platform == "linux" else ""
-        )
-        return f"CPU, {_CORES} cores" + (f", {blas}" if blas else "")
-    info = mx.device_info()
-    return str(info.get("device_name") or info.get("architecture") or "GPU")
-
-
-def sizes() -> dict[str, int | str]:
-    """Return the sizes of the GPU's memory in bytes, as MLX reports them, and its architecture; empty on a CPU."""
-    if is_cpu():
-        return {}
-    names = ("architecture", "memory_size", "max_recommended_working_set_size", "max_buffer_length", "free_memory")
-    return {name: value for name in names if (value := mx.device_info().get(name)) is not None}
-
-
 def blas_threads(every_core: bool) -> None:
     """Set how many threads BLAS uses for the next operations: every core, or half of them.
 
@@ -261,20 +161,115 @@ def leave_thread() -> None:
     mx.clear_streams()
 
 
-def memory_limit(chosen_gb: float = 0.0) -> Limit:
-    """Return how many bytes this process may use on the device: `chosen_gb` gigabytes if the user chose, else what
-    fits.
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+_GIB = 1 << 30
+
+LARGE = 32 * _GIB
+"""Memory of a Mac from which on macOS and other programs need a small share of it."""
+
+SHARE_OF_SMALL, SHARE_OF_LARGE = 0.8, 0.9
+"""Share of macOS's recommended working set that the server takes on a Mac below LARGE, and from there on."""
+
+HOST_BYTES = 600 << 20
+"""Memory of the front process and of the engine's Python interpreter, which lies in the same memory on a Mac."""
+
+RESERVE = 1 * _GIB
+"""Bytes of a Mac's available memory that are left to other programs, which grow while the server runs."""
+
+_VM_STAT = "/usr/bin/vm_stat"
+_USABLE_PAGES = ("free", "inactive", "speculative", "purgeable")
+
+
+class Limit(NamedTuple):
+    """The number of bytes that the server may use on the device, and the reason in words for people."""
+
+    size: int
+    reason: str
+    shared: bool
+    """Whether the rest belongs to other programs, so that nothing may grow beyond `size`."""
+
+
+@dataclass(frozen=True)
+class UnifiedMemory:
+    """Memory of a Mac in bytes. Its CPU, its GPU and all programs share it."""
+
+    total: int
+    working_set: int
+    """The most that macOS recommends for one process on the GPU."""
+
+    available: int | None = None
+    """Memory that programs can get without swapping; None: unknown."""
+
+    def limit(self) -> Limit:
+        """Return the smaller of a share of the working set and what other programs leave."""
+        share = SHARE_OF_LARGE if self.total >= LARGE else SHARE_OF_SMALL
+        size = min(int(self.working_set * share), self.total - HOST_BYTES)
+        reason = f"{share:.0%} of the {_gb(self.working_set)} that macOS recommends for the GPU"
+        if self.available is not None and self.available - RESERVE - HOST_BYTES < size:
+            size = max(self.available - RESERVE - HOST_BYTES, 0)
+            reason = f"other programs leave {_gb(self.available)} of {_gb(self.total)}"
+        return Limit(size, reason, shared=True)
+
+
+def available_on_macos() -> int | None:
+    """Return the bytes that macOS can hand out without swapping; None where `vm_stat` does not say."""
+    try:
+        said = subprocess.run([_VM_STAT], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_vm_stat(said)
+
+
+def parse_vm_stat(said: str) -> int | None:
+    """Return the bytes in the output of `vm_stat` that macOS can hand out: the free, inactive, speculative and
+    purgeable pages, and active pages with the content of files, which macOS drops and reads again.
+
+    `vm_stat` reports only the number of all pages with the content of files. The share of them that is active is taken
+    to be the share of active pages among active and inactive ones. Return None for text that is not such an output.
     """
-    if chosen_gb:
-        return Limit(int(chosen_gb * 1e9), "as --memory-limit-gb allows", shared=False)
-    free = "what the machine has free"
-    if is_cpu():
-        return Limit(available_on_linux(), free, shared=False)
-    info = mx.device_info()
-    if is_metal():
-        sizes = int(info["memory_size"]), int(info["max_recommended_working_set_size"])
-        return UnifiedMemory(*sizes, available_on_macos()).limit()
-    for key in ("free_memory", "total_memory"):
-        if info.get(key):
-            return Limit(int(info[key]), "what the GPU has free", shared=False)
-    return Limit(available_on_linux(), free, shared=False)
+    page = re.search(r"page size of (\d+) bytes", said)
+    found = re.findall(r"^(?:Pages )?([\w -]+?)(?: pages)?:\s+(\d+)\.", said, re.MULTILINE)
+    counts = {kind: int(count) for kind, count in found}
+    if page is None or "free" not in counts:
+        return None
+    usable = sum(counts.get(kind, 0) for kind in _USABLE_PAGES)
+    active, files = counts.get("active", 0), counts.get("File-backed", 0) - counts.get("speculative", 0)
+    kept = max(active + counts.get("inactive", 0), 1)  # pages in one of the two lists
+    return int(page[1]) * (usable + min(max(files, 0) * active // kept, active))
+
+
+def machine_bytes() -> int:
+    """Return the bytes of memory that the machine has, in use or not."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_on_linux() -> int:
+    """Return the bytes that the machine has free, or fewer if this process's container has fewer left."""
+    total = machine_bytes()
+    if (available := _fields("/proc/meminfo").get("MemAvailable:")) is not None:
+        total = min(total, available * 1024)
+    for limit, used, stat, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        most, now = (_fields(f"/sys/fs/cgroup/{name}", named=False).get("", None) for name in (limit, used))
+        if most is not None and now is not None:
+            files = _fields(f"/sys/fs/cgroup/{stat}").get(cached, 0)  # the kernel gives it back when somebody needs it
+            total = min(total, max(most - max(now - files, 0), 0))
+    return total
+
+
+def _fields(path: str, *, named: bool = True) -> dict[str, int]:
+    """Return the numbers in one of the kernel's files by the word before each; empty if there is no such file."""
+    try:
+        with open(path) as f:
+            lines = [line.split() for line in f]
+    except OSError:
+        return {}
+    pairs = [line[:2] if named else ["", line[0]] for line in lines if len(line) > named]
+    return {name: int(value) for name, value in pairs if value.isdigit()}
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -17,10 +17,9 @@ from mlx_tandem.config import (
 )
 from mlx_tandem.engine.budget import Needs
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device
-from mlx_tandem.model.kernel_checks.everything import examine
-from mlx_tandem.model.linears.unpacked import unpack_for_cpu
-from mlx_tandem.model.loader import load_unread, weights
+from mlx_tandem.model import backend
+from mlx_tandem.model.kernel_checks import examine
+from mlx_tandem.model.loader import load_unread, unpack_for_cpu, weights
 from mlx_tandem.types import MemoryBudget
 
 replace = msgspec.structs.replace
@@ -47,7 +46,7 @@ def draft_settings(config: EngineConfig, num_blocks: int) -> EngineConfig:
 @cache
 def _sizes(settings: EngineConfig) -> tuple[int, int]:
     """Return the bytes of a draft model's weights and of one of its blocks, without reading any weight."""
-    limit = device.memory_limit(settings.memory_limit_gb)
+    limit = backend.current().memory_limit(settings.memory_limit_gb)
     model = unpack_for_cpu(load_unread(settings.model, lambda stage, fraction: None), settings.model, limit.size)
     found = examine(settings, model, evaluate=False)
     if found.states:

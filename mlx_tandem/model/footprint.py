@@ -21,38 +21,14 @@ from mlx_tandem.engine.budget import ACTIVATION_SHARE, Needs, StepCost
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.pool import Window
-from mlx_tandem.model import device
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model import backend
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.loader import LoadedModel, every_weight, weights
-from mlx_tandem.model.lora.adapted import find_head, find_targets
+from mlx_tandem.model.ops.lora.slots import bucket
+from mlx_tandem.model.targets import find_head, find_targets
 from mlx_tandem.model.vision.embeddings import ROOM_BYTES
-
-MICRO_BATCH_TOKENS = {"cpu": 128, "cuda": 1536, "metal": 512}
-"""Tokens of one forward and backward of learning, for which memory is kept. A slice is one or a few layers of it,
-and streams wait for a slice. On Metal the start times a slice and takes fewer tokens where it is slow
-(`training/device/pace.py`)."""
-
-FORWARD_LAYERS = {"cpu": 1, "cuda": 3, "metal": 1}
-"""Layers in one slice of learning's forward. A layer of the backward, which computes the layer again and two
-gradients, takes as long as three of the forward. On a CPU three layers would make streams wait longer than the
-backward does."""
-
-KEPT_BYTES = {"cpu": 256 << 20, "cuda": 0, "metal": 0}
-"""Activations of a micro-batch up to which they are kept for the backward; more are computed again layer by layer."""
-
-CHUNK_TOKENS: dict[device.Kind, tuple[int, ...]] = {
-    "cpu": (1024,),
-    "cuda": (4096, 2048, 1024),
-    "metal": (2048, 1024, 512, 256),
-}
-"""Candidates for the most prompt tokens of one step, largest first. The first is taken whose activations fit into
-their share of the memory, or into what the last candidate needs. An H200 is at its best from about 4,096 on; a CPU
-gains nothing beyond a few hundred; a Mac's memory is small."""
-
-SMALLEST_RANK = 8
-"""Smallest rank of the stacked arrays of adapters."""
 
 _SAMPLING = 24
 """Arrays float32 [rows, vocabulary] that are alive at once while sampling with every feature on."""
@@ -101,7 +77,7 @@ def needs(
         learning += pass_bytes(config, model, len(layers) + len(states), vocab_size, linears)
     share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
     asked = config.scheduler.max_chunk_tokens
-    sizes = (asked,) if asked else CHUNK_TOKENS[device.kind()]
+    sizes = (asked,) if asked else backend.current().memory.chunk_tokens
     steps = [_step(config, size, model, layers, vocab_size, linears, states) for size in sizes]
     # A larger chunk may use as much as the smallest one needs anyway, which is mostly for sampling every row.
     allowed = max(share, steps[-1].least())
@@ -124,14 +100,6 @@ def needs(
         window=None if windows[-1] is None else Window(windows[-1], chunk),
         window_block=windowed * size if others else 0,
     )
-
-
-def bucket(rank: int) -> int:
-    """Return the rank of stacked arrays that can hold `rank`: the next power of two from SMALLEST_RANK on."""
-    wide = SMALLEST_RANK
-    while wide < rank:
-        wide *= 2
-    return wide
 
 
 def slot_bytes(linears: Mapping[str, LinearShape], paths: Iterable[str], slots: int, rank: int, itemsize: int) -> int:
@@ -220,16 +188,15 @@ def _step(
     states: Sequence[StateShape],
 ) -> StepCost:
     """Return the memory cost of a step with prompt chunks of `chunk` tokens."""
-    cpu = device.is_cpu()
-    # How many layers' activations, matrices of scores, and copies of gathered keys and values are alive at once.
-    alive, scores, copies = (2, 9, 1.3) if cpu else (8, 3, 3.0)
+    here = backend.current().memory
+    copies = here.gathered
     if config.cache.kv_bits < 16:
         copies *= 2  # quantised codes beside the numbers that they become
     size, rows = model.dtype.size, config.scheduler.max_num_seqs
-    pair = scores * model.heads * max(size, 4 if cpu else 2) + 2  # 2 for the mask
+    pair = here.scores * model.heads * max(size, here.score_bytes) + 2  # 2 for the mask
     read = max((sum(half.heads * half.dim * half.dtype.size for half in s.halves) for s in layers), default=0)
     return StepCost(
-        token=alive * _flow(linears) * size,
+        token=here.layers * _flow(linears) * size,
         pair=pair,
         position=int(copies * read) + pair,
         sampling=rows * vocab_size * (4 * _SAMPLING + _STATE) + min(_SCORED, 16 * chunk * vocab_size),
@@ -259,13 +226,14 @@ def pass_bytes(
     before the last is read; each is a layer of the backward or a piece of the logits. Its sequences have at most 1,024
     tokens, since scores grow with the square of their length.
     """
-    tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
+    here = backend.current().learning
+    tokens = config.duty.micro_batch_tokens or here.micro_batch_tokens
     size = model.dtype.size
     widths = Counter(s.inputs for s in linears.values())
     hidden = widths.most_common(1)[0][0] if widths else 1
     kept = tokens * hidden * layers * size
-    kept += min(activation_bytes(linears, layers, tokens, size), KEPT_BYTES[device.kind()])
-    scores = (12 if device.is_cpu() else 3) * tokens * min(tokens, model.max_model_len, 1024) * model.heads * 4
+    kept += min(activation_bytes(linears, layers, tokens, size), here.kept_bytes)
+    scores = here.scores * tokens * min(tokens, model.max_model_len, 1024) * model.heads * 4
     layer = tokens * 4 * _flow(linears) * size + scores
     head = 4 * min(128 << 20, tokens * vocab_size * 4)
     return kept + 2 * max(layer, head)

@@ -4,6 +4,7 @@ served.
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import logging
 import re
@@ -20,16 +21,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.utils import _get_classes, load_model
+from mlx_lm.utils import _get_classes, dequantize_model, load_model
 from safetensors import SafetensorError, safe_open
 
 from mlx_tandem.adapters import refuse_adapter
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model import backend
 from mlx_tandem.model.mtp import PredictionHead, load_head
-from mlx_tandem.model.vision import families, library
+from mlx_tandem.model.vision import library
 from mlx_tandem.model.vision.encoder import Encoder, load_encoder
-from mlx_tandem.model.vision.text_part import TextArgs, TextModel
+from mlx_tandem.model.vision.library import TextArgs, TextModel
 from mlx_tandem.model_folder import CONFIG, VISION_FAMILIES, check_text, check_vision, text_settings
 from mlx_tandem.printable import printable
 from mlx_tandem.small_files import read_object
@@ -138,9 +140,9 @@ def _load_vision(
 
     A part for images that cannot be loaded is no reason to refuse the folder, which is served as a text model then.
     """
-    if not families.has_images(settings):
+    if not library.has_images(settings):
         return None, None
-    if reason := families.refusal(config, settings, installed=library.is_installed()):
+    if reason := library.refusal(config, settings, installed=library.is_installed()):
         return None, VisionInfo(refusal=reason)
     try:
         check_vision(settings, CONFIG)
@@ -305,8 +307,7 @@ def _cast(module: nn.Module, config: ModelConfig) -> mx.Dtype:
     if config.dtype != "auto":
         dtype = _DTYPES[config.dtype]
     else:
-        # Only float32 goes through BLAS on a CPU: everything else is ten times slower there.
-        dtype = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else own
+        dtype = mx.float32 if backend.current().products.only_float32_is_fast else own
     if dtype != own:
         keep = getattr(module, "cast_predicate", lambda _: True)
         module.update(
@@ -384,3 +385,84 @@ def _eos(settings: dict[str, Any]) -> tuple[int, ...]:
     eos = settings.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
     return tuple(i for i in ids if type(i) is int and i >= 0)
+
+
+# --- Weights in a CPU's memory ---------------------------------------------------------------------------------------
+
+
+def lay_out(module: nn.Module) -> None:
+    """Lay the float32 weights of all linears out in this way, one after the other; their values and shapes stay."""
+    for each in module.modules():
+        own: Any = each
+        if isinstance(each, nn.Linear) and own.weight.dtype == mx.float32:
+            own.weight = mx.contiguous(own.weight.T).T
+            mx.eval(own.weight)
+
+
+MOST_SHARE = 0.5
+"""Largest share of the memory limit that unpacked weights may take."""
+
+
+def unpack_for_cpu(model: LoadedModel, config: ModelConfig, limit: int) -> LoadedModel:
+    """Return the model with its packed weights unpacked to the type that it computes in, if the device is a CPU.
+
+    Weights stay packed if the settings say so, or if they would take more than MOST_SHARE of `limit` bytes. Nothing is
+    evaluated: call it before the weights are read.
+    """
+    if not backend.current().products.only_float32_is_fast or not config.unpack_weights or model.quantization is None:
+        return model
+    packed = sum(p.nbytes for p in weights(model.module))
+    size = model.parameters * model.dtype.size
+    if size > MOST_SHARE * limit:
+        log.warning(
+            "its %s weights stay packed, which is slow on a CPU: as %s they would take %.1f GB of %.1f",
+            model.quantization,
+            _name(model.dtype),
+            size / 1e9,
+            limit / 1e9,
+        )
+        return model
+    log.info(
+        "its %s weights are unpacked to %s, which this CPU multiplies faster: %.1f GB instead of %.1f",
+        model.quantization,
+        _name(model.dtype),
+        size / 1e9,
+        packed / 1e9,
+    )
+    for module in (model.module, model.mtp):
+        if module is not None:
+            _unpack(module, model.dtype)
+    return dataclasses.replace(model, quantization=f"{model.quantization}, unpacked")
+
+
+def _unpack(module: nn.Module, dtype: mx.Dtype) -> None:
+    """Replace all modules that have packed weights by ones that have weights of this type."""
+    packed = [path for path, each in module.named_modules() if "scales" in each]
+    dequantize_model(module)
+    plain = dict(module.named_modules())
+    for path in packed:
+        each: Any = plain[path]
+        if "scales" not in each:
+            each.weight = each.weight.astype(dtype)
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+# --- Families that are refused by name -------------------------------------------------------------------------------
+
+_SPARSE = "each of its positions chooses which earlier ones it sees (sparse attention), which the paged cache cannot do"
+
+UNSERVED = {
+    "afm7": "its last layers compute their positions from the number of keys in the cache, which is padded in a batch",
+    "dbrx": "its code waits in the middle of a step for the experts that were chosen, so no step can be compiled",
+    "deepseek_v32": _SPARSE,
+    "deepseek_v41": "its layers cache groups of positions that are compressed into one",
+    "glm_moe_dsa": _SPARSE,
+    "gpt_bigcode": "its code takes one position for all rows of a batch, whose positions differ",
+    "llama4": "its layers see chunks of positions, and its code takes one position for all rows of a batch",
+    "minimax_m3_vl": _SPARSE,
+    "phi3small": "mlx-lm's code for its block-sparse attention ends the process with an invalid memory access",
+}
+"""The reason why a family is not served, by `model_type`."""

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, PoolLayout, ProbeCache, StepView
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import KVPools, windows_of
 from mlx_tandem.model.cache.states import (
     StateArray,
@@ -22,9 +22,9 @@ from mlx_tandem.model.cache.states import (
     keeps_state,
     leaves,
 )
-from mlx_tandem.model.kernel_checks import machine
-from mlx_tandem.model.loader import LoadedModel, blamed_on, first_line, not_finite, suspects
-from mlx_tandem.model.unserved import UNSERVED
+from mlx_tandem.model.kernels import timing
+from mlx_tandem.model.loader import UNSERVED, LoadedModel, blamed_on, first_line, not_finite, suspects
+from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, ProbeCache, StepView
 from mlx_tandem.model_folder import CONFIG
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
@@ -224,7 +224,7 @@ def decode_seconds(
     """Return the seconds of a compiled forward of `rows` rows with one token each."""
     paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block, states)
     step = mx.compile(paged.step)
-    return machine.seconds(lambda: step(*paged.step_arguments()), 1)
+    return timing.seconds(lambda: step(*paged.step_arguments()), 1)
 
 
 def _paged_logits(

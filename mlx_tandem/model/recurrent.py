@@ -1,4 +1,11 @@
-"""The modules of a model that use the states of its recurrent layers, found by a forward that is never evaluated."""
+"""The modules of a model that use the states of its recurrent layers, and their depthwise convolutions.
+
+The modules are found by a forward that is never evaluated.
+
+MLX computes a depthwise convolution as one small product for each channel where it has no kernel for it. On a CPU this
+takes up to ten times as long as a sum of the shifted inputs times their weights, which is one elementwise operation.
+Metal has a kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from mlx_tandem.model import gated_delta
-from mlx_tandem.model.cache.kvcache import ProbeCache
+from mlx_tandem.model import backend
 from mlx_tandem.model.cache.states import StateCache, StateShape, StateView, arranged, keeps_state, leaves
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.mixin import mix_in, unmix
+from mlx_tandem.model.modules import mix_in, unmix
+from mlx_tandem.model.ops import gated_delta
+from mlx_tandem.model.ops.attention.cache import ProbeCache
 from mlx_tandem.model.probe import Examined
 
 NO_DRAFTS = "keeps a state inside of its attention, which would have to follow drafts one by one"
@@ -96,3 +104,43 @@ def gathered_bytes(model: nn.Module, states: Sequence[StateShape]) -> int:
 def verifies_drafts(model: LoadedModel, found: Examined) -> bool:
     """Return whether steps of a model can verify drafts."""
     return not found.states or recurrent_modules(model.module) is not None
+
+
+# --- Depthwise convolutions as sums of shifted inputs ----------------------------------------------------------------
+
+
+class DepthwiseBySum:
+    """Mixin of a depthwise convolution over positions."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the convolution [rows, length - width + 1, channels] of x [rows, length, channels]."""
+        own: nn.Conv1d = self  # type: ignore[assignment]
+        y = _sum_of_shifts(x, own.weight)
+        return y + own.bias if "bias" in own else y
+
+
+@mx.compile
+def _sum_of_shifts(x: mx.array, weight: mx.array) -> mx.array:
+    width = weight.shape[1]
+    length = x.shape[1] - width + 1
+    # Each shifted view is converted to float32, not the whole input, so that MLX fuses everything into one operation.
+    # The sum is rounded to the input's type once, as in MLX's convolution.
+    terms = [x[:, i : i + length].astype(mx.float32) * weight[:, i, 0].astype(mx.float32) for i in range(width)]
+    return sum(terms[1:], terms[0]).astype(x.dtype)
+
+
+def speed_up_convolutions(model: nn.Module) -> None:
+    """Have the model's depthwise convolutions computed as sums of shifted inputs, unless MLX has a kernel for
+    them.
+    """
+    if backend.current().kernels.mlx_has_its_own:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d) and not isinstance(module, DepthwiseBySum) and _is_depthwise(module):
+            mix_in(module, DepthwiseBySum)
+
+
+def _is_depthwise(conv: nn.Conv1d) -> bool:
+    channels, _, own = conv.weight.shape
+    plain = conv.stride == 1 and conv.padding == 0 and conv.dilation == 1
+    return plain and own == 1 and conv.groups == channels

@@ -1,5 +1,8 @@
 """The MLX runner: it executes step plans over the paged pool with mlx-lm's unmodified model modules.
 
+The rarer a feature is, the better it is hidden: what is for one device or for few steps stays in a module of its own,
+and neither the plan nor the engine knows of it.
+
 A step is cut into rectangles of rows of one length: decoding rows with the rows that share their forward, and prompt
 chunks by padded length. Each rectangle is one call of a pure function of arrays, compiled for each shape. The modules
 of `model/step` each do one thing for it: `rectangles` divides, `forward_inputs` makes the numbers, `forward` is the
@@ -18,18 +21,19 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.plan import LONGEST_READ, DeviceError, Mask, RowKind, StepPlan, StepResult
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.model import compiler, device
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache
+from mlx_tandem.model import backend, compiler
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateShape
 from mlx_tandem.model.cache.turns import HeldStates
-from mlx_tandem.model.deterministic.attention import OrderedAttention
-from mlx_tandem.model.deterministic.mode import compiles
-from mlx_tandem.model.kernels.gate import IN_ORDER
-from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES
+from mlx_tandem.model.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache
+from mlx_tandem.model.ops.attention.ordered import OrderedAttention
+from mlx_tandem.model.ops.attention.paged import EVERYTHING, MOST_QUERIES
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.sampling.masks import MaskTable, places_of_rows
+from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers
 from mlx_tandem.model.step import pauses
 from mlx_tandem.model.step.compiled import USUAL, CompiledSteps
 from mlx_tandem.model.step.dispatch import DispatchQueue
@@ -37,14 +41,11 @@ from mlx_tandem.model.step.draw import Undrawn
 from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
-from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.mask_table import MaskTable, places_of_rows
+from mlx_tandem.model.step.operands import StepKey
 from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.pauses import NO_PAUSE, Pause
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
-from mlx_tandem.model.step.rectangles import Rectangles
-from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers
+from mlx_tandem.model.step.rows import Rectangles
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.vision.embeddings import Embeddings
 from mlx_tandem.types import TokenLogprob
@@ -91,14 +92,8 @@ class MLXRunner:
     Attributes:
         module: The model's modules as they are served, with everything that was changed in them.
         pauses: When forwards wait for the device while they are built; None: never.
-        builds_ahead: Whether a step that verifies drafts may be built while the device computes the one before it. All
-            its numbers have to travel as one array, which is filled later, and kernels have to write the pool: MLX's
-            own writes would copy arrays of the pool that a graph which was built still holds.
-        dispatches_ahead: Whether such a step may also be dispatched on CUDA before its numbers are known. The owner
-            forbids it if anything else needs the device before the next step is planned.
+        prebuilt: The next step, if it was built while the device computes the one before it.
     """
-
-    has_company = False
 
     def __init__(
         self,
@@ -154,10 +149,9 @@ class MLXRunner:
         self.drafting_positions = most if self._forward.chains else 0
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
-        self._prebuilt = Prebuilt(self.inputs, _dispatch if device.is_cuda() and IN_ORDER else None)
+        self.prebuilt = Prebuilt(self.inputs, _dispatch if backend.current().steps.may_wait_for_numbers else None)
         self._masks, self._waiting = MaskTable(sizes.vocab_size, sizes.max_num_seqs), _Waiting((), [])
-        self.queue, self.pauses, self.dispatches_ahead = DispatchQueue(), pauses.of_device(limits, len(layers)), True
-        self.builds_ahead = self.inputs.packed and inplace.writing().store is not None
+        self.queue, self.pauses = DispatchQueue(), pauses.of_device(limits, len(layers))
         self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
         _keep_order(self, caches)
 
@@ -193,8 +187,7 @@ class MLXRunner:
         on_built: is called when the last rectangle is built, before its parts are dispatched.
         """
         try:
-            if not self._prebuilt.expects(plan):
-                self._prebuilt.drop()
+            self.prebuilt.begin(plan)
             # Reads of saved blocks are dispatched before anything that writes the pool.
             parts = saving(self._pool, plan.saves) if plan.saves else []
             for slot, digest in plan.uploads:
@@ -209,7 +202,6 @@ class MLXRunner:
                 self._index_arrays.forget(seating.seat)
             unencoded = self._encode(plan)
             self.queue.add(*parts)  # a part that pauses reads and writes the pool while it is built
-            self._prebuilt.begin()
             self._waiting = _Waiting(plan.masked, [])
             divided = self.rectangles.of_drafting if plan.drafts else self.rectangles.of
             rectangles = divided(plan.rows)
@@ -223,7 +215,7 @@ class MLXRunner:
         except Exception as e:
             raise compiler.device_error(e) from e
         flight = Flight(plan, parts, first_use=self.compiled.first_uses != first_uses, unencoded=unencoded)
-        self._prebuilt.end(flight)
+        self.prebuilt.end(flight)
         return flight
 
     def launch_waits(self, plan: StepPlan) -> bool:
@@ -273,10 +265,6 @@ class MLXRunner:
             raise compiler.device_error(e) from e
         return tokens
 
-    def release(self) -> None:
-        """Let the device go on if it waits for the numbers of a step that was dispatched before these were known."""
-        self._prebuilt.drop()
-
     def wait(self, handle: Flight) -> StepResult:
         """Wait until all parts of a step are done; return its result. Raises DeviceError."""
         plan = handle.plan
@@ -308,7 +296,7 @@ class MLXRunner:
             for part in handle.parts:
                 if part.sent is not None:
                     self.inputs.done(part.sent)
-            self._prebuilt.passed()
+            self.prebuilt.passed()
         except DeviceError:
             raise
         except Exception as e:
@@ -318,7 +306,7 @@ class MLXRunner:
     def reset(self) -> None:
         """Drop everything in flight, all compiled steps and all contents of the pool, after a failed step."""
         self.compiled.reset()
-        self._prebuilt.reset()
+        self.prebuilt.reset()
         self._index_arrays.clear()
         self._seats.reset()
         self._masks.clear()
@@ -361,12 +349,12 @@ class MLXRunner:
         untraced = USUAL if loops else self.compiled.untraced if given.mixed else 0
         step = self.compiled.step(key, numbers, given.in_place, pause, untraced=untraced)
         call = StepCall(step, numbers, self._arguments(given), self._forward.reported(key))
-        sent, results = self._prebuilt.results(call)
+        sent, results = self.prebuilt.results(call)
         made = StepArrays(*results)
         self._last, self._pool.layers, self._order.zeros = made.last_tokens, made.pool, made.order
         self._seats.remember(made.known)
         self._move(made.moved)
-        self._prebuilt.note(RepeatableForward(step, numbers, given) if self._may_repeat(given) else None)
+        self.prebuilt.note(RepeatableForward(step, numbers, given) if self._may_repeat(given) else None)
         held = None
         if key.turns is not None:
             assert given.turns is not None
@@ -396,7 +384,7 @@ class MLXRunner:
         """Return whether a step like this one is likely to come next and can be built before its numbers are known."""
         key = given.key
         is_plain = not (key.masked or key.images or key.shifted) and self.compiled.has(key)
-        return self.builds_ahead and given.verifies and is_plain
+        return self.prebuilt.may_build and given.verifies and is_plain
 
     def _build_behind(self, flight: Flight) -> None:
         """Build a step like `flight`, if no later step is in flight and the next one is likely to be of its kind.
@@ -404,13 +392,12 @@ class MLXRunner:
         Dispatch it as well if it can wait on the device for its numbers, unless a sequence is near its end: the next
         step may then be of another kind, and the device would have computed this one for nothing.
         """
-        forward = self._prebuilt.take_repeatable(flight)
+        forward, plan = self.prebuilt.take_repeatable(flight), flight.plan
         if forward is not None:
             given = forward.given
             call = StepCall(forward.step, forward.numbers, self._arguments(given), self._forward.reported(given.key))
-            waits = self.dispatches_ahead and forward.can_wait and call.room > 0 and not flight.plan.near_end
-            others = self.has_company or flight.plan.saves or self.one_at_a_time
-            self._prebuilt.build(call, dispatches=waits and not others)
+            alone = not (self.one_at_a_time or plan.saves or self._seats.near_end(plan.rows))
+            self.prebuilt.build(call, dispatches=alone and forward.can_wait)
 
     def _keep(self, held: HeldStates) -> Part:
         """Return the part that writes the states after accepted drafts, when these are drawn."""
@@ -477,10 +464,10 @@ class MLXRunner:
     def _finish(self, part: Part) -> None:
         """Wait until a part is done, check its gate, and dispatch the next part."""
         mx.eval(part.marker)
-        if self.one_at_a_time and not device.is_cpu():
-            mx.synchronize()  # a GPU releases the inputs of operations a little later
+        if self.one_at_a_time and backend.current().steps.lets_go_late:
+            mx.synchronize()
         if part.sent is not None and not self.inputs.came_in_time(part.sent):
-            self._prebuilt.stalled()
+            self.prebuilt.stalled()
             raise DeviceError("the device began a step before its numbers were written", again=True)
         self.queue.done(part)
 
@@ -498,7 +485,7 @@ def _keep_order(runner: MLXRunner, caches: Sequence[PagedCache]) -> None:
     if not any(cache.keeps_order for cache in caches):
         return
     runner.rectangles.common_offsets = False
-    if not compiles():
+    if not backend.current().arithmetic.fusing_keeps_bits:
         runner.compiled.compiles, runner.compiled.untraced = False, 0
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from mlx_tandem.config import EngineConfig
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import StateShape
-from mlx_tandem.model.kernel_checks.everything import examine, prepare
+from mlx_tandem.model.kernel_checks import examine, prepare
 from mlx_tandem.model.loader import LoadedModel, load_unread, read_weights
 from mlx_tandem.model.probe import Examined, count_layers
 from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts

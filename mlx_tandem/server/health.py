@@ -53,7 +53,7 @@ def health(front: ServerFront, lost: str = "") -> tuple[int, dict[str, Any]]:
             "peak": client.stats.peak_memory,
         }
     if client.state in ("starting", "restarting"):
-        body["progress"] = {"stage": client.progress.stage, "fraction": client.progress.fraction}
+        body["progress"] = client.progress._asdict()
     if lost:
         body["learning_error"] = lost
     if client.failure is not None:

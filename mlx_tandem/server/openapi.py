@@ -30,6 +30,34 @@ _OBJECT = {"type": "object", "properties": _MEMBERS, "required": list(_MEMBERS),
 _BODY = {"type": "object", "properties": {"error": _OBJECT}, "required": ["error"], "additionalProperties": False}
 
 
+_PROGRESS = {
+    "type": "object",
+    "description": "How far the start is, while the status is starting or restarting.",
+    "properties": {
+        "stage": {"type": "string", "description": "What is being done."},
+        "fraction": {
+            "type": "number",
+            "minimum": 0,
+            "maximum": 1,
+            "description": "The share of the stage that is done.",
+        },
+        "elapsed_s": {"type": "number", "minimum": 0, "description": "Seconds since the engine was launched."},
+        "left_s": {
+            "type": ["number", "null"],
+            "minimum": 0,
+            "description": "Seconds that are left by the last start of this model and settings; null without one.",
+        },
+    },
+    "required": ["stage", "fraction", "elapsed_s", "left_s"],
+}
+_UNHEALTHY = {
+    "type": "object",
+    "properties": {"status": {"type": "string"}, "progress": _PROGRESS},
+    "required": ["status"],
+}
+"""The body of /health while no requests are accepted. The progress is shown to clients that send the key."""
+
+
 def document(routes: Iterable[Route], *, needs_key: bool) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of `routes`. `needs_key` tells whether this server asks for a key."""
     routes = list(routes)
@@ -83,6 +111,9 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
     if route.reads == "bytes":
         binary = {"schema": {"type": "string", "format": "binary"}}
         operation["requestBody"] = {"required": True, "content": {"application/x-protobuf": binary}}
+    if path == "/health":
+        content = {"application/json": {"schema": _UNHEALTHY}}
+        operation["responses"]["503"] = {"description": "No requests are accepted now.", "content": content}
     if route.body is not None:
         content = {"application/json": {"schema": bodies[route.body]}}
         operation["requestBody"] = {"required": route.needs_body, "content": content}

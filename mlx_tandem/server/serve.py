@@ -17,8 +17,9 @@ from uvicorn.config import Config as UvicornConfig
 
 from mlx_tandem.config import Config
 from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.engine.client import start_times
 from mlx_tandem.engine.client.process import Launch, process_launch
-from mlx_tandem.engine.messages import Progress
+from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.log import log
 from mlx_tandem.server import log_lines
@@ -36,7 +37,7 @@ def run(
     *,
     sock: socket.socket | None = None,
     launch: Launch | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[StartProgress], None] | None = None,
     on_ready: Callable[[ServerFront, int], None] | None = None,
     log_level: int = logging.INFO,
     start_up: logging.Handler | None = None,
@@ -61,7 +62,8 @@ def run(
     allow_many_connections()
     sock = sock or bind(config.server.host, config.server.port, config.server.uds)
     try:
-        front = ServerFront(config, launch or process_launch(config.engine), on_progress=on_progress)
+        times = KeptTimes(start_times.folder(), config)
+        front = ServerFront(config, launch or process_launch(config.engine), on_progress=on_progress, times=times)
         server = Server(front, sock, ready)
         server.run(sockets=[sock])
     finally:

@@ -19,7 +19,7 @@ from mlx_lm.utils import load_adapters, load_model
 
 from mlx_tandem import demo
 from mlx_tandem.generation.tokenizer import Tokenizer
-from mlx_tandem.model.step.sampler import gumbel_noise, row_key
+from mlx_tandem.model.ops.sampling.sampler import gumbel_noise, row_key
 from tests import tiny_models
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)

@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from mlx_tandem.config import EngineConfig, ModelConfig
+from mlx_tandem.config import Config, EngineConfig, ModelConfig
 from mlx_tandem.engine.client import EngineClient, engine_client
 from mlx_tandem.engine.client.process import process_launch
+from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.client.supervisor import MAX_DEATHS
 from mlx_tandem.engine.messages import (
@@ -263,6 +264,29 @@ def test_death_ends_streams_and_calls_at_once_and_starts_another_engine():
             await tokens(stream)
 
     run(body, on_ready=on_ready)
+
+
+def test_a_start_says_how_long_it_will_take_by_the_one_before(tmp_path):
+    """Also a restart after the death of an engine; and the times are kept for the next server."""
+    kept = KeptTimes(tmp_path / "starts", Config(EngineConfig(ModelConfig("/model"))))
+    shown: list[StartProgress] = []
+
+    async def body(client, peer, engine):
+        while kept.find() is None:  # another thread writes it
+            await asyncio.sleep(0.01)
+        assert {progress.left_s for progress in shown} == {None}
+        shown.clear()
+        peer.die()
+        second = await asyncio.to_thread(engine.peer)
+        second.say(Progress("weights", 0.5), Progress("checking attention", 0.0, True))
+        second.ready()
+        while client.state != "ready":
+            await asyncio.sleep(0.01)
+        assert ("weights", 0.5) in {progress[:2] for progress in shown}
+        assert all(progress.left_s is not None for progress in shown if progress.stage in ("starting", "weights"))
+        assert client.progress.stage == "loading adapters"
+
+    run(body, times=kept, on_progress=shown.append)
 
 
 def test_an_engine_that_was_ready_is_started_again_however_often_it_dies():

@@ -14,7 +14,6 @@ import pytest
 from mlx_tandem import Engine, demo
 from mlx_tandem.api.generation import _chat_request, _prompted
 from mlx_tandem.errors import EngineError, InvalidRequest, NotFound
-from mlx_tandem.generation.adapters.model_names import Selection
 from mlx_tandem.types import Request
 
 QUESTION = [{"role": "user", "content": "What is 12 + 5?"}]
@@ -239,14 +238,10 @@ def test_at_most_one_call_where_calls_are_not_parallel(engine):
     ]
     for parallel, most in ((None, None), (True, None), (False, 1)):
         request = _chat_request(QUESTION, {"tools": tools, "parallel_tool_calls": parallel})
-        work = request.chat(engine._front)
-        chat = engine._call(work)
-        prompted = engine._call(_prompted(engine._front, [chat.prompt], engine._call(_base(engine)), {}, chat))
+        chat = engine._call(partial(request.chat, engine._front))
+        base = engine._call(partial(engine._generation._select, None))
+        prompted = engine._call(partial(_prompted, engine._front, [chat.prompt], base, {}, chat))
         assert prompted.most_calls == most
-
-
-async def _base(engine: Engine) -> list[Selection]:
-    return await engine._generation._select(None)
 
 
 def test_a_closed_engine_is_not_closed_again_at_the_end_of_the_program(monkeypatch):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import math
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +19,13 @@ import pytest
 
 from mlx_tandem import Engine, demo
 from mlx_tandem.adapters.convert import inspect
+from mlx_tandem.api.calls import begin
 from mlx_tandem.api.conversations import _said
 from mlx_tandem.api.data import check_data
 from mlx_tandem.api.generation import Completion, FunctionCall
+from mlx_tandem.api.trainer import Trainer
 from mlx_tandem.engine.learning import Datum, LossConfig, Truncation
-from mlx_tandem.errors import Conflict, InvalidRequest, ModelError, NotFound
+from mlx_tandem.errors import Conflict, EngineError, InvalidRequest, ModelError, NotFound
 from mlx_tandem.files import StorageError
 
 QUESTION = [{"role": "user", "content": "Sort down: 5 3 9 1"}]
@@ -353,3 +359,60 @@ def test_errors_name_the_argument(engine, tmp_path: Path):
         trainer.save(tmp_path / "file")
     with pytest.raises(InvalidRequest):
         trainer.save(tmp_path / "file" / "below")
+
+
+INTERRUPTED: dict[str, Callable[[Engine, Trainer], object]] = {
+    "generate": lambda engine, trainer: engine.generate("Once", max_tokens=1),
+    "chat": lambda engine, trainer: engine.chat("Hello"),
+    "stream": lambda engine, trainer: list(engine.stream("Once", max_tokens=1)),
+    "embed": lambda engine, trainer: engine.embed("Once"),
+    "conversation": lambda engine, trainer: engine.conversation().ask("Hello", max_tokens=1),
+    "load_adapter": lambda engine, trainer: engine.load_adapter("shout", demo.ADAPTER_PATHS["shout"]),
+    "unload_adapter": lambda engine, trainer: engine.unload_adapter("shout"),
+    "stats": lambda engine, trainer: engine.stats,
+    "trainer": lambda engine, trainer: engine.trainer("another"),
+    "together": lambda engine, trainer: engine.forward_backward({trainer: LESSON}),
+    "forward": lambda engine, trainer: trainer.forward(LESSON),
+    "forward_backward": lambda engine, trainer: trainer.forward_backward(LESSON),
+    "step": lambda engine, trainer: trainer.step(1e-3),
+    "undo": lambda engine, trainer: trainer.undo(),
+    "publish": lambda engine, trainer: trainer.publish(),
+}
+
+
+@pytest.mark.parametrize("call", INTERRUPTED)
+def test_ctrl_c_before_a_call_has_begun_leaves_nothing_that_is_not_awaited(engine, monkeypatch, call):
+    with closing(engine.trainer("interrupted", rank=2)) as trainer, monkeypatch.context() as patch:
+
+        def interrupt(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(engine._loop, "call_soon_threadsafe", interrupt)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with pytest.raises(KeyboardInterrupt):
+                INTERRUPTED[call](engine, trainer)
+            gc.collect()
+    assert [str(warning.message) for warning in said] == []
+
+
+def test_ctrl_c_during_a_call_cancels_its_work(engine):
+    """As `_call` does it: by its future."""
+    begun, ended = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    future = begin(engine._loop, work)
+    assert begun.wait(30) and future.cancel() and ended.wait(30)
+
+
+def test_a_closed_engine_says_so():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    with pytest.raises(EngineError, match="this engine was closed"):
+        begin(loop, asyncio.Event().wait)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +45,8 @@ class Recording(WrappedRunner):
         self.calls: list[str] = []
 
     def launch(self, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
-        self.calls.append(f"launch {self.inner.launches}")
+        if plan.has_step:
+            self.calls.append(f"launch {self.inner.launches}")
         return super().launch(plan, on_built)
 
     def sample(self, handle: Any, masks: Any) -> None:
@@ -77,6 +78,7 @@ class Front:
         duty: DutyConfig | None = None,
         trainer_bytes: int = 1 << 30,
         eos: tuple[int, ...] = (),
+        pieces: Iterator[None] | None = None,
         **runner_options: Any,
     ):
         self.socket, engine = socket.socketpair()
@@ -108,6 +110,7 @@ class Front:
             AdapterStore(self.weights, most_bytes=most_bytes, most=most_loaded),
             Loader(lambda source: self.read(Path(source.path))),
             self.slots,
+            pieces,
         )
         self.duty = TimeShare(duty or DutyConfig())
         self.trainers = TrainerHost(

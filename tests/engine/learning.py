@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.engine.learning import Datum
 from mlx_tandem.engine.plan import Wait
-from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
+from mlx_tandem.model.modules import clone
 from mlx_tandem.training.device.losses import TokenBatch, loss, shares
 from mlx_tandem.training.device.trained_adapter import TrainedAdapter
 from mlx_tandem.training.device.trainers import MLXTrainers

@@ -34,10 +34,10 @@ from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
-from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.choices import Kept
+from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.types import Request
 from tests.engine.harness import Loop
 from tests.engine.workloads import OddChunks
@@ -141,6 +141,7 @@ def make_engine(
     unpack_weights: bool = False,
     kept: Kept | None = None,
     method: Literal["none", "mtp"] = "none",
+    prepare: bool = True,
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
@@ -153,7 +154,7 @@ def make_engine(
             attention_backend=attention_backend,
         ),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_chunk_tokens=max_chunk_tokens),
-        lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
+        lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank, prepare=prepare),
         deterministic=deterministic,
         speculation=SpeculationConfig(method),
     )

@@ -359,6 +359,27 @@ def test_the_engine_ends_when_its_front_is_gone(front: Front) -> None:
     front.core.run()
 
 
+def test_the_runner_is_told_that_no_step_comes_before_the_engine_rests(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have made the next step ready, which would keep the device waiting for its plan."""
+    receive, rested = front.core._channel.receive, []
+
+    def watched(wait: float) -> list[m.Inbound]:
+        if wait:
+            rested.append(front.reference.awaits_plan)
+        return receive(0.0)
+
+    monkeypatch.setattr(front.core._channel, "receive", watched)
+    front.core._heartbeat_seconds = 1e9
+    for number in range(3):
+        front.send(m.Submit(request(number, max_tokens=1 + number)))
+        front.finish()
+        rested.clear()
+        front.turn(2)
+        assert rested == [False, False]
+
+
 # --- occupancy ---------------------------------------------------------------------------------------------------
 
 

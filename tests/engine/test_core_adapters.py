@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -348,3 +348,86 @@ def test_the_reading_threads_end_with_the_engine(front: Front) -> None:
     for t in readers:
         t.join(60)
         assert not t.is_alive()
+
+
+class Preparation:
+    """What has to be ready on the device before the first adapter is served, in a few pieces."""
+
+    def __init__(self, pieces: int = 5):
+        self.left = pieces
+        self.front: Front | None = None
+
+    def __iter__(self) -> Iterator[None]:
+        while self.left:
+            assert self.front is not None and self.front.core._pipeline.is_empty, "a piece beside a step"
+            self.left -= 1
+            yield
+
+
+@pytest.fixture
+def unprepared(make_front: Callable[..., Front]) -> tuple[Front, Preparation]:
+    preparation = Preparation()
+    preparation.front = front = make_front(pieces=iter(preparation))
+    return front, preparation
+
+
+def test_nothing_is_prepared_for_adapters_before_there_is_one(unprepared: tuple[Front, Preparation]) -> None:
+    front, preparation = unprepared
+    front.send(m.Submit(request(0)))
+    front.finish()
+    assert front.tokens(0) == expected(request(0), 0) and preparation.left == 5
+
+
+def test_a_load_is_answered_when_adapters_can_be_served_and_streams_go_on(
+    unprepared: tuple[Front, Preparation],
+) -> None:
+    front, preparation = unprepared
+    front.send(m.Submit(request(0, max_tokens=40)), m.LoadAdapter(100, AdapterSource("/adapters/a")))
+    seen: dict[int, int] = {}
+    while not front.got(m.AdapterLoaded):
+        front.turn()
+        seen.setdefault(preparation.left, len(front.tokens(0)))
+        assert bool(front.got(m.AdapterLoaded)) <= (preparation.left == 0)
+    assert seen[0] > seen[4], "no token came between two pieces"
+    front.send(m.Submit(request(1, "a")))
+    front.finish()
+    for r in (request(0, max_tokens=40), request(1, "a")):
+        assert front.tokens(r.id) == expected(r, 0)
+    front.assert_nothing_is_held()
+
+
+def test_a_folder_that_is_refused_prepares_nothing(unprepared: tuple[Front, Preparation]) -> None:
+    front, preparation = unprepared
+
+    def refuse(path: Path) -> AdapterWeights:
+        raise ModelError("use_dora is not supported", param="use_dora")
+
+    front.read = refuse
+    front.load("a")
+    assert front.got(m.CallFailed) and preparation.left == 5
+
+
+@pytest.mark.parametrize("way", ["known of an earlier engine", "published by a trainer"])
+def test_a_request_for_an_adapter_waits_until_adapters_can_be_served(
+    unprepared: tuple[Front, Preparation], way: str
+) -> None:
+    front, preparation = unprepared
+    digest = adapter("late").info.digest
+    if way == "published by a trainer":
+        front.core._adapters.publish(adapter("late"))
+    else:
+        front.send(m.KnowAdapter(adapter("late").info, AdapterSource("/late")))
+    front.send(m.Submit(request(0, digest)))
+    front.turn(2)
+    assert preparation.left > 0 and not front.got(m.Accepted)
+    front.finish()
+    assert front.tokens(0) == expected(request(0, digest), 0) and preparation.left == 0
+    front.assert_nothing_is_held()
+
+
+def test_an_engine_that_drains_answers_a_load_that_waits(unprepared: tuple[Front, Preparation]) -> None:
+    front, preparation = unprepared
+    front.send(m.LoadAdapter(100, AdapterSource("/adapters/a")), m.Drain())
+    front.core.run()
+    front.receive()
+    assert front.got(m.AdapterLoaded) and preparation.left == 0

@@ -18,8 +18,8 @@ from mlx_tandem.engine.learning import WHOLE, Batch, Datum, LossConfig, TrainerS
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.deterministic.check import check
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.overlap import check_deterministic
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import AdapterRef, EngineInfo, Request, SamplingParams
 from tests import tiny_models
@@ -219,7 +219,7 @@ def test_without_the_option_bits_differ(tmp_path: Path) -> None:
 )
 def test_families_and_types_of_numbers(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
     engine, names = serve(tmp_path, family, **more)
-    check(engine.built.runner, engine.built.info)
+    check_deterministic(engine.built.runner, engine.built.info)
     asked = requests(names, count=6)
     expected = alone(engine, asked)
     for loop in (engine.run(asked), engine.run(asked, chunks=9, stagger=2)):
@@ -230,7 +230,7 @@ def test_a_kernel_that_reads_the_pool(tmp_path: Path) -> None:
     """The kernel of GPUs, here on the CPU: each query is a row of its own, for prompts and in a trainer, too."""
     engine, names = serve(tmp_path, backends=[Fused("cuda", shim.maker())])
     assert all(own.kernel is not None for own in engine.built.deterministic.attention)
-    check(engine.built.runner, engine.built.info)
+    check_deterministic(engine.built.runner, engine.built.info)
     asked = requests(names, count=5)
     expected = alone(engine, asked)
     loop = engine.run(asked, chunks=9, stagger=1)
@@ -333,10 +333,10 @@ def test_families_that_cannot_be_held_are_refused_by_name(tmp_path: Path, family
 def test_a_model_whose_bits_depend_on_company_is_not_served(
     tmp_path: Path, served: tuple[Engine, list[Request], Said]
 ) -> None:
-    check(served[0].built.runner, served[0].built.info)
+    check_deterministic(served[0].built.runner, served[0].built.info)
     engine, _ = serve(tmp_path, deterministic=False)
     with pytest.raises(ModelError, match="--deterministic: on this device, a prompt of this model has other logprobs"):
-        check(engine.built.runner, engine.built.info)
+        check_deterministic(engine.built.runner, engine.built.info)
 
 
 LITTLE_ROOM = [
@@ -358,9 +358,9 @@ def with_room(info: EngineInfo, max_num_seqs: int = 16, max_model_len: int = 102
 def test_an_engine_with_little_room_is_checked_too(tmp_path: Path, served: tuple[Engine, list[Request], Said]) -> None:
     engine, _ = serve(tmp_path, deterministic=False)
     for room in LITTLE_ROOM:
-        check(served[0].built.runner, with_room(served[0].built.info, **room))
+        check_deterministic(served[0].built.runner, with_room(served[0].built.info, **room))
         with pytest.raises(ModelError, match="a prompt of this model has other logprobs"):
-            check(engine.built.runner, with_room(engine.built.info, **room))
+            check_deterministic(engine.built.runner, with_room(engine.built.info, **room))
 
 
 @pytest.mark.parametrize(

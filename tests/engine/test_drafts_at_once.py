@@ -99,7 +99,7 @@ def test_drafts_of_one_step_are_drawn_by_all_parameters(
 @pytest.mark.parametrize("worth", [0, 1 << 20])
 def test_a_window_of_fewer_tokens_than_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: int) -> None:
     """However attention is computed, it leaves out drafts that are before the window, too."""
-    monkeypatch.setattr("mlx_tandem.model.cpu.WORTH", worth)
+    monkeypatch.setattr("mlx_tandem.model.backend.cpu_functions.WORTH", worth)
     engine = make(tmp_path, "llama", **{**tiny_families.WINDOW, "sliding_window": 3})
     check(engine, [SamplingParams(max_tokens=99, temperature=1.0, seed=5)] * len(LENGTHS), monkeypatch)
 
@@ -115,7 +115,7 @@ def test_long_contexts_are_not_copied_for_each_draft(
     tables = (tuple(range(1, 2 + positions // 8)),)
 
     def drafts(worth: int) -> list[tuple[int, ...]]:
-        monkeypatch.setattr("mlx_tandem.model.cpu.WORTH", worth)
+        monkeypatch.setattr("mlx_tandem.model.backend.cpu_functions.WORTH", worth)
         runner.compiled.clear()
         read = Row(RowKind.PROMPT, 0, 0, 0, 0, prompt[:-1], tables, False)
         runner.wait(runner.launch(StepPlan((read,), seatings=(Seating(0, GREEDY, 0, positions, prompt),))))

@@ -6,23 +6,34 @@ import json
 import logging
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_tandem import demo
+from mlx_tandem.adapters import formats
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, ModelConfig, SpeculationConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_outbound
 from mlx_tandem.engine_main import Notes, run, serve
-from mlx_tandem.model import build, device
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model import build
+from mlx_tandem.model.backend.cpu import CPU
+from mlx_tandem.model.backend.cuda import CUDA
+from mlx_tandem.model.step.company import Company
 from mlx_tandem.training.device.trainers import MLXTrainers
+from mlx_tandem.types import AdapterSource
+from tests.backends import answer_as
+from tests.waiting import until
 
 BATCH = Batch("a", (Datum((1, 2, 3, 4, 5), 2, (1.0, -1.0, 0.5)),), LossConfig("cross_entropy"))
 LESSON: list[m.Inbound] = [
@@ -82,11 +93,47 @@ def test_learning_is_warmed_up_where_it_would_keep_streams_waiting(
 ) -> None:
     """And changes nothing of what is learned then."""
     plain = learn()
-    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    answer_as(monkeypatch, learning=replace(CUDA.learning, micro_batch_tokens=CPU.learning.micro_batch_tokens))
     warm = learn()
     stages = [[x.stage for x in sent if isinstance(x, m.Progress)] for sent in (plain, warm)]
     assert "warming up learning" in stages[1] and "warming up learning" not in stages[0]
     assert answers(warm) == answers(plain)
+
+
+def test_whatever_uses_the_device_beside_the_steps_does_so_in_company(
+    learn: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may wait on the device for its plan, and would keep it waiting."""
+    companies, evaluated, read, made = [], [], [], Company.__init__
+
+    def kept(self: Company) -> None:
+        made(self)
+        companies.append(self)
+
+    def looked(name: str) -> None:
+        function = getattr(mx, name)
+
+        def called(*arrays: Any) -> None:
+            module = sys._getframe(1).f_globals["__name__"]
+            if module.startswith("mlx_tandem.training.device"):
+                evaluated.append((name, companies[-1]._number > 0))
+            function(*arrays)
+
+        monkeypatch.setattr(mx, name, called)
+
+    def reads(*args: Any, **options: Any) -> None:
+        read.append(companies[-1]._number > 0)
+        raise ModelError("it is not there", param="path")
+
+    monkeypatch.setattr(Company, "__init__", kept)
+    monkeypatch.setattr(formats, "read", reads)
+    looked("eval")
+    looked("async_eval")
+    monkeypatch.setattr(sys.modules[__name__], "LESSON", [m.LoadAdapter(9, AdapterSource("/nowhere")), *LESSON])
+    answers(learn())
+    until(lambda: bool(read))
+    assert read == [True] and len(companies) == 1
+    assert {name for name, _ in evaluated} == {"eval", "async_eval"} and all(within for _, within in evaluated)
 
 
 def test_a_model_that_cannot_be_trained_is_served_all_the_same(
@@ -95,7 +142,7 @@ def test_a_model_that_cannot_be_trained_is_served_all_the_same(
     def fail(self: MLXTrainers, rank: int) -> None:
         raise ValueError("this model does not call its layers one after the other")
 
-    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    answer_as(monkeypatch, learning=replace(CUDA.learning, micro_batch_tokens=CPU.learning.micro_batch_tokens))
     monkeypatch.setattr(MLXTrainers, "warm_up", fail)
     assert any(isinstance(x, m.Ready) for x in learn())
     assert "could not be warmed up" in caplog.text

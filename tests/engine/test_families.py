@@ -17,12 +17,13 @@ from mlx.utils import tree_flatten
 
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.linears.unpacked import unpack_for_cpu
-from mlx_tandem.model.loader import load_unread
-from mlx_tandem.model.step import forward_inputs, rectangles, shapes
+from mlx_tandem.model import shapes
+from mlx_tandem.model.loader import load_unread, unpack_for_cpu
+from mlx_tandem.model.step import forward_inputs
+from mlx_tandem.model.step import rows as rectangles
 from mlx_tandem.model.step.forward_inputs import InputBuilder
 from mlx_tandem.model.step.pauses import Pauses
-from mlx_tandem.model.step.rectangles import Rectangles
+from mlx_tandem.model.step.rows import Rectangles
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_families, tiny_models
 from tests.engine.agreement import check_all_at_once

@@ -22,10 +22,10 @@ from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.model import build as build_module
 from mlx_tandem.model.build import Built, build
-from mlx_tandem.model.linears.tuning import Tuned
+from mlx_tandem.model.ops.products.tuning import Tuned
+from mlx_tandem.model.shapes import SPLIT_GAIN
 from mlx_tandem.model.step.forward_inputs import InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
-from mlx_tandem.model.step.shapes import SPLIT_GAIN
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.front import no_trainers

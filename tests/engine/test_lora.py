@@ -19,11 +19,11 @@ from mlx_lm.utils import _get_classes
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model.linears.skinny import FewRows
-from mlx_tandem.model.lora import routes
-from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.lora.routes import Layout
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.ops.lora import routes
+from mlx_tandem.model.ops.lora.kernel import GroupedDeltas
+from mlx_tandem.model.ops.lora.routes import Layout
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.products.few_rows import FewRows
 from mlx_tandem.types import AdapterInfo
 
 COMMON = {

@@ -27,7 +27,8 @@ from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpec
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device, footprint, memory
+from mlx_tandem.model import device, footprint
+from mlx_tandem.model.backend.cpu import CPU, Cpu
 from mlx_tandem.model.build import Built, build, build_draft, plan
 from mlx_tandem.model.step import compiled, seats
 from mlx_tandem.training.device.cutting import Cutting
@@ -161,7 +162,7 @@ def test_a_plan_reads_no_weights_and_comes_to_what_a_build_does(family: str, tmp
 
 def test_a_device_that_is_too_small_is_said_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_models.make(tmp_path / "model", "qwen3", seed=1)
-    monkeypatch.setattr(device, "memory_limit", lambda chosen: memory.Limit(100_000, "", shared=False))
+    monkeypatch.setattr(Cpu, "free_memory", lambda self: device.Limit(100_000, "", shared=False))
     with pytest.raises(ModelError, match=r"the device has 0\.1 MB .* weights 0\.\d MB"):
         build(EngineConfig(ModelConfig(str(folder))), {}, lambda stage, fraction: None)
 
@@ -216,7 +217,7 @@ def test_an_update_stays_within_what_learning_has(several: bool) -> None:
     built = build(config, {}, lambda stage, fraction: None)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    cutting = Cutting(kept_bytes=footprint.KEPT_BYTES["cpu"], mask_axes=built.mask_axes)
+    cutting = Cutting(kept_bytes=CPU.learning.kept_bytes, mask_axes=built.mask_axes)
     sizes = {"vocab_size": 1024, "micro_batch_tokens": 128, "most_tokens": 8192}
     trainers = MLXTrainers(built.twin, built.adapter_dtype, cutting=cutting, **sizes)
     trainers.open(TrainerSpec("policy", 8, 16.0), "", None)
@@ -231,7 +232,7 @@ def test_an_update_stays_within_what_learning_has(several: bool) -> None:
 def test_what_is_kept_of_steps_is_bounded(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever shapes and sampling come: compiled steps, and arrays as wide as the vocabulary."""
     runner = built.runner
-    assert runner.compiled.most == compiled.kept_steps(built.layers, memory.machine_bytes())
+    assert runner.compiled.most == compiled.kept_steps(built.layers, device.machine_bytes())
     monkeypatch.setattr(runner.compiled, "most", 3)
     runner.reset()
     for rows in (1, 2, 3, 4, 6, 1):
@@ -277,13 +278,13 @@ def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         "/sys/fs/cgroup/memory.current": {"": 2 << 30},
         "/sys/fs/cgroup/memory.stat": {"inactive_file": 1 << 30},
     }
-    monkeypatch.setattr(memory, "_fields", lambda path, named=True: files.get(path, {}))
-    assert memory.available_on_linux() == 2 << 30
+    monkeypatch.setattr(device, "_fields", lambda path, named=True: files.get(path, {}))
+    assert device.available_on_linux() == 2 << 30
     files["/proc/meminfo"] = {"MemAvailable:": 1 << 20}
-    assert memory.available_on_linux() == 1 << 30, "the container may have more than the machine has left"
+    assert device.available_on_linux() == 1 << 30, "the container may have more than the machine has left"
     del files["/proc/meminfo"]
     del files["/sys/fs/cgroup/memory.max"]  # "max": none
-    assert memory.available_on_linux() > 2 << 30
+    assert device.available_on_linux() > 2 << 30
 
 
 def test_a_draft_model_is_in_the_budget() -> None:
@@ -291,7 +292,7 @@ def test_a_draft_model_is_in_the_budget() -> None:
     both = structs.replace(config, speculation=SpeculationConfig("draft", str(demo.DRAFT_PATH)))
     (alone, _), (memory, _) = plan(config), plan(both)
     served = build(both, {}, lambda stage, fraction: None)
-    assert not served.runner.dispatches_ahead, "the draft model would wait for a step that waits for its drafts"
+    assert not served.runner.prebuilt.may_dispatch, "the draft model would wait for a step that waits for its drafts"
     draft = build_draft(both, served.info, lambda stage, fraction: None)
     assert memory.pools == alone.pools, "the model's own blocks are those without a draft model"
     assert memory.weights - alone.weights == draft.info.memory.weights

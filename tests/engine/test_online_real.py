@@ -13,7 +13,7 @@ from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, EngineCon
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.client.process import EngineProcess, process_launch
 from mlx_tandem.model.loader import load_unread
-from mlx_tandem.model.lora.adapted import find_targets
+from mlx_tandem.model.targets import find_targets
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.update import Pending
 from mlx_tandem.training.store.records import Began

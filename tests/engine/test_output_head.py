@@ -18,9 +18,9 @@ from mlx_tandem.config import LoraConfig, ModelConfig, SpeculationConfig
 from mlx_tandem.engine.learning import AdamParams, Batch, LoraOptions, LossConfig, TrainerSpec
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model.loader import load
-from mlx_tandem.model.lora.adapted import find_head
-from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.step.head import HeadPositions
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.step.draw import HeadPositions
+from mlx_tandem.model.targets import find_head
 from tests import tiny_models
 from tests.engine.learning import finish, largest_difference, plain_gradients, some_data, strengthen, trainers_of
 

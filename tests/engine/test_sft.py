@@ -31,9 +31,9 @@ from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, Datum, Lo
 from mlx_tandem.errors import Conflict, InvalidRequest
 from mlx_tandem.files import StorageError
 from mlx_tandem.generation.tokenizer import Tokenizer
-from mlx_tandem.model import cpu, device  # before anything imports MLX: they put a fast BLAS in front of it
-from mlx_tandem.model.clone import clone
+from mlx_tandem.model import backend  # before anything imports MLX: it puts a fast BLAS in front of it
 from mlx_tandem.model.loader import load
+from mlx_tandem.model.modules import clone
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.training.fit import Course, Evaluation, Event, Step, evaluate
 from mlx_tandem.training.fit import fit as fit_course
@@ -90,8 +90,7 @@ class Direct:
 def trainers() -> MLXTrainers:
     import mlx.core as mx
 
-    if device.is_cpu():
-        cpu.install()
+    backend.current().install_functions()
     module = load(ModelConfig(str(demo.MODEL_PATH), "float32"), lambda *_: None).module
     return MLXTrainers(clone(module), mx.float32, vocab_size=1024, micro_batch_tokens=1024, most_tokens=512)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from mlx_tandem.adapters import formats
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, LossKind, TrainerSpec, Truncation
 from mlx_tandem.engine.plan import DeviceError, OutOfMemory
 from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
-from mlx_tandem.model.lora.uploads import Uploads
+from mlx_tandem.model import backend
+from mlx_tandem.model.ops.lora.slots import Uploads
 from mlx_tandem.training.device import copies, trained_adapter
 from mlx_tandem.training.device.slices import device_errors
 from mlx_tandem.training.device.trainers import MLXTrainers
 from tests import tiny_models
+from tests.backends import answer_as
 from tests.engine.learning import base_leaves, finish, largest_difference, some_data, strengthen, trainers_of
 
 SPEC = TrainerSpec("a", 4, 8.0, seed=5)
@@ -212,7 +215,7 @@ def test_a_step_is_the_same_in_slices_of_any_size(
     found = []
     for count in (1, together):
         monkeypatch.setattr(trained_adapter, "CHUNK_PARAMETERS", 200)
-        monkeypatch.setattr(trained_adapter, "STEP_CHUNKS", {"cpu": count})
+        answer_as(monkeypatch, learning=replace(backend.current().learning, step_chunks=count))
         own = trainers_of(tiny_models.make(tmp_path / f"model-{count}", "qwen3"))
         own.open(SPEC, "", None)
         finish(own.run([Batch("a", tuple(some_data(1)), LossConfig())], False, 0))

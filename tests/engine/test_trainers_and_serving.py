@@ -14,7 +14,7 @@ from msgspec import structs
 from mlx_tandem import demo
 from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
-from mlx_tandem.model import footprint
+from mlx_tandem.model.backend.cpu import CPU
 from mlx_tandem.model.build import build
 from mlx_tandem.training.device.cutting import Cutting
 from mlx_tandem.training.device.trainers import MLXTrainers
@@ -133,7 +133,7 @@ def test_the_longest_prompt_beside_a_pass_stays_within_what_was_divided() -> Non
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    cutting = Cutting(kept_bytes=footprint.KEPT_BYTES["cpu"], mask_axes=built.mask_axes)
+    cutting = Cutting(kept_bytes=CPU.learning.kept_bytes, mask_axes=built.mask_axes)
     sizes = {"vocab_size": 1024, "micro_batch_tokens": 128, "most_tokens": 1024}
     trainers = MLXTrainers(built.twin, built.adapter_dtype, cutting=cutting, **sizes)
     trainers.open(TrainerSpec("policy", 8, 16.0), "", None)

@@ -15,12 +15,15 @@ from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine import pipeline
 from mlx_tandem.engine.learning import AdamParams
-from mlx_tandem.engine.plan import Slice, StepPlan
+from mlx_tandem.engine.plan import Slice, StepPlan, StepResult
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.engine.trainers import TrainerHost
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.model.step.company import Company
+from mlx_tandem.training.device.beside import BesideSteps
 from mlx_tandem.types import AdapterSource
 from tests.engine.front import Front, adapter, request
+from tests.engine.reference import ReferenceRunner
 from tests.engine.slices import Slices, a_pass, background, failures, open_trainer, owe
 from tests.engine.workloads import expected
 
@@ -130,9 +133,12 @@ def test_nothing_else_is_waited_for_while_a_step_waits_for_its_plan(
     front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device would not go on before the plan is there, nor the host before the device."""
+    company = Company()
+    front.trainers._backend = BesideSteps(trainers, company)
     awaited: list[bool] = []
-    awaits_plan: list[bool] = []
-    read = Slices._wait
+    waits: list[bool] = []
+    waited: list[bool] = []
+    read, launch, wait_for_step = Slices._wait, ReferenceRunner.launch, ReferenceRunner.wait
 
     def wait(self: Slices, slice_: int) -> None:
         watch()
@@ -140,11 +146,22 @@ def test_nothing_else_is_waited_for_while_a_step_waits_for_its_plan(
         read(self, slice_)
 
     def watch() -> None:
-        awaits_plan.append(front.reference.awaits_plan)
+        waits.append(company.waits)
+
+    def used(self: ReferenceRunner, plan: StepPlan, on_built: Callable[[], None] | None = None) -> Any:
+        company.end_to_wait()
+        return launch(self, plan, on_built)
+
+    def built(self: ReferenceRunner, handle: Any) -> StepResult:
+        result = wait_for_step(self, handle)
+        waited.append(self.awaits_plan and company.begin_to_wait(lambda: None))
+        return result
 
     turns = itertools.cycle([True, False])
     monkeypatch.setattr(Slices, "_wait", wait)
     monkeypatch.setattr(trainers, "watch", watch)
+    monkeypatch.setattr(ReferenceRunner, "launch", used)
+    monkeypatch.setattr(ReferenceRunner, "wait", built)
     monkeypatch.setattr(type(front.reference), "launch_waits", lambda self, plan: True)
     front.send(*(m.Submit(request(i, max_tokens=12)) for i in range(3)))
     front.turn(2)
@@ -154,9 +171,9 @@ def test_nothing_else_is_waited_for_while_a_step_waits_for_its_plan(
         patch.setattr(TimeShare, "may_go_on", False)
         front.turn(4)
     assert front.core._pipeline._flight is not None and any(awaited)
-    assert awaits_plan and not any(awaits_plan)
+    assert any(waited) and waits and not any(waits)
     front.core._pipeline.drain()
-    assert not front.reference.awaits_plan
+    assert waited[-1] and not company.waits
 
 
 def test_a_plan_names_the_slice_that_goes_before_its_step(

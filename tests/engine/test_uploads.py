@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from mlx_tandem.adapters.formats import AdapterWeights
-from mlx_tandem.model.lora import uploads
-from mlx_tandem.model.lora.uploads import Uploads, bfloat16_bits
+from mlx_tandem.model.ops.lora import slots
+from mlx_tandem.model.ops.lora.slots import Uploads, bfloat16_bits
 from mlx_tandem.types import AdapterInfo
 
 
@@ -36,7 +36,7 @@ def test_rounding_is_the_device_s(x: np.ndarray) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_what_was_prepared_is_what_would_have_been_made(monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype) -> None:
-    monkeypatch.setattr(uploads, "WORTH_BYTES", 0)
+    monkeypatch.setattr(slots, "WORTH_BYTES", 0)
     made = Uploads(dtype).take(weights("d"))
     other = Uploads(dtype)
     thread = threading.Thread(target=other.prepare, args=(weights("d"),))
@@ -51,12 +51,12 @@ def test_what_was_prepared_is_what_would_have_been_made(monkeypatch: pytest.Monk
 
 
 def test_few_are_kept_and_each_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "WORTH_BYTES", 0)
+    monkeypatch.setattr(slots, "WORTH_BYTES", 0)
     kept = Uploads(mx.float32)
-    for i in range(uploads.KEPT + 2):
+    for i in range(slots.KEPT + 2):
         kept.prepare(weights(f"d{i}", i))
-    assert list(kept._ready) == [f"d{i}" for i in range(2, uploads.KEPT + 2)]
-    for i in range(uploads.KEPT + 2):
+    assert list(kept._ready) == [f"d{i}" for i in range(2, slots.KEPT + 2)]
+    for i in range(slots.KEPT + 2):
         a = kept.take(weights(f"d{i}", i))["layers.0.q"][0]
         assert mx.array_equal(a, mx.array(weights("", i).tensors["layers.0.q"][0]))
     assert not kept._ready

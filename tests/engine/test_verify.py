@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -19,23 +20,21 @@ from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.turns import TurnShape
-from mlx_tandem.model.kernels.accept import Accept
-from mlx_tandem.model.kernels.gate import RESERVED
-from mlx_tandem.model.kernels.grouped_attention import GroupedAttention
-from mlx_tandem.model.kernels.settle import Settle
-from mlx_tandem.model.lora.routes import Layout
+from mlx_tandem.model.inputs import Inputs, Staging
+from mlx_tandem.model.kernels.gate import OPEN, RESERVED
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.attention.grouped import GroupedAttention
+from mlx_tandem.model.ops.lora.routes import Layout
+from mlx_tandem.model.ops.sampling.drafts import Accept, Settle
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step import prebuilt
 from mlx_tandem.model.step.forward import StepArrays
-from mlx_tandem.model.step.inputs import Inputs
-from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.operands import StepKey
 from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
-from mlx_tandem.model.step.sampler import SamplingFlags
 from mlx_tandem.model.step.seats import Seats
-from mlx_tandem.model.step.staging import Staging
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_families, tiny_models
 from tests.engine.guessing import RowByRow
@@ -134,7 +133,7 @@ def test_kernels_that_begin_and_end_verifying_steps_change_nothing(tmp_path: Pat
     engine = make_engine(tiny_models.make(tmp_path / "model", "llama", seed=1), max_num_seqs=8)
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
     runner = engine.built.runner
-    runner.builds_ahead = False  # it would read numbers that are not there yet
+    runner.prebuilt.may_build = False  # it would read numbers that are not there yet
     free = serve(engine, requests(name))
     runner._forward._settle, runner._forward._accept = Settle(shim.maker()), Accept(shim.maker())
     loop = serve(engine, requests(name), Oracle(free, 3))
@@ -179,7 +178,7 @@ def test_steps_that_are_built_before_their_numbers_are_known_change_nothing(
     monkeypatch.setattr(Prebuilt, "results", counted)
     monkeypatch.setattr(prebuilt, "LEAST_USED", 0.0)
     runner = engine.built.runner
-    runner.inputs.packed = runner.builds_ahead = True
+    runner.inputs.packed = runner.prebuilt.may_build = True
     for wrong in (0, 3):
         assert_same(serve(engine, asked, Waiting(free, wrong)), free)
         for request in asked:  # alone, so that no later step is in flight
@@ -208,7 +207,7 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
         function = getattr(owner, name)
 
         def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-            waits = runner._prebuilt._made is not None and runner._prebuilt._is_ahead
+            waits = runner.prebuilt._made is not None and runner.prebuilt._is_ahead
             assert not waits or (name == "take_drawn" and self.sent.room), f"{name} while the device waits"
             if name == "take_drawn" and self.sent.room:  # as the kernel does
                 self.sent.buffer.numbers[-RESERVED - self.sent.room : -RESERVED] = np.array(self.drawn[0])
@@ -241,8 +240,10 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
     build = Prebuilt.build
 
     def recorded(self: Prebuilt, call: StepCall, *, dispatches: bool = False) -> None:
-        assert self._behind is not None and not (dispatches and self._behind.near_end)
-        ends.append(self._behind.near_end)
+        assert self._behind is not None
+        near_end = runner._seats.near_end(self._behind.rows)
+        assert not (dispatches and near_end)
+        ends.append(near_end)
         build(self, call, dispatches=dispatches)
 
     monkeypatch.setattr(Prebuilt, "drop", drop)
@@ -251,21 +252,21 @@ def test_steps_that_are_dispatched_before_their_numbers_are_known_change_nothing
     monkeypatch.setattr(prebuilt, "LEAST_USED", 0.0)
     monkeypatch.setattr(prebuilt, "LEAST_USED_EARLY", 0.0)
     monkeypatch.setattr(MLXRunner, "one_at_a_time", False)
-    runner.inputs.packed = runner.builds_ahead = True
-    runner._prebuilt._dispatch = lambda results: None
+    runner.inputs.packed = runner.prebuilt.may_build = True
+    runner.prebuilt._dispatch = lambda results: None
     runner._forward.report = lambda tokens, numbers: tokens
     for together in (*([request] for request in asked), asked):
         loop = serve(engine, together, Waiting(free, wrong))
         assert all(said == free.tokens[key] for key, said in loop.tokens.items())
     assert any(used) and any(dropped) and set(ends) == {False, True}
     used.clear()
-    runner.dispatches_ahead = False
+    runner.prebuilt.may_dispatch = False
     serve(engine, asked, Waiting(free, wrong))
     assert used and not any(used)
 
 
-def test_a_plan_says_that_its_sequences_are_near_their_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so if a sequence may lack room for another row with as many tokens."""
+def test_a_runner_knows_when_a_sequence_is_near_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may then lack room for another row with as many tokens."""
     engine = make_engine(folder, max_num_seqs=16)
     asked = [Request(i, PROMPTS[i], SamplingParams((60, 40, 60)[i], ignore_eos=True)) for i in range(3)]
     free = serve(engine, asked)
@@ -277,7 +278,7 @@ def test_a_plan_says_that_its_sequences_are_near_their_ends(folder: Path, monkey
             decoding = [row for row in made.rows if row.kind is not RowKind.PROMPT]
             rows = [(self._sequences[row.sequence], len(row.tokens)) for row in decoding]
             near = any(s.most_tokens - s.total < tokens for s, tokens in rows)  # `total` includes them
-            assert made.near_end == near
+            assert engine.built.runner._seats.near_end(made.rows) == near
             seen.append((near, len(rows)))
         return made
 
@@ -294,7 +295,7 @@ def test_graphs_that_are_not_used_are_no_longer_built() -> None:
     built = []
     for number in range(120):
         flight = Flight(plan, [], first_use=False)
-        made.begin()
+        made.begin(plan)
         made.note(forward)
         made.end(flight)
         again = made.take_repeatable(flight)
@@ -335,7 +336,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
 def test_a_step_is_expected_that_has_the_same_rows_and_nothing_else_to_do() -> None:
     made, flight = Prebuilt(Inputs(packed=True)), Flight(StepPlan((VERIFIED,)), [], first_use=False)
     assert not made.expects(flight.plan), "nothing was built"
-    made.begin()
+    made.begin(flight.plan)
     made.note(RepeatableForward(None, [], None))  # type: ignore[arg-type]
     made.end(flight)
     assert made.take_repeatable(flight) is not None
@@ -368,7 +369,7 @@ class Early:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.dispatched: list[Any] = []
         self.made = Prebuilt(Inputs(packed=True), self.dispatched.append)
-        self._call = StepCall(lambda sent: sent, [np.zeros(4, np.int32)], ())
+        self._call = StepCall(lambda sent: sent, [np.zeros(4, np.int32)], (), room=1)
         self._patch = monkeypatch
 
     def build(self) -> bool:
@@ -395,6 +396,36 @@ def test_a_step_that_waited_for_long_is_not_used(reads: bool, monkeypatch: pytes
     steps = Early(monkeypatch)
     seen = [(steps.build(), steps.use(late=late, reads=reads)) for late in (False, True, False, True, True, False)]
     assert seen == [(True, True), (True, False), (True, True), (True, False), (True, False), (False, False)]
+
+
+def test_whoever_else_needs_the_device_lets_a_waiting_step_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None waits until the last has left, and none counts as having waited for long."""
+    monkeypatch.setattr(prebuilt, "LEAST_USED_EARLY", 0.0)
+    steps = Early(monkeypatch)
+    company = steps.made.company
+    assert steps.build() and company.waits
+    made = steps.made._made
+    assert made is not None and made[1].buffer is not None
+    opened: list[int] = []
+
+    def other() -> None:
+        assert made is not None and made[1].buffer is not None
+        with company:
+            opened.append(int(made[1].buffer.numbers[OPEN]))
+
+    assert made[1].buffer.numbers[OPEN] == 0
+    thread = Thread(target=other)
+    thread.start()
+    thread.join()
+    assert opened == [1] and not company.waits
+    assert not steps.use(late=True, reads=True) and not steps.made._stalls
+    assert [sent.buffer for sent in steps.made._dropped] == [made[1].buffer], "the device may still read it"
+    with company, company:
+        assert not steps.build()
+    with company:
+        assert not steps.build()
+        assert company.around(lambda number: number + company._number)(1) == 3
+    assert steps.build() and steps.use()
 
 
 def test_long_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

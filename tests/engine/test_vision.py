@@ -19,11 +19,10 @@ from mlx_tandem.config import DiskCacheConfig
 from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.kv.disk.cache import DiskCache
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.attention.fused_block import FusedBlock
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import Writing
-from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Store, Writing
+from mlx_tandem.model.ops.attention.block import FusedBlock
+from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.vision import library
 from mlx_tandem.model_folder import VISION_FAMILIES
 from mlx_tandem.types import AdapterRef, Image, Request, SamplingParams

@@ -10,7 +10,7 @@ from mlx_lm.utils import load_model
 
 from mlx_tandem.adapters.formats.parts import Modules, inner_path
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.ops.lora.state import LoraState
 from tests import tiny_models
 from tests.tiny_families import WRAPPED
 

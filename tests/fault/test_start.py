@@ -19,7 +19,7 @@ import pytest
 
 from mlx_tandem import Engine, demo
 from mlx_tandem.errors import TandemError
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.model.compiler import HEADER
 from tests.privileges import drop_privileges
 from tests.serving import ROOT
@@ -211,7 +211,7 @@ def test_a_model_folder_whose_path_is_not_utf_8(tmp_path: Path) -> None:
 
 @pytest.fixture
 def compiler() -> None:
-    if not device.is_cpu() or shutil.which("g++") is None:
+    if not backend.current().arithmetic.compiled_by_the_host or shutil.which("g++") is None:
         pytest.skip("nothing is compiled for a CPU here")
 
 

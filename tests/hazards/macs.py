@@ -19,24 +19,17 @@ from mlx_tandem.cli.bench.shapes import write_model
 from mlx_tandem.config import DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.plan import CARRY, Row, RowKind
 from mlx_tandem.model import build as build_module
-from mlx_tandem.model import device
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.choices import (
-    AdapterLimits,
-    AttentionDivision,
-    Choices,
-    KernelChoices,
-    Pace,
-    Products,
-    SamplingKernels,
-    Subject,
-)
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.choices import Choices, KernelChoices, Pace, Subject
+from mlx_tandem.model.kernels import dialect, inplace
 from mlx_tandem.model.kernels.dialect import Source
-from mlx_tandem.model.kernels.division import start
-from mlx_tandem.model.linears.tuning import Tuned
+from mlx_tandem.model.ops.attention.choice import AttentionDivision
+from mlx_tandem.model.ops.attention.division import start
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.lora.choice import AdapterLimits
+from mlx_tandem.model.ops.products.few_rows import Products
+from mlx_tandem.model.ops.products.tuning import Tuned
+from mlx_tandem.model.ops.sampling.choice import SamplingKernels
 from tests.engine.mlx_engine import Engine
 from tests.hazards.command_buffers import Run
 from tests.hazards.graph import Graph, Op
@@ -139,8 +132,7 @@ def served(mac: Any, size: str, bits: int, folder: Path) -> Iterator[Served]:
     )
     given = Choices(Subject("", "", "", "", ""), kernels, Tuned(), Pace((), (), one_at_a_time=False))
     with pytest.MonkeyPatch.context() as patch:
-        gpu = fake.install("metal", dialect.maker("metal"), patch)
-        patch.setattr(device, "memory_limit", lambda chosen: limit)
+        gpu = fake.install("metal", dialect.maker("metal"), patch, limit)
         patch.setattr(build_module, "read_weights", lambda *_: None)
         patch.setattr(Choices, "require", lambda *_: None)
         patch.setattr(inplace.verdict, "_given", "")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.inplace import Order
-from mlx_tandem.model.cache.kvcache import PagedCache
+from mlx_tandem.model.cache.pools import KVArrays
 from mlx_tandem.model.cache.states import StateCache
-from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.lora.writer import SlotWriter
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Order
+from mlx_tandem.model.ops.attention.cache import PagedCache
+from mlx_tandem.model.ops.lora.slots import SlotWriter
+from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.forward import Forward
 from mlx_tandem.model.step.forward_inputs import InputBuilder

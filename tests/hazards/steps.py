@@ -16,9 +16,8 @@ from msgspec.structs import replace as changed
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.learning import TrainerSpec
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels import dialect, inplace
+from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.training.device.trained_adapter import TrainedAdapter
 from mlx_tandem.types import AdapterInfo, SamplingParams
@@ -102,7 +101,7 @@ class Metal:
             self.bind(before)
             self.runner._seats.reset()
             self.runner._embeddings.clear()
-            self.runner._prebuilt.reset()
+            self.runner.prebuilt.reset()
             self.runner.queue.clear()
 
 
@@ -148,8 +147,8 @@ def engine(kind: Kind, folder: Path) -> Iterator[Metal]:
         gpu = fake.install("metal", shim.maker(), patch)
         forget = inplace.writing.cache_clear
         fake.time_by_clock(gpu, patch)
-        patch.setattr("mlx_tandem.model.kernel_checks.lora._TOKENS", (1, 16))
-        patch.setattr("mlx_tandem.model.step.rectangles.COMMON_OFFSET_TOKENS", 16 if kind.common_offset else 1 << 20)
+        patch.setattr("mlx_tandem.model.ops.lora.choice._TOKENS", (1, 16))
+        patch.setattr("mlx_tandem.model.step.rows.COMMON_OFFSET_TOKENS", 16 if kind.common_offset else 1 << 20)
         mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
         try:
             made = make_engine(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mlx_tandem.engine.plan import RowKind, StepPlan
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import Writing
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Writing
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.forward import Forward
 from mlx_tandem.model.step.pauses import Pauses

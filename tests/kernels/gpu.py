@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +16,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model import build, device, gated_delta
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import delta_net as delta_check
-from mlx_tandem.model.kernel_checks import gated_delta as rule_check
-from mlx_tandem.model.kernel_checks import machine
-from mlx_tandem.model.kernel_checks.frame import Verdict
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model import backend, build
+from mlx_tandem.model.backend.cuda import CUDA
+from mlx_tandem.model.backend.metal import METAL
+from mlx_tandem.model.device import Limit
+from mlx_tandem.model.kernels import dialect, inplace, timing
+from mlx_tandem.model.kernels.checking import Verdict
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
-from mlx_tandem.model.linears.tuning import Tuned
-from mlx_tandem.model.memory import Limit
+from mlx_tandem.model.ops import delta_net, gated_delta
+from mlx_tandem.model.ops.attention import choice
+from mlx_tandem.model.ops.products.tuning import Tuned
 from tests.hazards.graph import flat
 
 Around = Callable[[Source, Make], Kernel]
@@ -44,6 +43,7 @@ class Gpu:
     records: bool = False
     faults: dict[str, Around] = field(default_factory=dict)
     sources: dict[tuple[str, int], Source] = field(default_factory=dict)  # made so far, by name and number of inputs
+    forms: set[tuple[str, ...]] = field(default_factory=set)  # what a device's compiler would have made for the calls
     called: Counter[str] = field(default_factory=Counter)  # kernels that write inputs, while it records
     clock: float = 0.0
     kernel_seconds: float = 1e-7
@@ -64,6 +64,9 @@ class Gpu:
                 outputs: Sequence[Shaped],
             ) -> list[mx.array]:
                 self.clock += self.kernel_seconds
+                types = *(x.dtype for x in inputs), *(dtype for _, dtype in outputs)
+                constants = sorted(f"{name}={value}" for name, value in template.items())
+                self.forms.add((source.name, str(len(inputs)), *constants, *map(str, types)))
                 if self.records:
                     self.called[source.name] += bool(source.writes)
                     return recorded(inputs, template, groups, threads, outputs)
@@ -80,22 +83,33 @@ class Gpu:
         self.clock += self.operation_seconds * graph.getvalue().count("rectangle")
 
 
-def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def simulated(target: Target, limit: Limit | None = None) -> backend.Backend:
+    """Return the back end of a GPU that is not there, with so much memory."""
+    real = {"cuda": CUDA, "metal": METAL}[target]
+
+    class NotThere(type(real)):  # type: ignore[misc]
+        def describe(self) -> str:
+            return f"a {target} GPU that is not there"
+
+        def free_memory(self) -> Limit:
+            return limit or Limit(1 << 30, "", shared=target == "metal")
+
+    return NotThere(**{field.name: getattr(real, field.name) for field in fields(real)})
+
+
+def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch, limit: Limit | None = None) -> Gpu:
     """Have the package find a GPU of this kind for the rest of the test. Whoever calls it clears `inplace.writing` when
     the test is over."""
-    gpu = Gpu(make, dialect.maker("metal"))
-    monkeypatch.setattr(dialect, "available", lambda: (target,))
+    gpu, there = Gpu(make, dialect.maker("metal")), simulated(target, limit)
+    monkeypatch.setattr(backend, "current", lambda: there)
     monkeypatch.setattr(dialect, "maker", gpu.maker)
-    monkeypatch.setattr(device, "kind", lambda: target)
-    monkeypatch.setattr(device, "memory_limit", lambda chosen: Limit(1 << 30, "", shared=target == "metal"))
     monkeypatch.setattr(mx, "set_memory_limit", lambda size: 0)  # it would hold for the rest of this process
-    monkeypatch.setattr(device, "describe", lambda: f"a {target} GPU that is not there")
     monkeypatch.setattr(build, "tune", lambda *args, **options: Tuned())
     monkeypatch.setattr(gated_delta, "kernel", cache(gated_delta.kernel.__wrapped__))
     monkeypatch.setattr(gated_delta, "verdict", Verdict())
-    monkeypatch.setattr(delta_check, "TIMED_ROWS", 1)  # emulated, larger ones would take seconds
-    monkeypatch.setattr(rule_check, "ROWS", 1)
-    monkeypatch.setattr(rule_check, "HEADS", (1, 32))
+    monkeypatch.setattr(delta_net, "TIMED_ROWS", 1)  # emulated, larger ones would take seconds
+    monkeypatch.setattr(gated_delta, "TIMED_ROWS", 1)
+    monkeypatch.setattr(gated_delta, "TIMED_HEADS", (1, 32))
     inplace.writing.cache_clear()
     return gpu
 
@@ -109,9 +123,9 @@ def time_by_clock(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate(*arrays)
 
     monkeypatch.setattr(mx, "eval", counted)
-    for module in (choice, machine):
+    for module in (choice, timing):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))
-    monkeypatch.setattr(machine, "_LONG_ENOUGH", 1e-9)  # by this clock every run takes the same
+    monkeypatch.setattr(timing, "_LONG_ENOUGH", 1e-9)  # by this clock every run takes the same
 
 
 def uncompilable(source: Source, make: Make) -> Kernel:

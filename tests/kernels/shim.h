@@ -340,7 +340,7 @@ template <class T> DEVICE void mma(float4& sum, uint4 a, uint2 b, T) {
   }
 }
 
-// The instruction of kernels/wgmma.py. Each thread computes its own sums, and reads the swizzled lines only when it
+// The instruction of ops/products/wgmma.py. Each thread computes its own sums, and reads the swizzled lines only when it
 // waits for them: a line that is overwritten too early spoils the sums.
 #define HAS_WGMMA
 namespace shim {

@@ -18,36 +18,27 @@ from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import warm_up
-from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.build import Built, build
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.choices import (
-    MOST_KEPT,
-    AdapterLimits,
-    AttentionDivision,
-    Choices,
-    FormsByShape,
-    Kept,
-    KernelChoices,
-    Pace,
-    Products,
-    SamplingKernels,
-    Subject,
-)
-from mlx_tandem.model.delta_net import FusedDeltaNet
-from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import delta_net as delta_check
-from mlx_tandem.model.kernel_checks import everything, lora, machine, sampling, store
-from mlx_tandem.model.kernel_checks import gated_delta as rule_check
-from mlx_tandem.model.kernel_checks import skinny as skinny_check
-from mlx_tandem.model.kernel_checks.everything import examine
-from mlx_tandem.model.kernels.division import Division
-from mlx_tandem.model.kernels.skinny import Form
-from mlx_tandem.model.kernels.wgmma import WideForm
-from mlx_tandem.model.linears.products import Meter
-from mlx_tandem.model.linears.skinny import AnyForm, FewRows, Shape
-from mlx_tandem.model.linears.tuning import Tuned
+from mlx_tandem.model.choices import MOST_KEPT, Choices, Kept, KernelChoices, Pace, Subject
+from mlx_tandem.model.kernel_checks import examine
+from mlx_tandem.model.kernels import inplace, timing
 from mlx_tandem.model.loader import load_unread
+from mlx_tandem.model.ops import delta_net, gated_delta
+from mlx_tandem.model.ops.attention import choice
+from mlx_tandem.model.ops.attention.block import FusedBlock
+from mlx_tandem.model.ops.attention.choice import AttentionDivision
+from mlx_tandem.model.ops.attention.division import Division
+from mlx_tandem.model.ops.delta_net import FusedDeltaNet
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.lora.choice import AdapterLimits
+from mlx_tandem.model.ops.products import few_rows
+from mlx_tandem.model.ops.products.few_rows import AnyForm, FewRows, FormsByShape, Products, Shape
+from mlx_tandem.model.ops.products.measure import Meter
+from mlx_tandem.model.ops.products.skinny import Form
+from mlx_tandem.model.ops.products.tuning import Tuned
+from mlx_tandem.model.ops.products.wgmma import WideForm
+from mlx_tandem.model.ops.sampling import choice as sampling
+from mlx_tandem.model.ops.sampling.choice import SamplingKernels
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees
@@ -66,7 +57,7 @@ def config_of(folder: Path, **cache: Any) -> EngineConfig:
         model=ModelConfig(path=str(folder)),
         cache=CacheConfig(block_size=8, num_blocks=24, **cache),
         scheduler=SchedulerConfig(max_num_seqs=4),
-        lora=LoraConfig(max_loras=1, max_lora_rank=8),
+        lora=LoraConfig(max_loras=1, max_lora_rank=8, prepare=True),
     )
 
 
@@ -102,7 +93,7 @@ def refuse(*args: Any, **options: Any) -> NoReturn:
 def serve_by_given(folder: Path, file: Path) -> None:
     """What the other process does."""
     forbidden: list[tuple[Any, str]] = [
-        (machine, "seconds"),
+        (timing, "seconds"),
         (warm_up.time, "perf_counter"),
         (choice, "_problem"),
         (choice, "_seconds"),
@@ -110,10 +101,10 @@ def serve_by_given(folder: Path, file: Path) -> None:
         (lora, "wrong"),
         (sampling, "wrong"),
         (sampling, "wrong_truncated"),
-        (store, "problem"),
-        (rule_check, "problem"),
-        (delta_check, "problem"),
-        (delta_check, "seconds"),
+        (inplace, "problem"),
+        (gated_delta, "problem"),
+        (delta_net, "problem"),
+        (delta_net, "seconds"),
         *((Meter, name) for name in ("seconds", "device_seconds", "host_seconds")),
     ]
     given = Choices.read(file)
@@ -298,7 +289,7 @@ def test_forms_of_products_come_back_as_they_were() -> None:
     """These are of CUDA alone, which the device above is not."""
     own: dict[int, AnyForm] = {1: Form(1, 2, 3), 2: Form(2, 4, 2), 10: WideForm(1, 2, 4, 3)}
     forms = {Shape(40, 64, False): own}
-    kept = msgspec.json.encode(everything.by_shape(forms))
+    kept = msgspec.json.encode(few_rows.by_shape(forms))
     read = msgspec.json.decode(kept, type=tuple[FormsByShape, ...])
-    few = skinny_check.made({}, everything.forms_of(read))
+    few = few_rows.made(Products("", adapted=read))
     assert isinstance(few, FewRows) and few.adapted == forms

@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 from mlx_lm.models import qwen3_5
 
-from mlx_tandem.model import delta_net, gated_delta
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import Writing
-from mlx_tandem.model.kernel_checks.delta_net import largest_error, problem
-from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE
-from mlx_tandem.model.kernels.delta_net import GatedNorm
+from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.kernels.dialect import Make
-from mlx_tandem.model.kernels.gated_delta import GatedDelta
-from mlx_tandem.model.kernels.store import Store
-from mlx_tandem.model.linears.groups import find_groups
-from mlx_tandem.model.linears.merged import merge
+from mlx_tandem.model.kernels.inplace import Store, Writing
+from mlx_tandem.model.ops import delta_net, gated_delta
+from mlx_tandem.model.ops.delta_net import GatedNorm, largest_error, problem
+from mlx_tandem.model.ops.gated_delta import TOLERANCE, GatedDelta
+from mlx_tandem.model.ops.products.merged import merge
+from mlx_tandem.model.targets import find_groups
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Oracle, assert_agrees, make_engine

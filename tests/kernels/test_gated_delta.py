@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from mlx_tandem.model import gated_delta
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.cache.states import StateArray, StateCache, StateShape, StateView
-from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks.gated_delta import TOLERANCE, _drawn, largest_error, problem
-from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs
-from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Store, Writing
+from mlx_tandem.model.ops import gated_delta
+from mlx_tandem.model.ops.attention import choice
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.gated_delta import TOLERANCE, GatedDelta, RuleInputs, _drawn, largest_error, problem
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Oracle, assert_agrees, make_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_tandem.model.kernels.included import Included
+from mlx_tandem.model.kernels.dialect import Included
 
 TEXT = "int f(int x) { return 3 * x; }\n"
 

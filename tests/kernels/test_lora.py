@@ -16,19 +16,17 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import Writing
-from mlx_tandem.model.kernel_checks.frame import Choice
-from mlx_tandem.model.kernel_checks.lora import UNLIMITED, choose
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.checking import Choice
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
-from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.kernels.store import Store
-from mlx_tandem.model.linears.groups import find_groups
-from mlx_tandem.model.linears.merged import joined_product, merge
-from mlx_tandem.model.lora.grouped import GroupedDeltas
-from mlx_tandem.model.lora.routes import TILE, cut_tiles
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.kernels.inplace import Store, Writing
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.lora.choice import UNLIMITED, choose
+from mlx_tandem.model.ops.lora.kernel import GroupedDeltas, LoraKernels
+from mlx_tandem.model.ops.lora.routes import TILE, cut_tiles
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.products.merged import joined_product, merge
+from mlx_tandem.model.targets import find_groups
 from tests.engine.mlx_engine import assert_agrees
 from tests.engine.test_equivalence import ask, serve_adapters
 from tests.engine.test_lora import TOLERANCE, adapter, build, far, installed, merged, prompts, run
@@ -314,7 +312,7 @@ def test_there_is_no_joined_product_where_the_kernels_do_not_compute_all_members
     with state.narrowed(mx.array([0, 1])):
         assert joined_product(linears, x[:2]) is None, "there are no tiles"
     state.unbind()
-    monkeypatch.setattr("mlx_tandem.model.linears.merged.Merged.joins", lambda self, x: False)
+    monkeypatch.setattr("mlx_tandem.model.ops.products.merged.Merged.joins", lambda self, x: False)
     assert joined_and_apart(model, state, linears, x)[0] is None, "apart they are faster"
 
 
@@ -347,7 +345,7 @@ def test_the_engine_serves_with_them(make: Make, tmp_path: Path, monkeypatch: py
     def forced(model: nn.Module, config: LoraConfig, dtype: mx.Dtype) -> Choice:
         return choose(model, replace(config, backend="fused"), dtype, [make])
 
-    monkeypatch.setattr("mlx_tandem.model.kernel_checks.lora.choose", forced)
+    monkeypatch.setattr("mlx_tandem.model.ops.lora.choice.choose", forced)
     served = serve_adapters(tmp_path, bits=None, family="llama", max_loras=4)
     info = served.engine.built.info
     assert (info.lora_backend, info.lora_reason) == ("fused", "asked for")
@@ -366,7 +364,7 @@ def test_attention_blocks_read_the_sums_of_all_members_as_one_array(
     def forced(model: nn.Module, config: LoraConfig, dtype: mx.Dtype) -> Choice:
         return choose(model, replace(config, backend="fused"), dtype, [counting])
 
-    monkeypatch.setattr("mlx_tandem.model.kernel_checks.lora.choose", forced)
+    monkeypatch.setattr("mlx_tandem.model.ops.lora.choice.choose", forced)
     options: dict[str, Any] = {"attention_backend": "cuda", "backends": [Fused("cuda", make)]}
     served = serve_adapters(tmp_path, bits=None, family="llama", max_loras=4, **options)
     asked = [ask(i, name, max_tokens=4) for i, name in enumerate([*served.names, None])]
@@ -446,7 +444,7 @@ def test_kernels_are_taken_as_far_as_they_are_faster(make: Make, monkeypatch: py
     def times(kernels: Any, shape: Any, dtype: Any, tokens: int, slots: int) -> tuple[float, float]:
         return tokens, 20 if slots == 1 else 100
 
-    monkeypatch.setattr("mlx_tandem.model.kernel_checks.lora._times", times)
+    monkeypatch.setattr("mlx_tandem.model.ops.lora.choice._times", times)
     model = OneLinear()
     choice = choose(model, LoraConfig(), mx.float32, [make])
     assert choice.chosen is not None and (choice.chosen.same, choice.chosen.mixed) == (16, 64)
@@ -455,7 +453,7 @@ def test_kernels_are_taken_as_far_as_they_are_faster(make: Make, monkeypatch: py
     state.install(1, adapter(state.linears(), 8, 1))
     kinds = [state.route(*row).layout.kind for row in (([1] * 4, 4), ([1] * 4, 5), ([0, 1], 32), ([0, 1], 33))]
     assert kinds == ["tiles", "uniform", "tiles", "rows"]
-    monkeypatch.setattr("mlx_tandem.model.kernel_checks.lora._times", lambda *of: (1.0, 2.0))
+    monkeypatch.setattr("mlx_tandem.model.ops.lora.choice._times", lambda *of: (1.0, 2.0))
     everything = choose(model, LoraConfig(), mx.float32, [make])
     assert everything.chosen is not None and everything.chosen.same == UNLIMITED
     assert "any number of tokens" in everything.reason

@@ -13,20 +13,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerShape
-from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
+from mlx_tandem.model.cache.pools import KVArrays
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.delta_net import DeltaNetInputs, GatedNorm, Mixer, Product
 from mlx_tandem.model.kernels.dialect import Source
-from mlx_tandem.model.kernels.division import start
-from mlx_tandem.model.kernels.gated_delta import GatedDelta, RuleInputs
-from mlx_tandem.model.kernels.gumbel_max import GumbelMax, Masks, Noise
-from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels
-from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
-from mlx_tandem.model.kernels.rotary import Norms, Rotary
-from mlx_tandem.model.kernels.store import Store
-from mlx_tandem.model.kernels.truncated_draw import Limits, TruncatedDraw
+from mlx_tandem.model.kernels.inplace import Store
+from mlx_tandem.model.ops.attention.division import start
+from mlx_tandem.model.ops.attention.paged import EVERYTHING, PagedAttention, unreadable_rows
+from mlx_tandem.model.ops.attention.rotary import Norms, Rotary
+from mlx_tandem.model.ops.delta_net import DeltaNetInputs, GatedNorm, Mixer, Product
+from mlx_tandem.model.ops.gated_delta import GatedDelta, RuleInputs
+from mlx_tandem.model.ops.lora.kernel import MOST_MEMBERS, LoraKernels
+from mlx_tandem.model.ops.sampling.draw import GumbelMax, Limits, Masks, Noise, TruncatedDraw
 from tests.kernels.metal.compiler import MOST_BUFFERS, problems
 from tests.kernels.metal.text import Call, Recorder, call_of
 

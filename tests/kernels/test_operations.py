@@ -10,10 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.kernel_checks import lora
-from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels import dialect, inplace
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.lora import choice as lora
 from tests import tiny_models
 from tests.engine.mlx_engine import make_engine
 from tests.hazards import steps

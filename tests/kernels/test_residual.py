@@ -10,12 +10,13 @@ import pytest
 from mlx_lm.models import gemma2, llama, qwen3, qwen3_5
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_tandem.model import residual
-from mlx_tandem.model.kernel_checks.residual import TOLERANCE, largest_error, problem
+from mlx_tandem.model.backend.cuda import CUDA
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
-from mlx_tandem.model.kernels.wgmma import WideForm
-from mlx_tandem.model.linears.skinny import FewRows, Shape, speed_up
+from mlx_tandem.model.ops import residual
+from mlx_tandem.model.ops.products.few_rows import FewRows, Shape, speed_up
+from mlx_tandem.model.ops.products.wgmma import WideForm
+from mlx_tandem.model.ops.residual import TOLERANCE, AddNorm, Norm, largest_error, problem
+from tests.backends import answer_as
 from tests.kernels import shim
 from tests.kernels.broken import Broken
 
@@ -189,7 +190,7 @@ def test_sums_of_other_types_and_of_many_tokens_are_added_by_mlx() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_parts_are_checked_if_linears_have_some(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialect, "available", lambda: ("cuda",))
+    answer_as(monkeypatch, kernels=CUDA.kernels)
     monkeypatch.setattr(dialect, "maker", lambda target: Broken(shim.maker(), "part < PARTS", "part < 1"))
     model = model_of("llama")
     linear = model.model.layers[0].self_attn.o_proj
@@ -206,7 +207,7 @@ def test_a_served_model_takes_the_path_if_its_kernel_is_right(broken: bool, monk
     model = model_of("llama")
     residual.install(model)
     assert not isinstance(model.model.layers[0], residual.FusedLayer), "there is no GPU"
-    monkeypatch.setattr(dialect, "available", lambda: ("cuda",))
+    answer_as(monkeypatch, kernels=CUDA.kernels)
     residual.install(model_of("gemma2"))
     residual.install(model)
     assert isinstance(model.model.layers[0], residual.FusedLayer) != broken

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
-from mlx_tandem.model.kernel_checks import sampling as check_of_sampling
-from mlx_tandem.model.kernel_checks.frame import Choice
-from mlx_tandem.model.kernel_checks.sampling import (
+from mlx_tandem.model.kernels.checking import Choice
+from mlx_tandem.model.kernels.dialect import Make
+from mlx_tandem.model.ops.sampling import choice as check_of_sampling
+from mlx_tandem.model.ops.sampling.choice import (
     Seconds,
     choose,
     difference,
@@ -24,11 +25,8 @@ from mlx_tandem.model.kernel_checks.sampling import (
     invent,
     wrong,
 )
-from mlx_tandem.model.kernels.argmax import Argmax
-from mlx_tandem.model.kernels.dialect import Make
-from mlx_tandem.model.kernels.gumbel_max import GumbelMax, Masks, Noise
-from mlx_tandem.model.kernels.truncated_draw import Limits, TruncatedDraw
-from mlx_tandem.model.step.sampler import MLX_PICKERS, Pickers, pick_with_mlx
+from mlx_tandem.model.ops.sampling.draw import Argmax, GumbelMax, Limits, Masks, Noise, TruncatedDraw
+from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers, pick_with_mlx
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import make_engine

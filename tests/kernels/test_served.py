@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
-from mlx_tandem.model import delta_net, gated_delta, residual
-from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.attention.fused_block import FusedBlock
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import Writing
-from mlx_tandem.model.kernels.add_norm import AddNorm, Norm
-from mlx_tandem.model.kernels.delta_net import DeltaNetInputs, GatedNorm
-from mlx_tandem.model.kernels.gated_delta import GatedDelta
-from mlx_tandem.model.kernels.paged_attention import PagedAttention
-from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import Store, Writing
+from mlx_tandem.model.ops import delta_net, gated_delta, residual
+from mlx_tandem.model.ops.attention.block import FusedBlock
+from mlx_tandem.model.ops.attention.fused import Fused
+from mlx_tandem.model.ops.attention.paged import PagedAttention
+from mlx_tandem.model.ops.delta_net import DeltaNetInputs, GatedNorm
+from mlx_tandem.model.ops.gated_delta import GatedDelta
+from mlx_tandem.model.ops.residual import AddNorm, Norm
 from mlx_tandem.model.step.pauses import Pacer, Pauses
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_families, tiny_models

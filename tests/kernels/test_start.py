@@ -12,19 +12,23 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_tandem.adapters import formats
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
-from mlx_tandem.model import gated_delta
-from mlx_tandem.model.attention.fused_block import FusedBlock
-from mlx_tandem.model.cache import inplace
+from mlx_tandem.model import build
 from mlx_tandem.model.choices import Kept
-from mlx_tandem.model.delta_net import FusedDeltaNet
-from mlx_tandem.model.kernel_checks import attention as choice
-from mlx_tandem.model.kernel_checks import lora, machine, sampling
+from mlx_tandem.model.kernels import inplace, timing
+from mlx_tandem.model.kernels.checking import finish
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
+from mlx_tandem.model.ops import gated_delta
+from mlx_tandem.model.ops.attention import choice
+from mlx_tandem.model.ops.attention.block import FusedBlock
+from mlx_tandem.model.ops.delta_net import FusedDeltaNet
+from mlx_tandem.model.ops.lora import choice as lora
+from mlx_tandem.model.ops.sampling import choice as sampling
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
-from mlx_tandem.types import Request, SamplingParams
+from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
 from tests.kernels import gpu as fake
@@ -45,7 +49,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     fake.time_by_clock(gpu, monkeypatch)
     monkeypatch.setattr(choice, "STEPS", ((2, 64), (1, 192)))
     monkeypatch.setattr(choice, "CHAIN", 2)
-    for others in ("shorter", "wider"):  # compiling them takes seconds; test_choice has them
+    for others in ("shorter", "wider"):  # compiling them takes seconds; test_attention_choice has them
         monkeypatch.setattr(choice, others, lambda *args: ())
     monkeypatch.setattr(sampling, "ROWS", 2)
     monkeypatch.setattr(lora, "_TOKENS", (1, 16))
@@ -55,8 +59,9 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     inplace.given(None)
 
 
-def start(tmp_path: Path, kept: Kept | None = None) -> Engine:
-    engine = make_engine(tiny_models.make(tmp_path / "model", "llama"), num_blocks=12, kept=kept)
+def start(tmp_path: Path, kept: Kept | None = None, *, prepare: bool = True) -> Engine:
+    folder = tiny_models.make(tmp_path / "model", "llama")
+    engine = make_engine(folder, num_blocks=12, kept=kept, prepare=prepare)
     engine.built.warm_up(CostModel())
     return engine
 
@@ -94,8 +99,9 @@ HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 """Heads of the states that are wide enough for the kernels."""
 
 
-def start_hybrid(tmp_path: Path, kept: Kept | None = None) -> Engine:
-    engine = make_engine(tiny_models.make(tmp_path / "model", "qwen3_5", **HYBRID), num_blocks=24, kept=kept)
+def start_hybrid(tmp_path: Path, kept: Kept | None = None, *, prepare: bool = True) -> Engine:
+    folder = tiny_models.make(tmp_path / "model", "qwen3_5", **HYBRID)
+    engine = make_engine(folder, num_blocks=24, kept=kept, prepare=prepare)
     engine.built.warm_up(CostModel())
     return engine
 
@@ -185,7 +191,7 @@ def test_a_second_start_checks_little_and_times_nothing(
     def refuse(*args: Any) -> NoReturn:
         raise AssertionError("a second start times nothing")
 
-    monkeypatch.setattr(machine, "seconds", refuse)
+    monkeypatch.setattr(timing, "seconds", refuse)
     monkeypatch.setattr(choice, "_seconds", refuse)
     second = start(tmp_path, kept)
     assert second.built.info.attention_backend == "metal" and second.built.info.lora_backend == "fused"
@@ -293,3 +299,123 @@ def test_steps_that_disturb_each_other_go_one_at_a_time(
     engine = start(tmp_path)
     assert "each step is dispatched when the one before is done: in flight together they disturb" in caplog.text
     assert engine.built.runner.one_at_a_time
+
+
+def load_first_adapter(engine: Engine) -> tuple[str, str]:
+    """Do what the engine does piece by piece before it serves its first adapter; return the back end and the reason."""
+    assert engine.built.info.lora_reason == build.LATER and engine.built.prepare_adapters is not None
+    return finish(engine.built.prepare_adapters())
+
+
+def assert_serves_an_adapter(engine: Engine, tmp_path: Path) -> None:
+    """Beside the base, whose answers are its own."""
+    linears = engine.built.linears
+    deltas = tiny_models.make_adapter(tmp_path / "adapter", linears, "peft", rank=8, seed=2)
+    weights = formats.read(tmp_path / "adapter", linears, max_rank=16, base_layers=engine.built.layers)
+    digest = weights.info.digest
+    engine.weights[digest] = weights
+    base, adapted = (Oracle.load(tmp_path / "model") for _ in range(2))
+    tiny_models.merge(adapted.model, deltas)
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=3)
+    asked = [
+        Request(2 * i + (ref is not None), prompt, params, ref)
+        for i, prompt in enumerate(PROMPTS)
+        for ref in (None, AdapterRef("adapter", 1, digest))
+    ]
+    assert_agrees(engine.run(asked, chunks=16), {None: base, digest: adapted}, "an adapter beside the base")
+
+
+MOST_KERNELS = 40
+"""Most kernels of our own that a start compiles before it is ready."""
+
+VARIANTS = 5
+"""Kernels of attention that the fixture leaves out: those of other divisions, which a start compiles and times, too."""
+
+
+@pytest.mark.parametrize("prepare", [False, True], ids=["without adapters", "with adapters"])
+def test_a_start_compiles_few_kernels(metal: Gpu, tmp_path: Path, prepare: bool) -> None:
+    """And the next one fewer still."""
+    kept = Kept(tmp_path / "kept")
+    start(tmp_path, kept, prepare=prepare)
+    first = len(metal.forms) + VARIANTS
+    assert first <= MOST_KERNELS
+    metal.forms.clear()
+    start(tmp_path, kept, prepare=prepare)
+    assert 0 < len(metal.forms) < first
+
+
+def test_a_start_of_a_hybrid_compiles_few_kernels(metal: Gpu, tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "kept")
+    start_hybrid(tmp_path, kept, prepare=False)
+    assert len(metal.forms) + VARIANTS <= MOST_KERNELS
+
+
+def of_adapters(gpu: Gpu) -> set[str]:
+    """The kernels of adapters that were made so far."""
+    return {name for name, _ in gpu.sources if name.startswith("lora")}
+
+
+def test_a_start_without_adapters_makes_no_kernels_of_theirs(metal: Gpu, tmp_path: Path) -> None:
+    engine = start(tmp_path, prepare=False)
+    assert not of_adapters(metal)
+    assert_serves(engine, tmp_path)
+    assert not of_adapters(metal)
+    backend, reason = load_first_adapter(engine)
+    assert of_adapters(metal) and backend == "fused" and reason.startswith("faster, ")
+    assert_serves_an_adapter(engine, tmp_path)
+
+
+@pytest.mark.parametrize("fault", WHY)
+def test_an_adapter_that_is_loaded_later_is_served_without_a_kernel_that_is(
+    metal: Gpu, tmp_path: Path, fault: str
+) -> None:
+    engine = start(tmp_path, prepare=False)
+    ways = {"uncompilable": fake.uncompilable, "wrong": WRONG["lora_shrink"], "slow": fake.slow(metal)}
+    metal.faults["lora_shrink"] = ways[fault]
+    backend, reason = load_first_adapter(engine)
+    assert backend == "gather" and re.search(SAYS["lora_shrink"] + "[^\n]*" + WHY[fault], reason)
+    assert_serves_an_adapter(engine, tmp_path)
+
+
+def test_what_is_chosen_for_adapters_later_is_kept_for_the_next_start(
+    metal: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked once more when an adapter is loaded, and at start where adapters are configured by then."""
+    kept = Kept(tmp_path / "kept")
+    chosen = load_first_adapter(start(tmp_path, kept, prepare=False))
+    metal.sources.clear()
+
+    def refuse(*args: Any) -> NoReturn:
+        raise AssertionError("nothing is timed again")
+
+    monkeypatch.setattr(timing, "seconds", refuse)
+    monkeypatch.setattr(lora, "_times", refuse)
+    engine = start(tmp_path, kept, prepare=False)
+    assert not of_adapters(metal)
+    assert load_first_adapter(engine) == chosen and of_adapters(metal)
+    assert_serves_an_adapter(engine, tmp_path)
+    assert start(tmp_path, kept).built.info.lora_reason == chosen[1]
+
+
+def test_only_adapters_are_timed_where_they_are_configured_since_the_last_start(
+    metal: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(tmp_path / "kept")
+    start(tmp_path, kept, prepare=False)
+    monkeypatch.setattr(choice, "_seconds", lambda *args: pytest.fail("attention is timed again"))
+    first = start(tmp_path, kept)
+    assert first.built.info.lora_backend == "fused" and first.built.prepare_adapters is None
+    monkeypatch.setattr(lora, "_times", lambda *args: pytest.fail("adapters are timed again"))
+    assert start(tmp_path, kept).built.info.lora_reason == first.built.info.lora_reason
+
+
+def test_an_adapter_that_is_loaded_later_notices_that_its_kernel_has_become_wrong(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept(tmp_path / "kept")
+    load_first_adapter(start(tmp_path, kept, prepare=False))
+    metal.faults["lora_shrink"] = WRONG["lora_shrink"]
+    engine = start(tmp_path, kept, prepare=False)
+    assert load_first_adapter(engine)[0] == "gather"
+    assert "checked anew, because with the choices of the last start wrong by" in caplog.text
+    assert_serves_an_adapter(engine, tmp_path)

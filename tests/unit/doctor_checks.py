@@ -69,7 +69,7 @@ def is_of_macos(bench: Bench) -> Outcome:
 def broken_kernel(bench: Bench) -> Outcome:
     """The check of attention, with a back end more that is wrong by a twentieth."""
     from mlx_tandem.cli.doctor import device
-    from mlx_tandem.model.kernel_checks import attention_cases
+    from mlx_tandem.model.ops.attention import cases
 
-    attention_cases.BACKENDS["broken"] = lambda case: attention_cases.BACKENDS["portable"](case) * 1.05
+    cases.BACKENDS["broken"] = lambda case: cases.BACKENDS["portable"](case) * 1.05
     return device.attention(bench)

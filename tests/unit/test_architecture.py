@@ -203,6 +203,66 @@ def test_functions_constructors_and_classes_are_small() -> None:
     assert LARGE.keys() - found == set(), "no longer large: take it out of the list"
 
 
+DEVICES = {"cpu", "cuda", "metal"}
+"""The names of the devices."""
+
+ASKS = {"is_cpu", "is_cuda", "is_metal", "default_device"}
+"""Names of functions that say which device there is."""
+
+MAY_ASK: dict[str, str] = {
+    "mlx_tandem/cli/doctor/device.py": "it tells people that MLX has not found the GPU of their machine",
+    "mlx_tandem/model/kernels/dialect.py": "it makes the text of a kernel for the device that it is told",
+    "mlx_tandem/model/ops/attention/division.py": "it divides a kernel's work for the device that it is told",
+}
+"""The modules outside of model/backend/ that ask which device there is, and why. There may be four."""
+
+
+def questions(source: str) -> Iterator[str]:
+    """Yield what in `source` asks which device there is: a device's name that is compared or matched, a table by
+    device, a function that says it, or the answers of one device by themselves."""
+
+    def names(node: ast.AST) -> bool:
+        return any(isinstance(n, ast.Constant) and n.value in DEVICES for n in ast.walk(node))
+
+    for node in ast.walk(ast.parse(source)):
+        compares = isinstance(node, ast.Compare | ast.MatchValue) and names(node)
+        tabulates = isinstance(node, ast.Dict) and sum(names(key) for key in node.keys if key is not None) > 1
+        asks = isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).rpartition(".")[2] in ASKS
+        finds = isinstance(node, ast.Attribute) and ast.unparse(node) in ("mx.metal", "mx.cuda", "mx.DeviceType")
+        takes = isinstance(node, ast.ImportFrom) and (node.module or "").endswith(
+            tuple(f"backend.{d}" for d in DEVICES)
+        )
+        if compares or tabulates or asks or finds or takes:
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "device.is_cpu()",
+        "from x import is_cuda; is_cuda()",
+        "mx.default_device() == mx.gpu",
+        "mx.metal.is_available()",
+        "kind() == 'cpu'",
+        "'cuda' in available()",
+        "SIZES = {'cpu': 1, 'cuda': 2}",
+        "match kind():\n    case 'metal': pass",
+        "from mlx_tandem.model.backend.cuda import CUDA",
+    ],
+)
+def test_questions_about_the_device_are_found(source: str) -> None:
+    assert list(questions(source))
+    assert not list(questions("backend.current().steps.one_at_a_time; x: Literal['cpu', 'cuda']; f('cuda')"))
+
+
+def test_only_the_back_end_knows_which_device_there_is() -> None:
+    """Everybody else asks it what they need to know (`model/backend/base.py`)."""
+    outside = {f.relative_to(ROOT).as_posix(): f for f in SOURCES if "/model/backend/" not in f.as_posix()}
+    asking = {name: found for name, f in outside.items() if (found := list(questions(f.read_text(encoding="utf-8"))))}
+    assert {name: found for name, found in asking.items() if name not in MAY_ASK} == {}
+    assert asking.keys() == MAY_ASK.keys() and len(MAY_ASK) <= 4
+
+
 DANGLING = re.compile(
     r"(Also|And|As|At|Beside|Both|But|By|Each|Either|Every|For|From|How|If|In|It|Its|Neither|Nobody|None|Nor|Nothing|Of|"
     r"On|Only|Or|Over|So|That|Their|Them|These|They|This|Those|To|Under|Until|Up|Were|What|When|Where|Whether|Which|"

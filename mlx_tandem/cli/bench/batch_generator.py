@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlx_tandem.config import ModelConfig
-from mlx_tandem.model import device, loader  # device: OpenBLAS stands in front for the peer too
+from mlx_tandem.model import device, loader
 
 __all__ = ["BatchGeneratorPeer", "device", "free_dropped_memory"]
 

@@ -33,7 +33,7 @@ def run(model: Path, repeats: int) -> str:
     config = EngineConfig(
         ModelConfig(str(model)),
         scheduler=SchedulerConfig(max_num_seqs=max(batch.rows for batch in BATCHES)),
-        lora=LoraConfig(max_loras=8),
+        lora=LoraConfig(max_loras=8, prepare=True),
         duty=DutyConfig(trainer_rank=TRAINER_RANK),
     )
     load = EngineLoad(BATCHES, max_tokens=64, repeats=repeats, sampling="greedy")

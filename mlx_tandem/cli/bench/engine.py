@@ -123,7 +123,7 @@ def run(
             scheduler=SchedulerConfig(
                 max_num_seqs=most if load.spec == "none" else max(most, 64), max_chunk_tokens=max_chunk_tokens
             ),
-            lora=LoraConfig(max_loras=load.adapters, max_cpu_lora_gb=64.0),
+            lora=LoraConfig(max_loras=load.adapters, max_cpu_lora_gb=64.0, prepare=True),
             speculation=SpeculationConfig(load.spec, load.draft_model, ngram_max=load.ngram_max),
         )
         result = describe() | {"model": shape or model, "load": msgspec.to_builtins(load)}

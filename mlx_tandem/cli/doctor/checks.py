@@ -11,6 +11,7 @@ CHECKS = (  # in the order in which they run
     Check("system", "whether the system is new enough for MLX", f"{_HERE}.host:system", 20),
     Check("packages", "whether the packages are of versions that belong together", f"{_HERE}.host:packages", 20),
     Check("memory", "whether there is room for a model", f"{_HERE}.host:memory", 20),
+    Check("starts", "what the last start of a server here spent its time on", f"{_HERE}.host:starts", 20),
     Check("device", "whether MLX opens a device and computes rightly on it", f"{_HERE}.device:opens", 60),
     Check("compile", "whether fused functions compile and are right", f"{_HERE}.device:compiles", 60, "device"),
     Check(

@@ -26,20 +26,21 @@ GPU_POOL_BLOCKS = 20_000
 
 def opens(bench: Bench) -> Outcome:
     """Check that MLX opens a device and multiplies matrices rightly on it."""
-    from mlx_tandem.model import device
-    from mlx_tandem.model.kernel_checks import machine
+    from mlx_tandem.model import backend, device
+    from mlx_tandem.model.kernels import timing
 
-    says = device.describe()
-    error = machine.product_error()
-    figures: Figures = {"product_error": error, "memory_gb": round(device.memory_limit().size / 2**30, 1)}
+    here = backend.current()
+    says, on_cpu = here.describe(), here.name == "cpu"
+    error = timing.product_error()
+    figures: Figures = {"product_error": error, "memory_gb": round(here.memory_limit().size / 2**30, 1)}
     if not error < 1e-5:
         raise Failed(f"{says}: a product of matrices is wrong by {error:.1e}", _REPORT, figures)
     names = {d.metadata["Name"] for d in distributions()}
-    if device.is_cpu() and (sys.platform == "darwin" or names & {"mlx-cuda-12", "mlx-cuda-13"}):
+    if on_cpu and (sys.platform == "darwin" or names & {"mlx-cuda-12", "mlx-cuda-13"}):
         return Outcome(
             says, figures, "MLX has not found the GPU and computes on the CPU: is this a virtual machine or container?"
         )
-    if device.is_cpu() and sys.platform == "linux" and not device.OPENBLAS:
+    if on_cpu and sys.platform == "linux" and not device.OPENBLAS:
         return Outcome(
             says,
             figures,
@@ -54,15 +55,15 @@ _REPORT = "This must not happen on a machine that is supported: please report it
 
 def compiles(bench: Bench) -> Outcome:
     """Check that compiled functions give the same as their parts."""
-    from mlx_tandem.model import device
-    from mlx_tandem.model.kernel_checks import machine
+    from mlx_tandem.model import backend
+    from mlx_tandem.model.kernels import timing
 
-    error = machine.compiled_error()
+    error = timing.compiled_error()
     if not error < 1e-5:
         raise Failed(f"a fused function differs from its parts by {error:.1e}", _REPORT)
     if os.environ.get("MLX_DISABLE_COMPILE"):
         return Outcome("switched off", advice="MLX_DISABLE_COMPILE is set: steps are slower than they could be.")
-    if device.is_cpu() and not shutil.which("g++"):
+    if backend.current().arithmetic.compiled_by_the_host and not shutil.which("g++"):
         return Outcome(
             "without g++, nothing is fused",
             advice="MLX fuses operations on a CPU with g++; without it steps are slower. `apt-get install g++`, or "
@@ -73,7 +74,7 @@ def compiles(bench: Bench) -> Outcome:
 
 def attention(bench: Bench) -> Outcome:
     """Check every attention back end against plain float32."""
-    from mlx_tandem.model.kernel_checks import attention_cases as cases
+    from mlx_tandem.model.ops.attention import cases
 
     figures: Figures = {}
     wrong = []
@@ -91,10 +92,11 @@ def attention(bench: Bench) -> Outcome:
 
 def pool(bench: Bench) -> Outcome:
     """Check that decode steps write the KV pool in place."""
-    from mlx_tandem.model import device
-    from mlx_tandem.model.pool_growth import growth
+    from mlx_tandem.model import backend
+    from mlx_tandem.model.trials import growth
 
-    blocks = POOL_BLOCKS if device.is_cpu() else min(GPU_POOL_BLOCKS, device.memory_limit().size // 8 // (48 << 10))
+    here = backend.current()
+    blocks = POOL_BLOCKS if here.name == "cpu" else min(GPU_POOL_BLOCKS, here.memory_limit().size // 8 // (48 << 10))
     found = growth(str(demo.MODEL_PATH), blocks)
     figures: Figures = {"pool_mb": found.pool >> 20, "beside_it_mb": round(found.one_at_a_time / 2**20, 2)}
     if found.overlapped is not None:

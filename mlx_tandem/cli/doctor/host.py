@@ -1,4 +1,4 @@
-"""Checks that do not need the device: Python, system, packages, memory."""
+"""Checks that do not need the device: Python, system, packages, memory, and what is known of the last start."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
 
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.result import Failed, Outcome
+from mlx_tandem.engine.client.start_times import last_start
 
 MACOS, GLIBC = (14, 0), (2, 35)
 """Oldest versions for which MLX's wheels are built."""
@@ -170,6 +172,19 @@ def memory(bench: Bench) -> Outcome:
     if left < GOOD_GB:
         return Outcome(says, figures, "Enough for the built-in model and small ones. Close programs to serve larger.")
     return Outcome(says, figures)
+
+
+def starts(bench: Bench) -> Outcome:
+    """Say what the last start of a server of this user spent its time on."""
+    last = last_start()
+    if last is None:
+        return Outcome("no start of a server is known")
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last.ended))
+    most = max(last.stages, key=lambda stage: stage.seconds, default=None)
+    says = f"{Path(last.model).name} was ready after {last.seconds:.1f} s on {when}"
+    if most is not None:
+        says += f", {most.seconds:.1f} s of it in the stage “{most.name}”"
+    return Outcome(says, table={stage.name: round(stage.seconds, 2) for stage in last.stages})
 
 
 def _available_gb() -> float | None:

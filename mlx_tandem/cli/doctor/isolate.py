@@ -119,7 +119,8 @@ class _Child:
         if answer.status == "failed":  # an engine writes to standard error why it did not start
             written = self._written()
             advice, detail = advice or explain(written), f"{detail}\n{written}".strip()
-        return Finding(check.name, check.meaning, answer.status, found.says, advice, found.figures, detail, seconds)
+        figures, table = found.figures, found.table
+        return Finding(check.name, check.meaning, answer.status, found.says, advice, figures, detail, seconds, table)
 
     def _written(self) -> str:
         """Return the end of what this check has written to standard output and standard error."""

@@ -51,6 +51,9 @@ def markdown(report: dict[str, Any]) -> str:
         if check["status"] == "failed" or check["advice"]:
             lines += ["", f"**{check['check']}** ({check['meaning']}): {_cell(check['says'])}"]
             lines += ["", check["advice"] or "This failure is not a known one: please report it with all of this."]
+        if check["table"]:
+            lines += ["", f"| {check['check']} | s |", "|---|---:|"]
+            lines += [f"| {_cell(name)} | {_number(value)} |" for name, value in check["table"].items()]
         if check["detail"]:
             lines += ["", "```", *check["detail"].replace("```", "'''").splitlines(), "```"]
     figures = [

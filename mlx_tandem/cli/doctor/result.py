@@ -36,6 +36,7 @@ class Outcome(Struct, frozen=True):
     says: str
     figures: Figures = {}
     advice: str = ""
+    table: Figures = {}  # numbers that the report shows as a table
 
 
 class Failed(Exception):
@@ -61,3 +62,4 @@ class Finding(Struct, frozen=True):
     figures: Figures = {}
     detail: str = ""  # the last lines that the process wrote before it failed
     seconds: float = 0.0
+    table: Figures = {}  # numbers that the report shows as a table

@@ -50,15 +50,16 @@ def _exact(bench: Bench) -> Engine:
 
 def _usual(bench: Bench) -> Engine:
     """Return the engine of the type that is served here by default, which may be the float32 one."""
-    from mlx_tandem.model.device import is_cpu
+    from mlx_tandem.model import backend
 
-    engine: Engine = _exact(bench) if is_cpu() else bench.keep("auto", lambda: _engine(bench, "auto"))
+    is_exact = backend.current().products.only_float32_is_fast  # then "auto" is float32
+    engine: Engine = _exact(bench) if is_exact else bench.keep("auto", lambda: _engine(bench, "auto"))
     return engine
 
 
 def equal(bench: Bench) -> Outcome:
     """Check tokens and logprobs of every way through a batch against mlx-lm's own generation."""
-    from mlx_tandem.model.oracle import Oracle
+    from mlx_tandem.model.trials import Oracle
 
     engine, random = _exact(bench), Random(0)
     size = engine.info.vocab_size
@@ -180,7 +181,7 @@ def learns(bench: Bench) -> Outcome:
 
 def speed(bench: Bench) -> Outcome:
     """Measure decoded tokens per second and the copy bandwidth, without judging them."""
-    from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
+    from mlx_tandem.model.kernels.timing import copy_bandwidth
 
     engine = _usual(bench)
     figures: Figures = {f"tokens_s_at_{rows}": round(_rate(engine, rows)) for rows in (1, 8)}

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlx_tandem.engine.client.calls import Answer, Calls, error_of
 from mlx_tandem.engine.client.process import Launch
+from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.client.supervisor import WHY_NOT, Supervisor
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
@@ -31,7 +32,6 @@ from mlx_tandem.engine.messages import (
     OptimStep,
     Output,
     Preempted,
-    Progress,
     PublishTrainer,
     Report,
     SaveTrainer,
@@ -57,7 +57,8 @@ class EngineClient(Supervisor):
         stall_seconds: float = 60.0,
         backoff_seconds: float = 0.5,
         on_ready: Callable[[], Awaitable[None]] | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[StartProgress], None] | None = None,
+        times: KeptTimes | None = None,
     ):
         super().__init__(
             launch,
@@ -65,6 +66,7 @@ class EngineClient(Supervisor):
             backoff_seconds=backoff_seconds,
             on_ready=on_ready,
             on_progress=on_progress,
+            times=times,
         )
         self._ids = itertools.count(1)
         self._calls = Calls()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from mlx_tandem.engine.client.ending import explain_end
 from mlx_tandem.engine.client.link import Link
 from mlx_tandem.engine.client.process import EngineProcess, Launch
+from mlx_tandem.engine.client.start_times import KeptTimes, StartClock, StartProgress
 from mlx_tandem.engine.messages import Drain, Fatal, Heartbeat, Note, Occupancy, Progress, Ready
 from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, ModelError, TandemError
 from mlx_tandem.types import EngineInfo, EngineStats
@@ -48,7 +49,8 @@ class Supervisor(ABC):
     """The lifetime of the engine, with what it has last said about itself, on one event loop.
 
     `on_ready` runs each time an engine has sent Ready, before requests are accepted; it may call `load_adapter`. An
-    error that it raises on the first start is final, as a model that cannot be loaded is.
+    error that it raises on the first start is final, as a model that cannot be loaded is. `on_progress` is called with
+    each message about the progress of a start, and every WATCH_SECONDS. `times` are those of the last start.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class Supervisor(ABC):
         stall_seconds: float = 60.0,
         backoff_seconds: float = 0.5,
         on_ready: Callable[[], Awaitable[None]] | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[StartProgress], None] | None = None,
+        times: KeptTimes | None = None,
     ):
         self._launch = launch
         self._stall_seconds = stall_seconds
@@ -69,7 +72,7 @@ class Supervisor(ABC):
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.occupancy = Occupancy()  # sent more often than the stats
-        self.progress = Progress("starting", 0.0)
+        self._clock = StartClock(times)
         self.failure: TandemError | None = None  # the error behind the state "dead"
         self.restarts = 0
         self._link: Link | None = None
@@ -78,6 +81,11 @@ class Supervisor(ABC):
         self._dead = asyncio.Event()
         self._was_ready = False
         self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def progress(self) -> StartProgress:
+        """How far the present start has come."""
+        return self._clock.progress()
 
     # -- start and end ------------------------------------------------------------------------------------------
 
@@ -151,7 +159,7 @@ class Supervisor(ABC):
             if self._settled.is_set():
                 self.state = "restarting"
             self.restarts += 1
-            self.progress = Progress("restarting", 0.0)
+            self._clock.begin()
             await asyncio.sleep(self._backoff_seconds * (2 ** (len(deaths) - 1) - 1))
 
     async def _run_once(self) -> str:
@@ -163,6 +171,7 @@ class Supervisor(ABC):
         link: Link | None = None
         status: int | None = None
         try:
+            self._clock.begin()
             sock, process = self._launch()
             _, link = await asyncio.get_running_loop().create_unix_connection(
                 lambda: Link(self._on_messages), sock=sock
@@ -193,6 +202,8 @@ class Supervisor(ABC):
         raising: asyncio.Task[None] | None = None
         try:
             while not await link.ended(WATCH_SECONDS):
+                if self.state in ("starting", "restarting"):
+                    self._show()
                 if raising is None and self._said_ready():
                     raising = asyncio.create_task(self._bring_up())
                 if process.wait(0.0) is not None:  # the socket may stay open in a compiler that the engine had started
@@ -224,6 +235,7 @@ class Supervisor(ABC):
     async def _bring_up(self) -> None:
         """Run `on_ready` and accept requests afterwards. An error of `on_ready` ends the engine."""
         try:
+            self._clock.enter("loading adapters")
             if self._on_ready is not None:
                 await self._on_ready()
         except EngineError:
@@ -236,9 +248,16 @@ class Supervisor(ABC):
             self._give_up(EngineError("the engine could not be set up"))
             return
         if self.state in ("starting", "restarting"):
+            self._clock.end()
             self.state = "ready"
             self._was_ready = True
             self._settled.set()
+            await asyncio.to_thread(self._clock.keep)
+
+    def _show(self) -> None:
+        """Tell whoever shows the progress of a start how far it is."""
+        if self._on_progress is not None:
+            self._on_progress(self.progress)
 
     def _give_up(self, error: TandemError) -> None:
         """End the connection to an engine that cannot be brought up, and keep the error as the reason."""
@@ -275,9 +294,8 @@ class Supervisor(ABC):
         elif isinstance(message, Heartbeat):
             self.stats = message.stats
         elif isinstance(message, Progress):
-            self.progress = message
-            if self._on_progress is not None:
-                self._on_progress(message)
+            self._clock.enter(message.stage, message.fraction, once=message.once)
+            self._show()
         elif isinstance(message, Note):
             fields = {"trace": message.trace} if message.trace else {}
             log.log(message.level, message.text, extra={"fields": fields})

@@ -11,9 +11,9 @@ from mlx_tandem.engine.kv_offload.saves import KVSaves
 from mlx_tandem.kv.groups import CacheGroup
 from mlx_tandem.kv.prefix import PrefixCache
 
-STEP_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20, "metal": 16 << 20}
-"""Bytes that one step reads for the drive, and that one step writes from it, at least one record. On a CPU they take
-30 ms."""
+STEP_BYTES = 8 << 20
+"""Bytes that one step reads for the drive, and that one step writes from it, at least one record, unless the owner
+says otherwise."""
 
 
 class KVOffload:
@@ -25,7 +25,7 @@ class KVOffload:
         caches: Sequence[PrefixCache],
         *,
         write_through: bool = False,
-        step_bytes: int = STEP_BYTES["cpu"],
+        step_bytes: int = STEP_BYTES,
         read_seconds: float = READ_SECONDS,
     ):
         self._write_through = write_through

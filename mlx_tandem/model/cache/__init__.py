@@ -1,1 +1,1 @@
-"""The KV cache on the device: its arrays, how they are written, and how models see it."""
+"""What layers cache on the device: formats, the arrays of all pools, and the states of recurrent layers."""

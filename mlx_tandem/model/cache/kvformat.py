@@ -1,4 +1,4 @@
-"""The format of keys and values in the pool: as the model computed them, or quantised in groups of numbers.
+"""The format of keys and values in the pool (as the model computed them, or quantised in groups), and a layer's share.
 
 A row is one head's key or value at one position; an array of the pool has one line for each row. A quantised row is two
 lines of 32-bit words: the numbers' codes, the first in the lowest bits, and one word for the grid of each group. That
@@ -9,7 +9,7 @@ number = code · distance + lowest. (docs/decisions/int8-kv.md)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -93,3 +93,39 @@ class RowFormat:
 def _word(x: mx.array) -> mx.array:
     """Return the bits of bfloat16 numbers as uint32."""
     return x.view(mx.uint16).astype(mx.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """The attention that a layer's code asks for, where it does so through `attend`."""
+
+    heads: int  # heads of queries
+    sinks: bool
+    casts: bool = False  # whether queries have another type than the keys, so that no kernel answers them
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The keys and values that one layer caches, whose heads and widths differ in latent attention.
+
+    window: how many positions the layer sees, the last of them the query's own; None: all.
+    """
+
+    keys: RowFormat
+    values: RowFormat
+    asks: Asks | None = None
+    window: int | None = None
+
+    @property
+    def halves(self) -> tuple[RowFormat, RowFormat]:
+        """The formats of keys and values."""
+        return self.keys, self.values
+
+    def bytes_per_token(self) -> int:
+        """Return the bytes of keys and values at one position."""
+        return sum(half.bytes_per_token() for half in self.halves)
+
+    def quantised(self, bits: int, group: int) -> LayerShape:
+        """Return the shape of the same layer with keys and values in so many bits, in groups of at least `group`."""
+        keys, values = (replace(half, bits=bits, group=group) for half in self.halves)
+        return replace(self, keys=keys, values=values)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import after, write, zero_of
 from mlx_tandem.model.cache.turns import Turns
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.kernels.inplace import after, write, zero_of
 
 
 @dataclass(frozen=True, slots=True)

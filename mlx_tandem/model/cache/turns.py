@@ -17,7 +17,7 @@ import numpy as np
 
 from mlx_tandem.engine.plan import Row, RowKind
 from mlx_tandem.kv.groups.state import MOST_DRAFTS
-from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.model.inputs import Numbers
 
 _DRAFTS = (0, 1, 3, MOST_DRAFTS)
 """Values to which the number of drafts of the longest row is padded. Each draft is a turn."""

@@ -1,1 +1,1 @@
-"""Source text of the GPU kernels that MLX compiles for this project, and the dialect they are written in."""
+"""What the kernels of all rooms share: their dialect, checks and timing, writing in place, and order with the host."""

@@ -54,16 +54,23 @@ indexed by its name. Nothing of this was ever run on Metal (docs/doctor.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 
-from mlx_tandem.model.kernels.included import Included
-
-Target = Literal["cuda", "metal"]
-"""The GPU back ends of MLX."""
+from mlx_tandem import files
+from mlx_tandem.model import backend
+from mlx_tandem.model.backend import Target as Target
+from mlx_tandem.model.kernels import nvrtc
 
 Constant = int | bool | mx.Dtype
 """Value of a template parameter."""
@@ -272,9 +279,8 @@ _METAL_START = """
 
 def available() -> tuple[Target, ...]:
     """Return the targets that the default device can run."""
-    if mx.default_device().type != mx.DeviceType.gpu:
-        return ()
-    return ("metal",) if mx.metal.is_available() else ("cuda",)
+    target = backend.current().kernels.target
+    return () if target is None else (target,)
 
 
 def is_hopper() -> bool:
@@ -306,44 +312,137 @@ def maker(target: Target) -> Make:
     """
 
     def make(source: Source) -> Kernel:
-        metal = target == "metal"
-        header = _METAL + source.functions if metal else _CUDA + source.functions + _CUDA_END
-        body = (_METAL_START if metal else _CUDA_START) + source.body
-        if not (header + body).isascii():  # MLX hands Metal no other text (`build_library_` in its metal/device.cpp)
+        if not (source.functions + source.body).isascii():  # MLX hands Metal no other text (`build_library_` there)
             raise ValueError(f"the text of the kernel {source.name} is not ASCII")
-        parts = [] if metal else [Included(header), Included(body)]
-        if parts:
-            # MLX passes a kernel the shapes whose names it finds in the body.
-            shapes = [name for name in (f"{one}_shape" for one in source.inputs) if name in body]
-            header, body = parts[0].line, f"// {' '.join(shapes)}\n{parts[1].line}"
-        declare: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
-        kernel: Callable[..., list[mx.array]] = declare(
-            name=source.name,
-            input_names=list(source.inputs),
-            output_names=list(source.outputs),
-            source=body,
-            header=header,
-            **({} if metal else {"shared_memory": source.room}),
-        )
-
-        def call(
-            inputs: Sequence[mx.array],
-            template: Mapping[str, Constant],
-            groups: tuple[int, int, int],
-            threads: int,
-            outputs: Sequence[Shaped],
-        ) -> list[mx.array]:
-            for part in parts:
-                part.keep()
-            return kernel(
-                inputs=list(inputs),
-                template=list(template.items()),
-                grid=(groups[0] * threads, groups[1], groups[2]),
-                threadgroup=(threads, 1, 1),
-                output_shapes=[tuple(shape) for shape, _ in outputs],
-                output_dtypes=[dtype for _, dtype in outputs],
-            )
-
-        return call
+        if target == "metal":
+            return _declared(source, mx.fast.metal_kernel, _METAL + source.functions, _METAL_START + source.body)
+        return _for_cuda(source)
 
     return make
+
+
+def _for_cuda(source: Source) -> Kernel:
+    header, body = _CUDA + source.functions + _CUDA_END, _CUDA_START + source.body
+    parts = Included(header), Included(body)
+    # MLX passes a kernel the shapes whose names it finds in the body.
+    shapes = [name for name in (f"{one}_shape" for one in source.inputs) if name in body]
+    mlx_header, mlx_body = parts[0].line, f"// {' '.join(shapes)}\n{parts[1].line}"
+    kernel = _declared(source, mx.fast.cuda_kernel, mlx_header, mlx_body, shared_memory=source.room)
+    modules = compiled_modules()
+    provided: set[nvrtc.Form] = set()
+
+    def call(
+        inputs: Sequence[mx.array],
+        template: Mapping[str, Constant],
+        groups: tuple[int, int, int],
+        threads: int,
+        outputs: Sequence[Shaped],
+    ) -> list[mx.array]:
+        for part in parts:
+            part.keep()
+        if modules:
+            form = nvrtc.Form(
+                source.name,
+                tuple((name, x.dtype, x.ndim) for name, x in zip(source.inputs, inputs, strict=True)),
+                tuple((name, dtype) for name, (_, dtype) in zip(source.outputs, outputs, strict=True)),
+                tuple(template.items()),
+            )
+            if form not in provided:
+                modules.provide(form, header, body, mlx_header, mlx_body)
+                provided.add(form)
+        return kernel(inputs, template, groups, threads, outputs)
+
+    return call
+
+
+@functools.cache
+def compiled_modules() -> nvrtc.Modules | None:
+    """Return the compiled kernels in MLX's cache folder, or None if MLX keeps none or NVRTC is not to be found."""
+    folder, capability = os.environ.get("MLX_PTX_CACHE_DIR"), _capability()
+    # MLX asks for the instructions of the very architecture from Hopper on.
+    compiler = nvrtc.Nvrtc.load(f"sm_{capability}{'a' if capability >= 90 else ''}") if folder else None
+    return nvrtc.Modules(Path(folder), compiler) if folder and compiler else None
+
+
+@contextlib.contextmanager
+def compiled_together() -> Iterator[None]:
+    """Compile the kernels that are called inside the block at once. Nothing may be evaluated inside it."""
+    modules = compiled_modules()
+    with modules.together() if modules else contextlib.nullcontext():
+        yield
+
+
+def _declared(source: Source, declare: Any, header: str, body: str, **options: int) -> Kernel:
+    """Return the kernel of a text, as MLX declares it."""
+    kernel: Callable[..., list[mx.array]] = declare(
+        name=source.name,
+        input_names=list(source.inputs),
+        output_names=list(source.outputs),
+        source=body,
+        header=header,
+        **options,
+    )
+
+    def call(
+        inputs: Sequence[mx.array],
+        template: Mapping[str, Constant],
+        groups: tuple[int, int, int],
+        threads: int,
+        outputs: Sequence[Shaped],
+    ) -> list[mx.array]:
+        return kernel(
+            inputs=list(inputs),
+            template=list(template.items()),
+            grid=(groups[0] * threads, groups[1], groups[2]),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[tuple(shape) for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+        )
+
+    return call
+
+
+def bits_of(x: float) -> int:
+    """Return the bits of a non-negative number as float32, to be compiled into a kernel."""
+    return int(np.float32(x).view(np.int32))
+
+
+# --- Texts in files --------------------------------------------------------------------------------------------------
+
+LOOK_SECONDS = 1.0
+"""Seconds for which a file is assumed to be there: a step that is not compiled asks a thousand times."""
+
+
+class Included:
+    """A text of a kernel in a file that the compiler includes.
+
+    MLX hashes the whole source of a kernel whenever it launches it, which takes most of a microsecond for 6 kB, several
+    hundred times a step. With an include it hashes the file's name only, and the name is a digest of the text. `line`
+    is the line of source that includes the text, or the text itself if no file can be written.
+    """
+
+    def __init__(self, text: str, folder: Path | None = None):
+        """Write `text` into `folder`, by default the user's cache folder."""
+        self._data = text.encode()
+        folder = files.cache_folder() / "sources" if folder is None else folder
+        self._path = folder.absolute() / f"{hashlib.sha256(self._data).hexdigest()}.h"
+        self._looked = -LOOK_SECONDS
+        self._is_used = not any(c in str(self._path) for c in '"\\\n') and self._write()
+        self.line = f'#include "{self._path}"\n' if self._is_used else text
+
+    def keep(self) -> None:
+        """Write the file again if it is gone; call it before anything is compiled, since a user may empty the cache."""
+        now = time.monotonic()
+        if self._is_used and now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            self._write()
+
+    def _write(self) -> bool:
+        """Return whether the file exists with the right contents, after writing it if need be."""
+        try:
+            if not self._path.exists() or self._path.read_bytes() != self._data:
+                files.make_folder(self._path.parent)
+                files.replace(self._path, self._data)
+        except OSError:
+            return False
+        return True

@@ -7,8 +7,6 @@ milliseconds.
 
 from __future__ import annotations
 
-import platform
-
 import mlx.core as mx
 
 from mlx_tandem.model.kernels.dialect import Make, Source
@@ -18,9 +16,6 @@ _THREADS = 512
 OPEN, TOLD = -1, -2
 """Indices of two places among the numbers. The kernel waits until the first is not 0, and writes into the second
 whether the host had opened the gate in time."""
-
-IN_ORDER = platform.machine() in ("x86_64", "AMD64")
-"""Whether the device sees what the host writes in the order in which the host writes it."""
 
 RESERVED = 2
 """Number of places at the end of the numbers that hold these two."""

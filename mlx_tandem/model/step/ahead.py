@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tandem.model import cpu
-from mlx_tandem.model.cache.kvcache import PagedCache, StepView
+from mlx_tandem.model.backend import cpu_functions
 from mlx_tandem.model.mtp import PredictionHead
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.operands import Operands
-from mlx_tandem.model.step.sampler import Pickers, SamplingArrays, sample
+from mlx_tandem.model.ops.attention.cache import PagedCache, StepView
+from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingArrays, sample
+from mlx_tandem.model.step.operands import Operands, StepKey
 
 
 class Draws(NamedTuple):
@@ -74,7 +73,7 @@ class HeadStep:
             following = self._with_drawn(following, given, drawn)
         self._cache.bind(arrays, view)
         try:
-            with cpu.serving():
+            with cpu_functions.serving():
                 ahead = self._head(hidden, following, self._cache)
             marker = self._cache.written()
         finally:

@@ -7,12 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tandem.model.cache.drafted import DraftedCache, DraftedView
-from mlx_tandem.model.cache.kvcache import LayerShape, StepView
+from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import arranged
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.operands import Operands
-from mlx_tandem.model.step.sampler import Pickers, SamplingArrays, TokenCounts, sample
+from mlx_tandem.model.ops.attention.cache import StepView
+from mlx_tandem.model.ops.attention.drafted import DraftedCache, DraftedView
+from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingArrays, TokenCounts, sample
+from mlx_tandem.model.step.operands import Operands, StepKey
 
 Model = Callable[[mx.array, list[Any]], mx.array]
 """A function from tokens [rows, 1] and a model's caches to logits [rows, vocabulary]."""

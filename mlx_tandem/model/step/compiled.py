@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_tandem.model import device
-from mlx_tandem.model.memory import machine_bytes
+from mlx_tandem.model import backend
+from mlx_tandem.model.device import machine_bytes
+from mlx_tandem.model.inputs import Numbers, specs
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.step.draw import Drawing
 from mlx_tandem.model.step.forward import Forward, Ranges, Step
-from mlx_tandem.model.step.inputs import Numbers, specs
-from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.operands import StepKey
 from mlx_tandem.model.step.pauses import Pause
-from mlx_tandem.model.step.sampler import SamplingFlags
 
 LAYER_BYTES = 220_000
 """The host's memory that a compiled step takes for each layer, measured on the built-in model."""
@@ -49,13 +49,13 @@ class CompiledSteps:
     Attributes:
         most: Most steps that are kept.
         first_uses: Number of steps since the start that were traced, or that ran untraced since their kind is rare.
-        untraced: Number of times that a kind of mixed steps runs before it is traced. On a CPU it is 0 unless the owner
-            changes it, since tracing costs little there (docs/decisions/speculation.md).
+        untraced: Number of times that a kind of mixed steps runs before it is traced. It is 0 where tracing costs
+            little, unless the owner changes it.
         compiles: Whether steps are compiled.
     """
 
     def __init__(self, forward: Forward):
-        self.untraced = 0 if device.is_cpu() else USUAL
+        self.untraced = 0 if backend.current().steps.tracing_is_cheap else USUAL
         self.most = kept_steps(forward.num_layers, machine_bytes())
         self.first_uses = 0
         self.compiles = True

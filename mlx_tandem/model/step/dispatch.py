@@ -6,7 +6,7 @@ from collections import deque
 
 import mlx.core as mx
 
-from mlx_tandem.model import device
+from mlx_tandem.model import backend, device
 from mlx_tandem.model.step.parts import Part
 
 MANY_TOKENS = 64
@@ -24,7 +24,7 @@ class DispatchQueue:
     """
 
     def __init__(self) -> None:
-        self.one_at_a_time = device.is_cpu()
+        self.one_at_a_time = backend.current().steps.one_at_a_time
         self._waiting: deque[Part] = deque()
         self._running: Part | None = None
 

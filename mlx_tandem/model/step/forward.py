@@ -13,34 +13,32 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY
-from mlx_tandem.model import cpu, delta_net, depthwise, device, gated_delta, mlp, residual
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.cache.inplace import after, zero_of
-from mlx_tandem.model.cache.kvcache import PagedCache, PoolLayout, StepView
+from mlx_tandem.model import backend
+from mlx_tandem.model.backend import cpu_functions
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.states import StateCache, StateView, arranged
 from mlx_tandem.model.cache.turns import Turns, line_of
-from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.accept import Accept
+from mlx_tandem.model.inputs import ArraySpec, copied, receive
+from mlx_tandem.model.kernels import dialect, inplace
 from mlx_tandem.model.kernels.gate import Gate
+from mlx_tandem.model.kernels.inplace import after, zero_of
 from mlx_tandem.model.kernels.report import Report
-from mlx_tandem.model.kernels.settle import Settle
-from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.mixin import mix_in
-from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules
+from mlx_tandem.model.modules import mix_in
+from mlx_tandem.model.ops import delta_net, gated_delta, mlp, residual
+from mlx_tandem.model.ops.attention.cache import PagedCache, PoolLayout, StepView
+from mlx_tandem.model.ops.attention.rotary import SharedAngles
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.products.merged import merged_in
+from mlx_tandem.model.ops.sampling.drafts import Accept, Settle
+from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingFlags, score
+from mlx_tandem.model.recurrent import ServedRecurrent, gathered_bytes, recurrent_modules, speed_up_convolutions
 from mlx_tandem.model.step.ahead import Ahead, Draws, HeadStep
 from mlx_tandem.model.step.chain import Chain
-from mlx_tandem.model.step.draw import Drawing, drawing
-from mlx_tandem.model.step.head import HeadPositions
-from mlx_tandem.model.step.inputs import ArraySpec, copied, receive
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.operands import Operands
+from mlx_tandem.model.step.draw import Drawing, HeadPositions, drawing
+from mlx_tandem.model.step.operands import Operands, StepKey
 from mlx_tandem.model.step.pauses import Pacer, Pause
-from mlx_tandem.model.step.rope import SharedAngles
-from mlx_tandem.model.step.sampler import Pickers, SamplingFlags, score
-from mlx_tandem.model.step.verify import places_at, settled
+from mlx_tandem.model.step.rows import places_at, settled
 from mlx_tandem.model.vision.embeddings import ShownImages
 
 Ranges = Sequence[tuple[int, int] | None]
@@ -147,7 +145,7 @@ class Forward:
         self._arranged = arranged(module, own, states)
         if states:
             gated_delta.install(module)
-            depthwise.speed_up(module)
+            speed_up_convolutions(module)
             delta_net.install(module)
         for recurrent in (recurrent_modules(module) or ()) if states else ():
             if not isinstance(recurrent, ServedRecurrent):
@@ -160,13 +158,15 @@ class Forward:
         self.gathered_share = gathered_bytes(module, [cache.shape for cache in states]) / whole if states else 0.0
         self._lora = lora
         self._pickers = pickers
-        on_cuda = "cuda" in dialect.available()
-        self._copy = Gate(dialect.maker("cuda")) if on_cuda else copied
-        self.report = Report(dialect.maker("cuda")) if on_cuda else None
-        self._accept = Accept(dialect.maker("cuda")) if on_cuda else None
+        here = backend.current()
+        make = None if here.kernels.target is None else dialect.maker(here.kernels.target)
+        shares, joins = (here.steps.numbers_as_one and make), (here.kernels.joins_operations and make)
+        self._copy = Gate(shares) if shares else copied
+        self.report = Report(shares) if shares else None
+        self._accept = Accept(joins) if joins else None
         self._nobody = nobody
         self._merged = merged_in(module)
-        self._angles = SharedAngles(module) if device.is_cpu() else None
+        self._angles = SharedAngles(module) if here.arithmetic.angles_are_slow else None
         self._images = None if model.encoder is None else ShownImages(module, model.encoder)
         self._has_axes = model.encoder is not None and bool(model.encoder.axes)
         self._pool_of = list(pool.pool_of)
@@ -177,8 +177,8 @@ class Forward:
             PoolLayout(own.num_blocks, own.block_size, mask_axes, window)
             for own, window in zip(pool.pools, pool.windows, strict=False)
         ]
-        one_pool_without_window = on_cuda and len(self._layouts) == 1 and self._layouts[0].kept is None
-        self._settle = Settle(dialect.maker("cuda")) if one_pool_without_window else None
+        one_pool_without_window = len(self._layouts) == 1 and self._layouts[0].kept is None
+        self._settle = Settle(joins) if joins and one_pool_without_window else None
 
     @property
     def chains(self) -> bool:
@@ -354,7 +354,7 @@ class Forward:
     def _output(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Return the output of the model for these tokens, and drop what its layers shared."""
         try:
-            with cpu.serving(), cpu.alike() if self._alike else nullcontext():
+            with cpu_functions.serving(), cpu_functions.alike() if self._alike else nullcontext():
                 output: mx.array = self._module(tokens, cache=caches)
         finally:
             if self._angles is not None:

@@ -10,17 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, StepPlan
-from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.turns import TurnNumbers
-from mlx_tandem.model.lora.state import LoraState, Route
-from mlx_tandem.model.step.index_arrays import IndexArrays
-from mlx_tandem.model.step.inputs import Numbers, padded
-from mlx_tandem.model.step.key import StepKey
-from mlx_tandem.model.step.operands import Operands
-from mlx_tandem.model.step.rectangles import Rectangles
-from mlx_tandem.model.step.sampler import SamplingFlags
-from mlx_tandem.model.step.seats import Seats
-from mlx_tandem.model.step.shapes import (
+from mlx_tandem.model.inputs import Numbers, padded
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.ops.lora.state import LoraState, Route
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
+from mlx_tandem.model.shapes import (
     blocks_read,
     coarse_count,
     coarse_width,
@@ -31,7 +26,10 @@ from mlx_tandem.model.step.shapes import (
     row_count,
     table_width,
 )
-from mlx_tandem.model.step.verify import drafts_of, token_by_token
+from mlx_tandem.model.step.index_arrays import IndexArrays
+from mlx_tandem.model.step.operands import Operands, StepKey
+from mlx_tandem.model.step.rows import Rectangles, drafts_of, token_by_token
+from mlx_tandem.model.step.seats import Seats
 
 VIEW_BLOCKS = 32
 """Fewest blocks that a prompt chunk reads in place, if they are contiguous, instead of gathering them."""

@@ -11,10 +11,10 @@ import mlx.core as mx
 from mlx_tandem.engine.plan import Bytes, StepPlan
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.turns import HeldStates, kept_lines
+from mlx_tandem.model.inputs import Numbers, Sent, receive, specs
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags
 from mlx_tandem.model.step.draw import Undrawn
-from mlx_tandem.model.step.inputs import Numbers, Sent, receive, specs
-from mlx_tandem.model.step.sampler import SamplingFlags
-from mlx_tandem.model.step.verify import take_verified
+from mlx_tandem.model.step.rows import take_verified
 from mlx_tandem.types import TokenLogprob
 
 

@@ -1,11 +1,9 @@
 """Pauses of a forward while it is built, which bound how many of its layers are in memory at once.
 
 MLX's back end for a GPU keeps the inputs of every operation until the graph or the command buffer of the operation is
-done. CUDA takes a whole forward as one graph. On Metal up to eleven command buffers of 101 operations are in flight
-(`MAX_ACTIVE_TASKS` in mlx/transforms.cpp, `needs_commit` in mlx/backend/metal/device.cpp), which is also a whole
-forward. Without pauses the activations of all layers of a long chunk, and the keys and values that all of them gather,
+done. Without pauses the activations of all layers of a long chunk, and the keys and values that all of them gather,
 would be in memory together. On Metal a dispatch also ends the command buffer; macOS would stop a command buffer that
-takes too long.
+takes too long. Which forwards pause is said by the device (`model/backend/`).
 """
 
 from __future__ import annotations
@@ -16,15 +14,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.engine.budget import StepLimits
-from mlx_tandem.model import device
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+from mlx_tandem.model import backend
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.ops.attention.paged import MOST_QUERIES
 
 _ANY = 1 << 62
-
-
-METAL_TOKENS = 64
-"""Fewest tokens of a forward that always pauses on Metal, however much it gathers."""
 
 
 class Pause(NamedTuple):
@@ -82,18 +76,15 @@ class Pauses:
 def of_device(limits: StepLimits, layers: int) -> Pauses | None:
     """Return the pauses of forwards of a model with `layers` layers with keys and values; None: no forward pauses.
 
-    On an H200 three layers keep the device busy while the host builds the next ones. On Metal a layer of 64 tokens or
-    more takes longer than the host needs to build a layer, and MLX's own command buffers are not longer than a layer. A
-    CPU needs no pauses, since MLX frees an array there when its last user has been computed. There are no pauses if
-    MLX's own operations write the pool: they would copy arrays that the runner still holds while a forward is built.
+    There are no pauses if MLX's own operations write the pool: they would copy arrays that the runner still holds while
+    a forward is built.
     """
-    if inplace.writing().store is None:
+    long = backend.current().steps.long_forward
+    if long is None or inplace.writing().store is None:
         return None
-    if device.is_cuda():
-        return Pauses(1024, group=3)
-    if device.is_metal():
-        return Pauses(METAL_TOKENS, MOST_QUERIES + 1, positions=limits.positions, layers=layers)
-    return None
+    if not long.gathers:
+        return Pauses(long.tokens, group=long.group)
+    return Pauses(long.tokens, MOST_QUERIES + 1, long.group, limits.positions, layers)
 
 
 class Pacer:

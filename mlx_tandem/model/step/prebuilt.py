@@ -7,8 +7,8 @@ later. A step of another kind is built anew. Whoever writes into an argument of 
 `drop` before: the array stays the same object.
 
 On CUDA such a step can be dispatched as well. The device then waits at its first kernel (`kernels/gate.py`) until the
-host has written the numbers. If the next step is of another kind, the host opens the gate, and the device repeats the
-last step, which writes the same values again.
+host has written the numbers. If the next step is of another kind, or none comes, the host opens the gate, and the
+device repeats the last step, which writes the same values again. So does whoever else needs the device (`company.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY, StepPlan
+from mlx_tandem.model.inputs import Inputs, Numbers, Sent
+from mlx_tandem.model.kernels import inplace
+from mlx_tandem.model.step.company import Company
 from mlx_tandem.model.step.forward_inputs import ForwardInputs
-from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.step.parts import Flight
 
 Arguments = Sequence[Any]
@@ -93,6 +96,11 @@ class Prebuilt:
     """The graph that was built before its numbers were known, if there is one, and the forward that it repeats.
 
     Attributes:
+        company: The users of the device beside the steps.
+        may_build: Whether graphs are built. All numbers have to travel as one array, which is filled later, and kernels
+            have to write the pool: MLX's own writes would copy arrays of the pool that a graph still holds.
+        may_dispatch: Whether steps may be dispatched as well. The owner forbids it if anything else needs the device
+            each time before a step is planned.
         used: The share of the graphs that was used, a moving average.
 
     Args:
@@ -101,6 +109,9 @@ class Prebuilt:
     """
 
     def __init__(self, inputs: Inputs, dispatch: Callable[[Any], None] | None = None):
+        self.company = Company()
+        self.may_build = inputs.packed and inplace.writing().store is not None
+        self.may_dispatch = True
         self.used = 1.0
         self._inputs = inputs
         self._dispatch = dispatch
@@ -115,8 +126,14 @@ class Prebuilt:
         self._behind: StepPlan | None = None  # the plan behind whose step that graph was built
         self._skipped = 0
 
-    def begin(self) -> None:
-        """Start to record the forwards of a step."""
+    def begin(self, plan: StepPlan) -> None:
+        """Start to record the forwards of a plan's step, and drop the graph that was built if it is not for it."""
+        if not self.expects(plan):
+            self.drop()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the newest step."""
         self._forwards, self._newest = [], None
 
     def note(self, forward: RepeatableForward | None) -> None:
@@ -136,7 +153,7 @@ class Prebuilt:
         if flight is not self._newest or len(self._forwards) != 1:
             return None
         (forward,) = self._forwards
-        self.begin()
+        self._forget()
         if self.used < LEAST_USED and self._skipped < PROBE:
             self._skipped += 1
             return None
@@ -155,9 +172,9 @@ class Prebuilt:
     def build(self, call: StepCall, *, dispatches: bool = False) -> None:
         """Build the graph of a call, whose numbers only say what shapes the numbers will have.
 
-        dispatches: whether the step is dispatched as well and waits on the device, if enough graphs are used. Its
-        `can_wait` has to allow that. If it is dispatched, no array may be made or read until `results` or `drop` is
-        called, because that might wait for the device.
+        dispatches: whether the step is dispatched as well and waits on the device, if the device can do that, enough
+        graphs are used and nobody else uses the device. Its `can_wait` has to allow that. If it is dispatched, no array
+        may be made or read until `results` or `drop` is called, because that might wait for the device.
         """
         self.drop()
         sent = self._inputs.reserve(call.numbers, call.room)
@@ -166,7 +183,14 @@ class Prebuilt:
         finally:
             if self._made is None:
                 self._inputs.done(sent)
-        self._is_ahead = dispatches and self._dispatch is not None and self.used >= LEAST_USED_EARLY
+        self._is_ahead = (
+            dispatches
+            and self.may_dispatch
+            and call.room > 0
+            and self._dispatch is not None
+            and self.used >= LEAST_USED_EARLY
+            and self.company.begin_to_wait(partial(self._inputs.open, sent))
+        )
         if self._is_ahead:
             assert self._dispatch is not None
             self._began = time.monotonic()
@@ -184,7 +208,8 @@ class Prebuilt:
         if self._made is not None:
             built, sent, results = self._made
             self._look_for_stall()
-            if self._made is not None and built.step is call.step and _same(built.arguments, call.arguments):
+            is_same = built.step is call.step and _same(built.arguments, call.arguments)
+            if self._made is not None and is_same and (not self._is_ahead or self.company.end_to_wait()):
                 self._made = None
                 self._inputs.fill(sent, call.numbers)
                 self._note_use()
@@ -195,7 +220,7 @@ class Prebuilt:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.begin()
+        self._forget()
         self.drop()
 
     def drop(self) -> None:
@@ -206,6 +231,7 @@ class Prebuilt:
             if not self._is_ahead:
                 self._inputs.done(sent)
             else:
+                self.company.end_to_wait()
                 self._inputs.open(sent)
                 self._dropped.append(sent)
 
@@ -226,7 +252,7 @@ class Prebuilt:
     @property
     def _is_late(self) -> bool:
         """Whether the gate of the step that was dispatched may have opened by itself."""
-        return self._made is not None and self._is_ahead and time.monotonic() - self._began > LONGEST_WAIT
+        return self._made is not None and self.company.waits and time.monotonic() - self._began > LONGEST_WAIT
 
     def _look_for_stall(self) -> None:
         """Drop a step that has waited for too long."""

@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem.engine.plan import Seating, mask_words
-from mlx_tandem.model.step.sampler import SamplingArrays, SamplingFlags, row_key
-from mlx_tandem.model.step.shapes import coarse_count, row_count
+from mlx_tandem.engine.plan import Row, RowKind, Seating, mask_words
+from mlx_tandem.model.ops.sampling.sampler import SamplingArrays, SamplingFlags, row_key
+from mlx_tandem.model.shapes import coarse_count, row_count
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _XTC = ("xtc_probability", "xtc_threshold")
@@ -38,6 +38,7 @@ class Seats:
         self._bias: dict[int, tuple[tuple[int, float], ...]] = {}
         self._stops: dict[int, tuple[int, frozenset[int]]] = {}  # (position, tokens that are not drawn before it)
         self._allowed: dict[int, tuple[int, ...]] = {}
+        self._most = [0] * n  # tokens of the sequence, prompt and output together
         self._xtc_kept: dict[int, tuple[int, ...]] = {}
         self._counts = np.zeros(n, np.bool_)  # which seats have a penalty
         self._window = np.zeros(n, np.int32)  # of the repetition penalty; 0: all tokens
@@ -67,6 +68,7 @@ class Seats:
         v["frequency"][i] = p.frequency_penalty
         v["xtc_probability"][i] = 0.0 if p.greedy else p.xtc_probability
         v["xtc_threshold"][i] = p.xtc_threshold
+        self._most[i] = seating.prompt_length + p.max_tokens
         self._window[i] = p.repetition_context if p.repetition_penalty != 1.0 else 0
         self._top_k[i] = p.top_k if 0 < p.top_k < self._vocab_size and not p.greedy else self._vocab_size
         self._logprobs[i] = -1 if p.logprobs is None else p.logprobs
@@ -85,6 +87,11 @@ class Seats:
         self._counts[i] = p.counts_tokens
         if p.counts_tokens:
             self._count(seating)
+
+    def near_end(self, rows: Sequence[Row]) -> bool:
+        """Return whether a sequence that decodes may have room for fewer tokens in its next row than in this one."""
+        decoding = (row for row in rows if row.kind is not RowKind.PROMPT)
+        return any(self._most[row.seat] - (row.start + 1) < 2 * len(row.tokens) for row in decoding)
 
     def reset(self) -> None:
         """Drop the token counts of all seats and all sampling arrays; sequences take their seats again before they

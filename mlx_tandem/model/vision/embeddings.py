@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_tandem.engine.plan import Row
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.vision.encoder import Encoder
 from mlx_tandem.model.vision.positions import AxisPositions, positions_of
 from mlx_tandem.types import Image

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mlx_tandem.engine.plan import Row
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model_folder import CONFIG
 
 AXES = 3

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.engine.learning import Batch, BatchResult, LossConfig
-from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.model.inputs import Numbers
 from mlx_tandem.training.device import losses
 from mlx_tandem.training.device.backward import MicroBatch
 from mlx_tandem.training.device.cutting import Item

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tandem.model.cache.states import arranged
-from mlx_tandem.model.deterministic.mode import Deterministic
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.deterministic import Deterministic
+from mlx_tandem.model.modules import mix_in
 
 Layer = Callable[[mx.array], mx.array]
 

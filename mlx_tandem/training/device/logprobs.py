@@ -11,18 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tandem.model import cpu, device
-from mlx_tandem.model.step.sampler import kept
-
-_exp = cpu.fused_exp if device.is_cpu() else mx.exp
-
-
-def _log_sum(scores: mx.array) -> mx.array:
-    """Return the logarithm [n] of the sum of exp of scores [n, vocabulary]."""
-    if not device.is_cpu():
-        return mx.logsumexp(scores, axis=-1)
-    peak = scores.max(-1, keepdims=True)
-    return (peak + mx.log(_exp(scores - peak).sum(-1, keepdims=True)))[:, 0]
+from mlx_tandem.model import backend
+from mlx_tandem.model.ops.sampling.sampler import kept
 
 
 def logprobs(
@@ -53,7 +43,7 @@ def sampler_logprobs(
     scaled = scores - scores.max(-1, keepdims=True)
     if temperature is not None:
         scaled = scaled / temperature[:, None]
-    p = (cpu.exp if device.is_cpu() else mx.exp)(scaled)
+    p = backend.current().exp(scaled)
     chosen = target[:, None]
     left = p
     if truncation is not None:
@@ -79,7 +69,7 @@ def _formula(scores: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
     """Return logprobs and the normaliser, which the gradient needs: at low temperatures a logprob is too coarse to
     compute it from.
     """
-    normaliser = _log_sum(scores)
+    normaliser = backend.current().log_sum_exp(scores)
     return mx.take_along_axis(scores, target[:, None], axis=-1)[:, 0] - normaliser, normaliser
 
 
@@ -87,7 +77,7 @@ def _vjp(
     primals: Sequence[mx.array], cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
 ) -> tuple[mx.array, mx.array]:
     (scores, target), (cotangent, _), (_, normaliser) = primals, cotangents, outputs
-    gradient = _exp(scores - normaliser[:, None]) * -cotangent[:, None]
+    gradient = backend.current().exp_alone(scores - normaliser[:, None]) * -cotangent[:, None]
     return gradient.at[mx.arange(target.size), target].add(cotangent), mx.zeros_like(target)
 
 

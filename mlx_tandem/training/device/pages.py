@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.model.attention.unpaged import LONG
-from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.model.inputs import Numbers
+from mlx_tandem.model.ops.attention.portable import LONG
 from mlx_tandem.training.device.cutting import Item
 
 MOST_PAGES = 8

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.model.inputs import Numbers
 from mlx_tandem.training.device.cutting import Item
 from mlx_tandem.training.device.pages import Chains
 

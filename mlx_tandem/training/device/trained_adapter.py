@@ -18,7 +18,7 @@ from mlx_tandem.adapters.formats import AdapterWeights, Array, LinearShape
 from mlx_tandem.engine.learning import AdamParams, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.plan import Wait
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device
+from mlx_tandem.model import backend
 from mlx_tandem.training.device.adamw import Moments, ends, flat, parts, update
 from mlx_tandem.training.device.copies import Copy
 from mlx_tandem.training.device.slices import device_errors, joined, launched
@@ -33,9 +33,6 @@ FORMAT = 1
 
 CHUNK_PARAMETERS = 4 << 20
 """About how many numbers lie end to end. What the optimiser needs for so many is in memory at once."""
-
-STEP_CHUNKS = {"cpu": 1, "cuda": 4, "metal": 1}
-"""Chunks that one slice of an optimiser's step updates."""
 
 
 class About(msgspec.Struct, frozen=True):
@@ -184,7 +181,7 @@ class TrainedAdapter:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
         flats: list[mx.array] = []
         squares: list[mx.array] = []
-        count = STEP_CHUNKS[device.kind()]
+        count = backend.current().learning.step_chunks
         yield from joined(self._flattened(gradients, flats, squares), count)
         with device_errors():
             size = math.sqrt(sum(float(np.array(s)) for s in squares))

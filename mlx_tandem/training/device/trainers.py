@@ -34,9 +34,9 @@ from mlx_tandem.engine.trainers import PAUSE
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.model import footprint
 from mlx_tandem.model.cache.states import arranged, keeps_state, leaves
-from mlx_tandem.model.deterministic.mode import Deterministic
+from mlx_tandem.model.deterministic import Deterministic
+from mlx_tandem.model.inputs import Inputs, receive, specs
 from mlx_tandem.model.loader import first_line
-from mlx_tandem.model.step.inputs import Inputs, receive, specs
 from mlx_tandem.training.device import completions, losses, pages, rows
 from mlx_tandem.training.device.backward import MicroBatch, Positions, Weights
 from mlx_tandem.training.device.cutting import PLAIN, Cutter, Cutting, evenly, items_of

@@ -17,8 +17,8 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import LinearShape
-from mlx_tandem.model.deterministic.mode import Deterministic
-from mlx_tandem.model.lora.adapted import Target, adapt, find_head, find_targets
+from mlx_tandem.model.deterministic import Deterministic
+from mlx_tandem.model.targets import Target, adapt, find_head, find_targets
 
 Pair = tuple[mx.array, mx.array]
 

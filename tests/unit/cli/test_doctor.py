@@ -19,19 +19,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.doctor import device, host, isolate, served
 from mlx_tandem.cli.doctor.checks import CHECKS, chosen
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.command import examine
 from mlx_tandem.cli.doctor.known import explain
 from mlx_tandem.cli.doctor.redact import Redactor
-from mlx_tandem.cli.doctor.report import folded, markdown
+from mlx_tandem.cli.doctor.report import data, folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
 from mlx_tandem.cli.doctor.sizes import Sizes
+from mlx_tandem.config import Config, EngineConfig, ModelConfig
+from mlx_tandem.engine.client import start_times
 from mlx_tandem.engine.client.ending import explain_end
-from mlx_tandem.model.attention import portable
-from mlx_tandem.model.kernel_checks import attention_cases
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.engine.client.start_times import KeptTimes, Stage
+from mlx_tandem.model.ops.attention import cases, portable
+from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
 from tests.unit.cli_tools import tandem
@@ -62,7 +65,7 @@ def test_it_passes_here_and_names_every_check() -> None:
     assert [c["check"] for c in report["checks"]] == [c.name for c in CHECKS]
     assert {c["status"] for c in report["checks"]} <= {"ok", "note"}
     figures = {c["check"]: c["figures"] for c in report["checks"]}
-    assert figures["attention"].keys() == {f"{b} {t}" for b in attention_cases.BACKENDS for t in attention_cases.TYPES}
+    assert figures["attention"].keys() == {f"{b} {t}" for b in cases.BACKENDS for t in cases.TYPES}
     assert figures["speed"]["tokens_s_at_8"] > 0
     assert figures["learning"]["loss_after"] < figures["learning"]["loss_before"]
     text = markdown(report)
@@ -74,6 +77,26 @@ def test_it_passes_here_and_names_every_check() -> None:
     assert block.startswith(f"<details><summary>tandem doctor: {len(CHECKS)} of {len(CHECKS)} checks pass</summary>")
     assert block.endswith(f"</details>\n\n**tandem doctor: {len(CHECKS)} of {len(CHECKS)} checks pass.**")
     assert "###" not in block
+
+
+def test_it_shows_what_the_last_start_spent_its_time_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check = next(c for c in CHECKS if c.name == "starts")
+    (finding,) = isolate.run([check])
+    assert (finding.status, finding.says, finding.table) == ("ok", "no start of a server is known", {})
+    stages = Stage("starting", 0.25), Stage("reading weights", 3.0), Stage("checking attention", 30.125, once=True)
+    config = Config(EngineConfig(ModelConfig("/home/somebody/models/mine")))
+    KeptTimes(start_times.folder(), config).keep(stages)
+    (finding,) = isolate.run([check])
+    assert re.fullmatch(
+        r"mine was ready after 33\.4 s on [\d-]+ [\d:]+, 30\.1 s of it in the stage “checking attention”", finding.says
+    )
+    text = markdown(data("tandem doctor", describe(), [finding]))
+    assert (
+        "| starts | s |\n|---|---:|\n| starting | 0.25 |\n| reading weights | 3 |\n| checking attention | 30.1 |"
+        in text
+    )
+    assert "somebody" not in text
 
 
 def test_the_page_has_every_check() -> None:
@@ -320,9 +343,11 @@ def test_accelerators_that_mlx_does_without_are_told(
 
 
 def test_no_compiler_and_a_slow_blas_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_tandem.model import backend
     from mlx_tandem.model import device as machine
+    from mlx_tandem.model.backend.cpu import CPU
 
-    monkeypatch.setattr(machine, "is_cpu", lambda: True)
+    monkeypatch.setattr(backend, "current", lambda: CPU)
     monkeypatch.setattr(machine, "OPENBLAS", None)
     monkeypatch.setenv("PATH", "/nowhere")
     assert "libopenblas0" in device.opens(Bench()).advice
@@ -331,7 +356,7 @@ def test_no_compiler_and_a_slow_blas_are_told(monkeypatch: pytest.MonkeyPatch) -
 
 # --- what the device checks can see ------------------------------------------------------------------------------
 
-BROKEN: dict[str, Callable[[attention_cases.Case], attention_cases.Case]] = {
+BROKEN: dict[str, Callable[[cases.Case], cases.Case]] = {
     "a window is ignored": lambda c: replace(c, window=None),
     "a window is one too wide": lambda c: replace(c, window=c.window and c.window + 1),
     "sinks are ignored": lambda c: replace(c, sinks=None),
@@ -344,8 +369,8 @@ BROKEN: dict[str, Callable[[attention_cases.Case], attention_cases.Case]] = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_attention_is_seen(what: str) -> None:
-    right = attention_cases.BACKENDS[portable.NAME]
-    found = attention_cases.worst(lambda case: right(BROKEN[what](case)), device.CASES)
+    right = cases.BACKENDS[portable.NAME]
+    found = cases.worst(lambda case: right(BROKEN[what](case)), device.CASES)
     assert any(worst.error > 5 * worst.allowed for worst in found.values()), what
 
 

@@ -29,8 +29,8 @@ from mlx_tandem.cli.doctor.sizes import Sizes
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.prefill import Prefill
-from mlx_tandem.model.cache import inplace
-from mlx_tandem.model.kernel_checks import each, store
+from mlx_tandem.model import kernel_checks
+from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.kernels.dialect import Kernel, Source
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import MemoryBudget
@@ -236,8 +236,8 @@ def test_functions_for_the_accelerators_are_found_in_the_file(tmp_path: Path) ->
 @pytest.fixture
 def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """A Metal device that is not there; its kernels are compiled for the CPU, where they are slow."""
-    monkeypatch.setattr(store, "MOST", float("inf"))
-    monkeypatch.setattr(each, "HALVES", (mx.bfloat16,))
+    monkeypatch.setattr(inplace, "MOST", float("inf"))
+    monkeypatch.setattr(kernel_checks, "HALVES", (mx.bfloat16,))
     yield fake.install("metal", shim.maker(), monkeypatch)
     inplace.writing.cache_clear()
 
@@ -265,7 +265,7 @@ def test_first_calls_of_each_form_are_timed() -> None:
     def make(source: Source) -> Kernel:
         return lambda inputs, template, groups, threads, outputs: [mx.zeros(*shaped) for shaped in outputs]
 
-    calls = each.FirstCalls(make)
+    calls = kernel_checks.FirstCalls(make)
     kernel = calls(Source("any", ["x"], ["y"], ""))
     for dtype, width in ((mx.float32, 1), (mx.float32, 1), (mx.float16, 1), (mx.float32, 2), (mx.float16, 1)):
         kernel([mx.ones(3, dtype)], {"WIDTH": width}, (1, 1, 1), 32, [((3,), mx.float32)])

@@ -98,6 +98,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--max-cpu-loras 50", "engine.lora.max_cpu_loras", 50),
     ("--max-cpu-lora-gb 1.5", "engine.lora.max_cpu_lora_gb", 1.5),
     ("--lora-backend gather", "engine.lora.backend", "gather"),
+    ("--prepare-adapters", "engine.lora.prepare", True),
     ("--adapter-root r", "adapter_root", "r"),
     ("--default-adapter a", "server.default_adapter", "a"),
     ("--alias ab=a:9,b:1", "aliases", (("ab", (Arm("a", 9.0), Arm("b", 1.0))),)),

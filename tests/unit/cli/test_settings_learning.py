@@ -346,3 +346,26 @@ def test_options_of_tinker_without_it_say_so(capsys: pytest.CaptureFixture[str])
 def test_a_reference_without_a_weight_has_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings(tmp_path, "rl_training: {enabled: true, kl_reference: accepted}")
     assert "'rl_training.kl_reference' has no effect without 'rl_training.kl_coef'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "prepares"),
+    [
+        ({"model": "m"}, False),
+        ({"model": "m", "adapter": [("a", "/a")]}, True),
+        ({"model": "m", "adapter_root": "/a"}, True),
+        ({"model": "m", "prepare_adapters": True}, True),
+        ({}, True),
+    ],
+    ids=["no adapter", "an adapter", "a root", "asked for", "the built-in model"],
+)
+def test_kernels_of_adapters_are_made_ready_at_start_where_adapters_are_configured(
+    options: dict[str, object], prepares: bool
+) -> None:
+    assert build(None, options).engine.lora.prepare == prepares
+
+
+def test_kernels_of_adapters_are_made_ready_at_start_where_learning_is_configured() -> None:
+    assert build(
+        None, {"model": "m", "enable_rl_training": True, "scoring_function": "exact_match"}
+    ).engine.lora.prepare

@@ -21,8 +21,9 @@ from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.groups.state import HELD
 from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import BlockPool, Window
-from mlx_tandem.model.footprint import SlotRoom, bucket, slot_bytes
-from mlx_tandem.model.step.shapes import cut, row_count, table_width
+from mlx_tandem.model.footprint import SlotRoom, slot_bytes
+from mlx_tandem.model.ops.lora.slots import bucket
+from mlx_tandem.model.shapes import cut, row_count, table_width
 from mlx_tandem.types import MemoryBudget, PoolBudget, Request, SamplingParams
 
 SIZES = st.integers(0, 1 << 34)

@@ -112,8 +112,8 @@ def test_an_engine_that_rounds_differently_finds_nothing(tmp_path: Path, monkeyp
     ]
     assert base(exact) == bases[3]
     for name, other in (
-        ("mlx_tandem.model.deterministic.mode.sources", lambda: "other"),
-        ("mlx_tandem.model.deterministic.mode.version", lambda package: "9.9" if package == "mlx" else "1"),
+        ("mlx_tandem.model.deterministic.sources", lambda: "other"),
+        ("mlx_tandem.model.deterministic.version", lambda package: "9.9" if package == "mlx" else "1"),
         ("mlx_tandem.model.device.blas", lambda: "OpenBLAS 9.9, 3 threads"),
     ):
         with monkeypatch.context() as patch:

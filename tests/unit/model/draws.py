@@ -10,14 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Seating
-from mlx_tandem.model.step.sampler import (
-    MLX_PICKERS,
-    Pickers,
-    SamplerOutput,
-    TokenCounts,
-    gumbel_noise,
-    sample,
-)
+from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers, SamplerOutput, TokenCounts, gumbel_noise, sample
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.types import SamplingParams
 

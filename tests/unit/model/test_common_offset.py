@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerShape, PagedCache, PoolLayout, StepView
-from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
+from mlx_tandem.model.cache.pools import KVArrays
+from mlx_tandem.model.ops.attention.cache import PagedCache, PoolLayout, StepView
 
 BLOCK, HEADS, DIM, LENGTH = 4, 2, 16, 8
 

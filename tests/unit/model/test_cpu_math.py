@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mlx_tandem.model import cpu
+from mlx_tandem.model.backend import cpu_functions as cpu
 
 import mlx.core as mx  # isort: skip
 

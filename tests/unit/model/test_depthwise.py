@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.model import depthwise
-from mlx_tandem.model.depthwise import DepthwiseBySum
+from mlx_tandem.model import recurrent
+from mlx_tandem.model.recurrent import DepthwiseBySum
 
 
 @settings(max_examples=30, deadline=None)
@@ -31,7 +31,7 @@ def test_it_is_mlx_s_convolution(
     conv.set_dtype(dtype)
     x = mx.random.normal((rows, length + width - 1, channels)).astype(dtype)
     want = conv(x)
-    depthwise.speed_up(conv)
+    recurrent.speed_up_convolutions(conv)
     assert isinstance(conv, DepthwiseBySum) and conv(x).dtype == want.dtype
     assert mx.allclose(conv(x), want, rtol=1e-5 if dtype == mx.float32 else 2e-2, atol=1e-5)
 
@@ -42,5 +42,5 @@ def test_it_is_mlx_s_convolution(
 def test_others_are_left_alone(changes: dict[str, int]) -> None:
     plain = {"in_channels": 4, "out_channels": 4, "kernel_size": 4, "groups": 4}
     conv = nn.Conv1d(**plain | changes)
-    depthwise.speed_up(conv)
+    recurrent.speed_up_convolutions(conv)
     assert not isinstance(conv, DepthwiseBySum)

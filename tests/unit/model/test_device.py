@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlx_tandem.model import device
+from mlx_tandem.model.backend.cuda import keep_freed_memory
 
 NAME, FOLDER, CHECK = "MLX_MAX_MB_PER_BUFFER", "MLX_PTX_CACHE_DIR", "MLX_ENABLE_CACHE_THRASHING_CHECK"
 OPERATIONS, PATIENCE = "MLX_MAX_OPS_PER_BUFFER", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
@@ -126,9 +127,9 @@ def test_the_driver_is_asked_to_keep_what_is_freed(tmp_path: Path, refused: int)
     source, library = tmp_path / "driver.c", tmp_path / "driver.so"
     source.write_text(DRIVER, encoding="utf-8")
     subprocess.run(["cc", "-shared", "-fPIC", f"-DREFUSED={refused}", "-o", library, source], check=True)
-    assert device.keep_freed_memory(7 << 40, str(library)) is not bool(refused)
+    assert keep_freed_memory(7 << 40, str(library)) is not bool(refused)
     assert ctypes.c_uint64.in_dll(ctypes.CDLL(str(library)), "threshold").value == 7 << 40
 
 
 def test_without_a_driver_nothing_is_asked(tmp_path: Path) -> None:
-    assert not device.keep_freed_memory(1, str(tmp_path / "none.so"))
+    assert not keep_freed_memory(1, str(tmp_path / "none.so"))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mlx_tandem.config import EngineConfig, ModelConfig
 from mlx_tandem.engine.budget import Needs, StepCost, divide
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device, memory
-from mlx_tandem.model.memory import UnifiedMemory, parse_vm_stat
+from mlx_tandem.model import backend, device
+from mlx_tandem.model.device import UnifiedMemory, parse_vm_stat
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,9 +87,9 @@ def test_a_mac_is_never_filled(gib: int, recommended: float, free: float | None)
     available = None if free is None else int(total * free)
     limit = UnifiedMemory(total, int(total * recommended), available).limit()
     assert 0 <= limit.size <= 0.9 * recommended * total
-    assert limit.size + memory.HOST_BYTES <= total
+    assert limit.size + device.HOST_BYTES <= total
     if available is not None:
-        assert limit.size <= max(available - memory.RESERVE - memory.HOST_BYTES, 0)
+        assert limit.size <= max(available - device.RESERVE - device.HOST_BYTES, 0)
     assert limit.shared and limit.reason
 
 
@@ -102,8 +102,8 @@ def test_a_busy_mac_is_said_to_be_one() -> None:
 
 
 def test_the_user_s_limit_holds() -> None:
-    assert device.memory_limit(1.5).size == 1_500_000_000
-    assert "--memory-limit-gb" in device.memory_limit(1.5).reason
+    assert backend.current().memory_limit(1.5).size == 1_500_000_000
+    assert "--memory-limit-gb" in backend.current().memory_limit(1.5).reason
 
 
 def needs(weights: int, parameters: int = 0, slots: int = 0) -> Needs:

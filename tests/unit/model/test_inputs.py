@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_tandem.model.inputs import KEPT, Inputs, Staging, constant, receive, specs
 from mlx_tandem.model.kernels.gate import RESERVED
-from mlx_tandem.model.step import staging
-from mlx_tandem.model.step.inputs import KEPT, Inputs, constant, receive, specs
 
 SHAPES = st.lists(st.one_of(st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 5), st.integers(1, 7))), min_size=2)
 
@@ -68,15 +67,15 @@ def test_the_driver_is_asked_to_leave_each_buffer_with_the_host_once(monkeypatch
             asked.append((pointer.value, size.value, advice, place))
             return 1  # an error changes nothing
 
-    monkeypatch.setattr(staging, "_driver", Driver)
-    buffers = staging.Staging()
+    monkeypatch.setattr("mlx_tandem.model.inputs._driver", Driver)
+    buffers = Staging()
     first = buffers.take(700)
     at = first.numbers.ctypes.data, 4096
     assert asked == [(*at, 3, -1), (*at, 5, 0)]
     buffers.give_back(first)
     assert buffers.take(513).array is first.array
     assert len(asked) == 2
-    monkeypatch.setattr(staging, "_driver", lambda: None)
+    monkeypatch.setattr("mlx_tandem.model.inputs._driver", lambda: None)
     assert buffers.take(5).numbers.size == 256
 
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerShape
-from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
+from mlx_tandem.model.cache.pools import KVArrays
 
 BLOCKS, BLOCK = 7, 4
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_tandem.model.linears.layout import lay_out
+from mlx_tandem.model.loader import lay_out
 
 
 def test_weights_keep_their_values_and_their_transposes_lie_row_by_row() -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.engine.plan import mask_words
-from mlx_tandem.model.step import mask_table
-from mlx_tandem.model.step.inputs import Inputs
-from mlx_tandem.model.step.mask_table import EVERYTHING, MaskTable, bits_of, masks_at, places_of_rows
+from mlx_tandem.model.inputs import Inputs
+from mlx_tandem.model.ops.sampling import masks as mask_table
+from mlx_tandem.model.ops.sampling.masks import EVERYTHING, MaskTable, bits_of, masks_at, places_of_rows
 
 
 def mask(allowed: set[int], vocabulary: int) -> bytes:

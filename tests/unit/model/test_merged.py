@@ -11,11 +11,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_tandem.config import LoraConfig, ModelConfig
-from mlx_tandem.model.clone import clone
-from mlx_tandem.model.linears.groups import find_groups
-from mlx_tandem.model.linears.merged import MOST_TOKENS, Merged, merge, merged_in
 from mlx_tandem.model.loader import load
-from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.modules import clone
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.products.merged import MOST_TOKENS, Merged, merge, merged_in
+from mlx_tandem.model.targets import find_groups
 from tests import tiny_models
 from tests.engine.test_lora import adapter
 

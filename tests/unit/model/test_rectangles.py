@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.plan import Row, RowKind
-from mlx_tandem.model.step.rectangles import Rectangles
+from mlx_tandem.model.step.rows import Rectangles
 
 DECODE = Row(RowKind.DECODE, 0, 0, 0, 9, (5,), ((1, 2),), True)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Seating
-from mlx_tandem.model.step import sampler
-from mlx_tandem.model.step.sampler import SamplingFlags, gumbel_noise, row_key
+from mlx_tandem.model.ops.sampling import sampler
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags, gumbel_noise, row_key
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.types import SamplingParams
 from tests.unit.model.draws import (

@@ -11,14 +11,7 @@ from mlx_lm.sample_utils import apply_xtc
 from msgspec import structs
 
 from mlx_tandem.engine.plan import Seating
-from mlx_tandem.model.step.sampler import (
-    SamplingFlags,
-    TokenCounts,
-    row_key,
-    sample,
-    score,
-    xtc_draw,
-)
+from mlx_tandem.model.ops.sampling.sampler import SamplingFlags, TokenCounts, row_key, sample, score, xtc_draw
 from mlx_tandem.model.step.seats import Seats
 from tests.unit.model.draws import (
     LOGITS,

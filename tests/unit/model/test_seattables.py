@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.model.step.seattables import SeatTables
+from mlx_tandem.model.step.index_arrays import SeatTables
 
 SEATS = 4
 

@@ -7,14 +7,7 @@ from functools import partial
 
 import pytest
 
-from mlx_tandem.model.step.shapes import (
-    LEAST_WIDTH,
-    NARROWEST,
-    coarse_count,
-    coarse_width,
-    drafting_width,
-    group_size,
-)
+from mlx_tandem.model.shapes import LEAST_WIDTH, NARROWEST, coarse_count, coarse_width, drafting_width, group_size
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device
-from mlx_tandem.model.deterministic.attention import OrderedAttention
-from mlx_tandem.model.deterministic.tiles import CANDIDATES, cut, in_tiles, matmul, sizes_of
+from mlx_tandem.model import backend
+from mlx_tandem.model.ops.attention.ordered import OrderedAttention
+from mlx_tandem.model.ops.products.ordered import cut, in_tiles, matmul, sizes_of
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_sizes_whose_bits_depend_on_the_place_are_left_out() -> None:
         shift = mx.arange(size)[:, None] * 1e-6 if size > 4 else 0.0  # a row's place counts in tiles of more than 4
         return in_tiles(lambda x: product(x) + shift, x, sizes)
 
-    assert sizes_of(tiled, 8, mx.float32, "these") == tuple(s for s in CANDIDATES[device.kind()] if s <= 4)
+    assert sizes_of(tiled, 8, mx.float32, "these") == tuple(s for s in backend.current().products.tile_sizes if s <= 4)
 
 
 def test_of_sizes_that_differ_those_with_the_largest_are_used() -> None:
     def tiled(x: mx.array, sizes: Sequence[int]) -> mx.array:
         return in_tiles(product, x, sizes) + (1e-6 if sizes[0] < 8 else 0.0)
 
-    assert sizes_of(tiled, 8, mx.float32, "these") == tuple(s for s in CANDIDATES[device.kind()] if s >= 8)
+    assert sizes_of(tiled, 8, mx.float32, "these") == tuple(s for s in backend.current().products.tile_sizes if s >= 8)
 
 
 def test_a_device_that_minds_every_place_is_refused() -> None:

@@ -9,10 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_tandem.model.clone import clone
-from mlx_tandem.model.linears.groups import find_groups
-from mlx_tandem.model.linears.merged import merge
-from mlx_tandem.model.linears.transposed import TransposedLinear, use_views
+from mlx_tandem.model.modules import clone
+from mlx_tandem.model.ops.products.merged import TransposedLinear, merge, use_views
+from mlx_tandem.model.targets import find_groups
 
 WIDTH = 16
 

@@ -16,22 +16,33 @@ from hypothesis import strategies as st
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model.linears import products, tuning
-from mlx_tandem.model.linears.dequantise import Dequantising, dequantised, use_from, worth_from
-from mlx_tandem.model.linears.merged import merge
-from mlx_tandem.model.linears.products import Call, Meter, kinds, pass_cost
-from mlx_tandem.model.linears.tuning import MOST_COUNTS, SECONDS, Tuned, good_counts, tune
-from mlx_tandem.model.lora.adapted import find_targets
-from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.step.shapes import EXACT_ROWS, row_count
+from mlx_tandem.model.backend.cuda import CUDA
+from mlx_tandem.model.backend.metal import METAL
+from mlx_tandem.model.ops.lora.state import LoraState
+from mlx_tandem.model.ops.products.measure import Call, Meter, kinds, pass_cost
+from mlx_tandem.model.ops.products.merged import merge
+from mlx_tandem.model.ops.products.tuning import (
+    MOST_COUNTS,
+    SECONDS,
+    Dequantising,
+    Tuned,
+    dequantised,
+    good_counts,
+    tune,
+    use_from,
+    worth_from,
+)
+from mlx_tandem.model.shapes import EXACT_ROWS, row_count
+from mlx_tandem.model.targets import find_targets
 from mlx_tandem.types import AdapterInfo
+from tests.backends import answer_as
 
 times = st.dictionaries(st.integers(1, 512), st.floats(1e-6, 1.0), min_size=1, max_size=60)
 
 
 @given(times)
 def test_padding_takes_no_longer_than_any_other_measured_count_would(seconds: dict[int, float]) -> None:
-    good = good_counts(seconds)
+    good = good_counts(seconds, 0.25)
     assert list(good) == sorted(set(good)) and set(good) <= seconds.keys() and good[-1] == max(seconds)
     assert len(good) <= MOST_COUNTS
     if len(seconds) <= MOST_COUNTS:  # else times that are a little apart may count as equal
@@ -45,11 +56,11 @@ def test_a_slow_count_is_skipped_and_equal_ones_that_are_near_are_one() -> None:
     # 8 and 33 are slow, as on an H200; 64 and 72 take as long as 80, and 64 is a power of two; 1 takes as long as 2,
     # which is twice as many rows.
     seconds = {1: 75.0, 2: 75.0, 4: 78.0, 8: 239.0, 12: 81.0, 32: 84.0, 33: 185.0, 64: 90.0, 72: 90.5, 80: 91.0}
-    assert good_counts(seconds) == (1, 2, 4, 12, 32, 64, 80)
+    assert good_counts(seconds, 0.25) == (1, 2, 4, 12, 32, 64, 80)
     # Twice the rows for a quarter of the time are not worth it, for half of it they are; four times the rows never are.
-    assert good_counts({16: 100.0, 32: 75.0}) == (16, 32)
-    assert good_counts({16: 100.0, 32: 50.0}) == (32,)
-    assert good_counts({16: 100.0, 64: 10.0}) == (16, 64)
+    assert good_counts({16: 100.0, 32: 75.0}, 0.25) == (16, 32)
+    assert good_counts({16: 100.0, 32: 50.0}, 0.25) == (32,)
+    assert good_counts({16: 100.0, 64: 10.0}, 0.25) == (16, 64)
 
 
 @given(st.integers(1, 5000), st.lists(st.integers(1, 512), max_size=24, unique=True).map(sorted))
@@ -163,21 +174,19 @@ class Both(Clock):
 def test_on_cuda_a_product_costs_the_device_and_a_quarter_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     own = kinds(Model(None))
     assert pass_cost(own, mx.float32, 8, Both(lambda rows: 1.0)) == 7.0  # Clock.seconds
-    monkeypatch.setattr(products, "is_cuda", lambda: True)
+    answer_as(monkeypatch, products=CUDA.products)
     assert pass_cost(own, mx.float32, 8, Both()) == pytest.approx(7 * (8e-3 + 10e-3 / 4))
     assert pass_cost(own, mx.float32, 16, Both()) == pytest.approx(7 * 16e-3)
 
 
 def test_on_cuda_small_differences_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA a count is left out only if a larger one costs at most 2 % more."""
-    assert good_counts({40: 96.0, 48: 100.0}) == (48,)
+    assert good_counts({40: 96.0, 48: 100.0}, 0.25) == (48,)
     assert good_counts({40: 96.0, 48: 100.0}, 0.02) == (40, 48)
     assert good_counts({40: 99.0, 48: 100.0}, 0.02) == (48,)
-    monkeypatch.setattr(products, "is_cuda", lambda: True)
-    monkeypatch.setattr(tuning, "is_cuda", lambda: True)
-    assert tuned(Model(None), Both()).rows == (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40)
-    monkeypatch.setattr(products, "is_cuda", lambda: False)
-    monkeypatch.setattr(tuning, "is_cuda", lambda: False)
+    with monkeypatch.context() as patch:
+        answer_as(patch, products=CUDA.products)
+        assert tuned(Model(None), Both()).rows == (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40)
     assert tuned(Model(None), Clock(lambda rows: 1e-3 * rows)).rows == (
         1,
         2,
@@ -238,7 +247,7 @@ def test_on_metal_no_more_is_dequantised_at_once_than_a_forward_has_in_flight(
             together.append(len(calls))
             return super().growth(calls)
 
-    monkeypatch.setattr(tuning, "is_metal", lambda: True)
+    answer_as(monkeypatch, products=METAL.products)
     assert not tuned(Model(4), Counting()).dequantise, "it would begin at 8 tokens"
     assert not together
     found = tuned(Model(4), Counting(plain=4e-3)).dequantise

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Row, RowKind
-from mlx_tandem.model.step.verify import Drafts, accepted, drafts_of, goes_with_decodes, take_verified
+from mlx_tandem.model.step.rows import Drafts, accepted, drafts_of, goes_with_decodes, take_verified
 
 NOBODY = 9
 

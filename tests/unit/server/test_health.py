@@ -13,7 +13,8 @@ from mlx_tandem import demo
 from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.config import Config, EngineConfig, ModelConfig
 from mlx_tandem.dialects.adapters.handlers import listing
-from mlx_tandem.engine.messages import Occupancy, Progress
+from mlx_tandem.engine.client.start_times import StartProgress
+from mlx_tandem.engine.messages import Occupancy
 from mlx_tandem.errors import EngineDied
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health, speculation_stats
@@ -39,7 +40,7 @@ def front(state: str = "ready", used: int = 0, **changes: Any) -> Any:
         stats=STATS,
         occupancy=Occupancy(31, 32, 30, 10),
         restarts=2,
-        progress=Progress("weights", 0.25),
+        progress=StartProgress("weights", 0.25, 1.5, None),
         failure=None,
         check_ready=lambda: INFO,
     )
@@ -73,7 +74,7 @@ def test_what_each_state_tells(state: str, told: str, members: set[str]) -> None
     assert {"progress", "engine", "memory", "error"} & body.keys() == members
     assert (body["model"], body["adapters_loaded"], body["open_requests"], body["engine_restarts"]) == ("base", 3, 7, 2)
     if "progress" in members:
-        assert body["progress"] == {"stage": "weights", "fraction": 0.25}
+        assert body["progress"] == {"stage": "weights", "fraction": 0.25, "elapsed_s": 1.5, "left_s": None}
     failed = health(front(state, failure=EngineDied("it died")))[1]
     assert failed == body | {"error": "it died"}, "also while the next engine starts"
 

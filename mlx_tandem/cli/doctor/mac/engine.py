@@ -23,7 +23,7 @@ BLOCK = CacheConfig().block_size
 
 def kernels(bench: Bench) -> Outcome:
     """Compile and check every kernel of this device separately."""
-    from mlx_tandem.model.kernel_checks.each import tried
+    from mlx_tandem.model.kernel_checks import tried
     from mlx_tandem.model.kernels import dialect
 
     targets = dialect.available()
@@ -111,21 +111,21 @@ def overlap(bench: Bench) -> Outcome:
 
 def overlap_on_gpu(bench: Bench) -> Outcome:
     """Do the same as `overlap`. The environment sets another number of operations in a command buffer."""
-    from mlx_tandem.model.device import is_cpu
+    from mlx_tandem.model import backend
 
-    if is_cpu():
+    if backend.current().steps.one_at_a_time:
         raise NotHere("MLX computes on the CPU, which has no command buffers")
     return overlap(bench)
 
 
 def prompt(bench: Bench) -> Outcome:
     """Read a long prompt, and measure its longest step and the memory that it takes."""
-    from mlx_tandem.model.long_prompt import read, room
+    from mlx_tandem.model.trials import read_long_prompt, room
 
     built, _, prefill = _started(bench)
     info, allowed = built.info, built.info.memory.activations
     tokens = min(bench.sizes.prompt, room(info))
-    found = read(built.runner, info, tokens, bench.sizes.prompt_seconds, prefill.chunk_alone)
+    found = read_long_prompt(built.runner, info, tokens, bench.sizes.prompt_seconds, prefill.chunk_alone)
     mb = 2**20
     figures: Figures = {
         "tokens": found.tokens,

@@ -46,10 +46,10 @@ REINSTALL = (
 
 def memory(bench: Bench) -> Outcome:
     """Report the memory that the server may use, and the system's own figures of memory."""
-    from mlx_tandem.model import device
+    from mlx_tandem.model import backend
 
-    limit = device.memory_limit()
-    figures: Figures = {"limit_gb": round(limit.size / 2**30, 2)} | device.sizes()
+    limit = backend.current().memory_limit()
+    figures: Figures = {"limit_gb": round(limit.size / 2**30, 2)} | backend.current().sizes()
     figures |= on_macos() if sys.platform == "darwin" else on_linux()
     says = f"{figures['limit_gb']} GB for a server: {limit.reason}"
     return Outcome(says if sys.platform == "darwin" else f"{says} (vm_stat is of macOS)", figures)
@@ -96,9 +96,9 @@ def accelerators(bench: Bench) -> Outcome:
     """Report whether MLX uses the neural accelerators of this GPU."""
     if platform.system() != "Darwin":
         raise NotHere("only Macs have these neural accelerators")
-    from mlx_tandem.model import device
+    from mlx_tandem.model import backend
 
-    architecture = str(device.sizes().get("architecture", ""))
+    architecture = str(backend.current().sizes().get("architecture", ""))
     return judged(architecture, platform.mac_ver()[0], holds_accelerated(metallib()))
 
 

@@ -24,20 +24,22 @@ BITS = 4
 
 def dense(bench: Bench) -> ModelConfig:
     """Return the model that the user names, or one with attention in every layer."""
-    from mlx_tandem.model.device import is_cpu
-
     if bench.sizes.model:
         return ModelConfig(bench.sizes.model)
-    if bench.sizes.small or is_cpu():
+    if _are_small(bench):
         return _made(bench, SHAPES["0.13m" if bench.sizes.small else "4m"])
     return _made(bench, ON_GPU)
 
 
 def hybrid(bench: Bench) -> ModelConfig:
     """Return a model of which three of four layers keep a state."""
-    from mlx_tandem.model.device import is_cpu
+    return _made(bench, HYBRID_SMALL if _are_small(bench) else HYBRID_ON_GPU)
 
-    return _made(bench, HYBRID_SMALL if bench.sizes.small or is_cpu() else HYBRID_ON_GPU)
+
+def _are_small(bench: Bench) -> bool:
+    from mlx_tandem.model import backend
+
+    return bench.sizes.small or backend.current().measuring.only_small_models
 
 
 def _made(bench: Bench, shape: Shape | HybridShape) -> ModelConfig:

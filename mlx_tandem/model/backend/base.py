@@ -1,0 +1,285 @@
+"""What a back end of MLX says about itself, by subject. Each device answers once, with its reason beside the answer.
+
+Code outside of this package asks for the answer that it needs (`current().steps.one_at_a_time`) and never which device
+computes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+from mlx_tandem.model.device import Limit
+
+Target = Literal["cuda", "metal"]
+"""The back ends of MLX for which this package has kernels."""
+
+_ANY = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The kernels of this package that the device can run.
+
+    Attributes:
+        target: The back end that their texts are made for; None: MLX's own operations compute and write everything.
+        tested_to_write: Whether the kernel that writes in place is tested before its first use in a process.
+        ordered_by_outputs: Whether kernels are ordered by their outputs alone. Then every user of an array that kernels
+            write has to depend on an output of each earlier user (`model/kernels/inplace.py`).
+        joins_operations: Whether small operations between products are worth a kernel that joins them.
+        has_matrix_words: Whether the dialect's words for tensor cores have a meaning.
+        mlx_has_its_own: Whether MLX and mlx-lm have kernels for gated delta nets and depthwise convolutions, so that
+            those of this package have to be faster.
+    """
+
+    target: Target | None
+    tested_to_write: bool = False
+    ordered_by_outputs: bool = False
+    joins_operations: bool = False
+    has_matrix_words: bool = False
+    mlx_has_its_own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongForward:
+    """The forwards whose layers are too much work, or need too much memory, to be handed to the device at once.
+
+    Attributes:
+        tokens: Fewest tokens of such a forward.
+        group: Most layers that are handed over together.
+        gathers: Whether only forwards whose keys and values are gathered are meant, and shorter ones, too, if they
+            gather more than there is room for.
+    """
+
+    tokens: int
+    group: int = 1
+    gathers: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """How steps and their numbers reach the device.
+
+    Attributes:
+        one_at_a_time: Whether a part of a step is dispatched only when the part before it is done.
+        lets_go_late: Whether the device holds the inputs of operations for some time after they are done.
+        numbers_as_one: Whether all numbers of a forward travel as one array, which kernels copy and write back to.
+        may_wait_for_numbers: Whether a step that was dispatched can wait on the device for its numbers.
+        tracing_is_cheap: Whether a kind of step is worth tracing at its first use.
+        long_forward: The forwards that wait for the device while they are built; None: none.
+        drive_bytes: Bytes that a step reads for the drive and writes from it, at least one record.
+    """
+
+    one_at_a_time: bool = False
+    lets_go_late: bool = True
+    numbers_as_one: bool = False
+    may_wait_for_numbers: bool = False
+    tracing_is_cheap: bool = False
+    long_forward: LongForward | None = None
+    drive_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """How the device multiplies matrices.
+
+    Attributes:
+        only_float32_is_fast: Whether float32 is many times faster than every other type, packed weights included.
+        one_by_one: Whether a batch of products is computed one product after the other, each like a product alone.
+        windows_beat_gathers: Whether adapters of mixed rows are faster in windows of neighbouring rows than row by row.
+        worth_timing: Whether the time of a product depends on more than its size.
+        timed_apart: Whether the device's time and the host's are measured apart.
+        alike: Relative difference up to which two measured costs count as equal; it is multiplied by the ratio of the
+            two row counts.
+        dequantised_layers: Most layers whose weights are dequantised in memory at once; None: all layers.
+        dequantised_tokens: Fewest tokens of a forward that may dequantise weights.
+        tile_sizes: Sizes of tiles that are tried for `--deterministic`, ascending.
+    """
+
+    only_float32_is_fast: bool = False
+    one_by_one: bool = False
+    windows_beat_gathers: bool = False
+    worth_timing: bool = True
+    timed_apart: bool = False
+    alike: float = 0.25
+    dequantised_layers: int | None = None
+    dequantised_tokens: int = 0
+    tile_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """What MLX computes besides products.
+
+    Attributes:
+        masks_are_slow: Whether a mask keeps MLX from its fused attention.
+        angles_are_slow: Whether the cosines and sines of a rope are worth keeping for the other layers of a forward.
+        fusing_keeps_bits: Whether fused operations give the same bits as separate ones.
+        compiled_by_the_host: Whether MLX fuses operations with the host's C++ compiler.
+    """
+
+    masks_are_slow: bool = True
+    angles_are_slow: bool = False
+    fusing_keeps_bits: bool = False
+    compiled_by_the_host: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a step and the pool may take and need.
+
+    Attributes:
+        chunk_tokens: Candidates for the most prompt tokens of one step, largest first. The first is taken whose
+            activations fit into their share of the memory, or into what the last candidate needs.
+        layers: Layers whose activations are in memory at once.
+        scores: Arrays of the size of attention's scores that are.
+        score_bytes: Fewest bytes of a score.
+        gathered: Copies of gathered keys and values that are.
+        most_pool: Largest KV pool in bytes, unless a size is configured.
+        most_activations: Bytes that steps are cut down to, unless no step would fit.
+    """
+
+    chunk_tokens: tuple[int, ...]
+    layers: int = 8
+    scores: int = 3
+    score_bytes: int = 2
+    gathered: float = 3.0
+    most_pool: int = _ANY
+    most_activations: int = _ANY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """How learning's work is cut, so that streams wait for none of it long.
+
+    Attributes:
+        micro_batch_tokens: Tokens of one forward and backward, for which memory is kept. A slice is one or a few layers
+            of it, and streams wait for a slice.
+        times_slices: Whether the start times a slice and takes fewer tokens where it is slow.
+        forward_layers: Layers in one slice of the forward. A layer of the backward, which computes the layer again and
+            two gradients, takes as long as three of the forward.
+        kept_bytes: Activations of a micro-batch up to which they are kept for the backward; more are computed again.
+        step_chunks: Chunks of parameters that one slice of an optimiser's step updates.
+        scores: Arrays of the size of attention's scores, in float32, that a layer of the backward needs.
+        attention_has_gradient: Whether MLX has a fused attention with a gradient, which needs no array of scores.
+        few_shapes: Whether sequences are padded so that few shapes occur.
+        masks_are_slow: Whether attention with masks of one's own is slow with a gradient.
+        compiles_for_long: Whether the kernels of a first pass take so long to compile that the start runs one.
+    """
+
+    micro_batch_tokens: int
+    times_slices: bool = False
+    forward_layers: int = 1
+    kept_bytes: int = 0
+    step_chunks: int = 1
+    scores: int = 3
+    attention_has_gradient: bool = False
+    few_shapes: bool = False
+    masks_are_slow: bool = False
+    compiles_for_long: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """How large that is by which the device is measured.
+
+    Attributes:
+        copied_numbers: Numbers in float32 that are copied to measure bandwidth.
+        only_small_models: Whether the models of `tandem doctor` have to be small.
+    """
+
+    copied_numbers: int = 128 << 20
+    only_small_models: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend(ABC):
+    """A back end of MLX on this machine."""
+
+    name: Literal["cpu", "cuda", "metal"]
+    kernels: Kernels
+    steps: Steps
+    products: Products
+    arithmetic: Arithmetic
+    memory: Memory
+    learning: Learning
+    measuring: Measuring
+
+    # the machine
+
+    def describe(self) -> str:
+        """Return one line for people that says what computes here."""
+        info = mx.device_info()
+        return str(info.get("device_name") or info.get("architecture") or "GPU")
+
+    @abstractmethod
+    def driver(self) -> str:
+        """Return the version of what compiles kernels besides MLX; empty where nothing does or it does not say."""
+
+    def sizes(self) -> dict[str, int | str]:
+        """Return the architecture and the sizes of the device's own memory in bytes, as MLX reports them."""
+        names = ("architecture", "memory_size", "max_recommended_working_set_size", "max_buffer_length", "free_memory")
+        return {name: value for name in names if (value := mx.device_info().get(name)) is not None}
+
+    def advice(self, dtype: str) -> str:
+        """Return a sentence for the user where this device computes slowly in `dtype`; empty where it does not."""
+        return ""
+
+    # memory
+
+    def memory_limit(self, chosen_gb: float = 0.0) -> Limit:
+        """Return how many bytes this process may use on the device: `chosen_gb` gigabytes if the user chose, else what
+        fits.
+        """
+        if chosen_gb:
+            return Limit(int(chosen_gb * 1e9), "as --memory-limit-gb allows", shared=False)
+        return self.free_memory()
+
+    @abstractmethod
+    def free_memory(self) -> Limit:
+        """Return how many bytes this process may use on the device beside everything else that runs."""
+
+    def bound_memory(self, resident: int, most: int) -> None:
+        """Keep up to `resident` bytes mapped between steps, and have MLX wait for work in flight before it takes more
+        than `most`, where the device needs to be told.
+        """
+        return
+
+    def keep_freed_memory(self, most: int) -> bool:
+        """Have the driver keep what MLX frees, up to `most` bytes in use and freed; return whether it does."""
+        return True
+
+    # functions that a device may compute in a way of its own
+
+    def exp(self, x: mx.array) -> mx.array:
+        """Return e to the x, for a function that is compiled as a whole. It need not have a gradient."""
+        return mx.exp(x)
+
+    def exp_alone(self, x: mx.array) -> mx.array:
+        """Return e to the x, for x in float32 outside of compiled functions."""
+        return mx.exp(x)
+
+    def log_sum_exp(self, x: mx.array) -> mx.array:
+        """Return the logarithm [n] of the sum of e to the x, for x [n, numbers] in float32 outside of compiled
+        functions.
+        """
+        return mx.logsumexp(x, axis=-1)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: mx.array | str | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Return attention [rows, heads, length, dim] over keys and values [rows, kv heads, positions, dim]."""
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+    def install_functions(self) -> None:
+        """Replace mlx-lm's functions, in the modules imported so far, for which this device has better ones."""
+        return

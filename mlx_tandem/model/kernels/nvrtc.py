@@ -1,0 +1,277 @@
+"""Compiles this package's kernels for CUDA and puts them where MLX looks for compiled kernels.
+
+MLX compiles a custom kernel at its first launch: one kernel at a time, behind a header of its own that takes NVRTC more
+than a second, and for one process only. But it first looks for the module's file in its cache folder (`JitModule` in
+its mlx/backend/cuda/jit_module.cpp). `Modules` writes that file. It compiles the same body behind a header that takes a
+tenth of the time, several kernels at once, and finds it again at the next start. Where the names of another version of
+MLX differ, MLX finds no file and compiles by itself, which takes longer and is as right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+log = logging.getLogger(__name__)
+
+_TYPES = {
+    mx.bool_: ("bool", "bool"),
+    mx.int8: ("int8_t", "int8_t"),
+    mx.int16: ("int16_t", "int16_t"),
+    mx.int32: ("int32_t", "int32_t"),
+    mx.int64: ("int64_t", "int64_t"),
+    mx.uint8: ("uint8_t", "uint8_t"),
+    mx.uint16: ("uint16_t", "uint16_t"),
+    mx.uint32: ("uint32_t", "uint32_t"),
+    mx.uint64: ("uint64_t", "uint64_t"),
+    mx.float16: ("__half", "float16_t"),
+    mx.bfloat16: ("__nv_bfloat16", "bfloat16_t"),
+    mx.float32: ("float", "float"),
+}
+"""The type in CUDA, and in a kernel's name, as `dtype_to_cuda_type` and `get_type_string` of MLX give them."""
+
+_MLX_HEADER = """
+#include "mlx/backend/cuda/device/utils.cuh"
+
+#include <cooperative_groups.h>
+
+"""
+
+_OWN_HEADER = """
+#include "mlx/backend/cuda/device/config.h"
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long int64_t;
+typedef unsigned long uint64_t;
+struct Shape {
+  int32_t sizes[MAX_NDIM];
+  __device__ int32_t operator[](int i) const { return sizes[i]; }
+};
+"""
+"""What kernels use of MLX's header. MLX's own `Shape` is an array of as many numbers."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kernel for certain types and constants, which is what is compiled.
+
+    `inputs` are the name, type and number of axes of each input, `outputs` the name and type of each output.
+    """
+
+    name: str
+    inputs: tuple[tuple[str, mx.Dtype, int], ...]
+    outputs: tuple[tuple[str, mx.Dtype], ...]
+    template: tuple[tuple[str, int | bool | mx.Dtype], ...]
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel, as `template_arguments_hash` of MLX extends it."""
+        return "custom_kernel_" + self.name + "".join(f"_{_in_a_name(value)}" for _, value in self.template)
+
+    def signature(self, body: str) -> str:
+        """Return the parameters and the constants. MLX passes the shapes whose names are in the body that it gets."""
+        lines = list[str]()
+        for name, dtype, axes in self.inputs:
+            lines.append(f"    const {_TYPES[dtype][0]}* {name}")
+            if axes and f"{name}_shape" in body:
+                lines.append(f"    const __grid_constant__ Shape {name}_shape")
+        lines += [f"    {_TYPES[dtype][0]}* {name}" for name, dtype in self.outputs]
+        constants = "".join(map(_constant, self.template))
+        return f"{self.kernel}(\n" + ",\n".join(lines) + ") {\n" + constants + ("\n" if self.template else "")
+
+    def mlx_text(self, header: str, body: str) -> str:
+        """Return the text that MLX would compile, which names the module (`build_kernel` of its custom_kernel.cpp)."""
+        start = "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n__global__ void "
+        return f"{_MLX_HEADER}{header}{start}{self.signature(body)}{body}\n}}\n\n}} // namespace mlx::core::cu\n"
+
+    def own_text(self, header: str, body: str, mlx_body: str) -> str:
+        """Return the text that is compiled instead; `mlx_body` is the body that MLX gets."""
+        return f'{_OWN_HEADER}{header}extern "C" __global__ void {self.signature(mlx_body)}{body}\n}}\n'
+
+
+def _in_a_name(value: int | bool | mx.Dtype) -> str:
+    if isinstance(value, mx.Dtype):
+        return _TYPES[value][1]
+    return ("t" if value else "f") if isinstance(value, bool) else str(value)
+
+
+def _constant(item: tuple[str, int | bool | mx.Dtype]) -> str:
+    name, value = item
+    if isinstance(value, mx.Dtype):
+        return f"  using {name} = {_TYPES[value][0]};\n"
+    if isinstance(value, bool):
+        return f"  constexpr bool {name} = {'true' if value else 'false'};\n"
+    return f"  constexpr int {name} = {value};\n"
+
+
+def string_hash(data: bytes) -> int:
+    """Return `std::hash<std::string>` of GNU's C++ library on 64-bit machines, by which MLX names modules.
+
+    It is MurmurHash64A with the seed of libstdc++'s hash_bytes.cc.
+    """
+    mask, multiplier = (1 << 64) - 1, 0xC6A4A7935BD1E995
+    whole = len(data) & ~7
+    result = 0xC70F6907 ^ (len(data) * multiplier & mask)
+    for i in range(0, whole, 8):
+        word = int.from_bytes(data[i : i + 8], "little") * multiplier & mask
+        result = ((word ^ word >> 47) * multiplier & mask ^ result) * multiplier & mask
+    if rest := data[whole:]:
+        result = (result ^ int.from_bytes(rest, "little")) * multiplier & mask
+    result = (result ^ result >> 47) * multiplier & mask
+    return result ^ result >> 47
+
+
+class CompileError(Exception):
+    """Raised when NVRTC refuses a kernel; the message is its log."""
+
+
+class Nvrtc:
+    """NVRTC by its C interface, for one architecture, such as `sm_90a`. Several threads can call it at once."""
+
+    def __init__(self, library: ctypes.CDLL, architecture: str, includes: Sequence[Path]):
+        self._library = library
+        # MLX's options. A folder of headers changes no result, so it is no part of what a compiled kernel depends on.
+        self._options = ["--device-as-default-execution-space", f"--gpu-architecture={architecture}"]
+        self._includes = [f"--include-path={folder}" for folder in includes]
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        self.recipe = " ".join([f"nvrtc {major.value}.{minor.value}", *self._options])
+        """What the machine code depends on beside the text."""
+
+    @classmethod
+    def load(cls, architecture: str) -> Nvrtc | None:
+        """Return NVRTC of MLX's version of CUDA with the folders of headers that MLX gives it, or None."""
+        for major in (13, 12):
+            with contextlib.suppress(OSError):
+                # The library that MLX has loaded, and no other.
+                library = ctypes.CDLL(f"libnvrtc.so.{major}", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+                return cls(library, architecture, list(header_folders(major)))
+        return None
+
+    def compile(self, name: str, text: str) -> bytes:
+        """Return the machine code of a text in the form that CUDA's driver loads. Raise CompileError."""
+        nvrtc, program, size = self._library, ctypes.c_void_p(), ctypes.c_size_t()
+        if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None):
+            raise CompileError("NVRTC makes no program")
+        try:
+            options = [option.encode() for option in self._options + self._includes]
+            if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
+                nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+                said = ctypes.create_string_buffer(size.value + 1)
+                nvrtc.nvrtcGetProgramLog(program, said)
+                raise CompileError(said.value.decode(errors="replace"))
+            if nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) or not size.value:
+                raise CompileError("NVRTC has no machine code for this device")
+            code = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetCUBIN(program, code)
+            return code.raw
+        finally:
+            nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def header_folders(major: int) -> Iterator[Path]:
+    """Yield the folders in which MLX has NVRTC look for headers (`include_path_args` of its jit_module.cpp)."""
+    spec = importlib.util.find_spec("mlx")
+    for root in map(Path, spec.submodule_search_locations or () if spec else ()):
+        yield root / "include"
+        yield root / "include" / "cccl"
+        packaged = root.parent / "nvidia" / ("cu13" if major == 13 else "cuda_runtime") / "include"
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+        yield packaged if packaged.exists() else Path(home) / "include"
+
+
+class Modules:
+    """The compiled kernels in MLX's cache folder.
+
+    Beside each module lies a file `.sum` with digests, by which a damaged or outdated module is noticed and made again.
+    """
+
+    def __init__(self, folder: Path, compiler: Nvrtc):
+        self._folder = folder
+        self._compiler = compiler
+        self._lock = threading.Lock()
+        self._work: dict[str, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="nvrtc")
+        self._together = 0
+        self.compiled = 0
+        """Kernels that this process has compiled; all others were found."""
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Compile the kernels that are called inside the block at once, and wait for them at its end.
+
+        Nothing may be evaluated inside: MLX would compile a kernel by itself that is not there yet.
+        """
+        self._together += 1
+        try:
+            yield
+        finally:
+            self._together -= 1
+            for work in list(self._work.values()):
+                work.result()
+
+    def provide(self, form: Form, header: str, body: str, mlx_header: str, mlx_body: str) -> None:
+        """See to it that MLX finds the kernel at its first launch. Errors are logged: MLX then compiles it."""
+        module = f"{form.kernel}_{string_hash(form.mlx_text(mlx_header, mlx_body).encode()):x}"
+        with self._lock:
+            if (work := self._work.get(module)) is None:
+                text = form.own_text(header, body, mlx_body)
+                work = self._work[module] = self._pool.submit(self._make, module, form.kernel, text)
+        if not self._together:
+            work.result()
+
+    def _make(self, module: str, kernel: str, text: str) -> None:
+        path = module_path(self._folder, module)
+        recipe = hashlib.sha256(f"{self._compiler.recipe}\n{text}".encode()).hexdigest()
+        try:
+            if path.exists() and path.with_suffix(".sum").read_text() == _sums(path, recipe):
+                return
+        except OSError:
+            pass
+        try:
+            code = self._compiler.compile(kernel, text)
+            self.compiled += 1
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # MLX looks for the second, so that it never finds a module without its names.
+            _put(path.with_suffix(".txt"), f"mlx::core::cu::{kernel}\t{kernel}\n".encode())
+            _put(path, code)
+            _put(path.with_suffix(".sum"), _sums(path, recipe).encode())
+        except (CompileError, OSError) as e:
+            log.warning("the kernel %s is left to MLX's compiler: %s", kernel, str(e)[:500])
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)  # it may be damaged
+
+
+def module_path(folder: Path, module: str) -> Path:
+    """Return the file of a module, as `get_ptx_path` of MLX does: a long name is a path of several parts."""
+    parts = [module[i : i + 245] for i in range(0, len(module), 245)]
+    return folder.joinpath(*parts[:-1], f"{parts[-1]}.ptx")
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write a file that is never seen in part, also when several processes write it. After a power loss it may be
+    damaged, which its digest tells.
+    """
+    new = path.with_name(f".{os.getpid()}-{threading.get_ident()}")
+    new.write_bytes(data)
+    os.replace(new, path)
+
+
+def _sums(path: Path, recipe: str) -> str:
+    found = (hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, path.with_suffix(".txt")))
+    return " ".join([recipe, *found])

@@ -1,1 +1,0 @@
-"""LoRA adapters on the device: their arrays, and how the rows of a step reach them."""

@@ -1,0 +1,1 @@
+"""Sampling: kernels that draw tokens, the sampler that all rows share, masks of grammars, and accepted drafts."""

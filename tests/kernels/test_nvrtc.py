@@ -1,0 +1,172 @@
+"""Kernels that are compiled ahead of MLX, in the files and under the names that MLX looks for."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import random
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_tandem.model import kernel_checks
+from mlx_tandem.model.kernels import dialect, nvrtc
+from mlx_tandem.model.kernels.dialect import Source
+from mlx_tandem.model.kernels.nvrtc import CompileError, Form, Modules, Nvrtc
+from tests.kernels import shim
+
+FORM = Form("double", (("x", mx.bfloat16, 1),), (("y", mx.float32),), (("N", 3), ("FAST", True), ("T", mx.bfloat16)))
+
+
+class Compiler:
+    """A compiler whose machine code is the text. It can refuse, and wait until several compile at once."""
+
+    def __init__(self, recipe: str = "sm_90a", at_once: int = 1, refuses: bool = False):
+        self.recipe = recipe
+        self.texts: list[str] = []
+        self._barrier = threading.Barrier(at_once)
+        self._refuses = refuses
+
+    def compile(self, name: str, text: str) -> bytes:
+        self._barrier.wait(60)
+        self.texts.append(text)
+        if self._refuses:
+            raise CompileError("error: expected a ';'")
+        return text.encode()
+
+
+def provide(folder: Path, compiler: Any, *forms: Form) -> Modules:
+    modules = Modules(folder, compiler)
+    with modules.together():
+        for form in forms:
+            modules.provide(form, "HEADER\n", "BODY", "#include <header>\n", "// x_shape\n#include <body>")
+    return modules
+
+
+@pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+def test_modules_are_named_by_the_hash_of_gnu_s_library(tmp_path: Path) -> None:
+    program = tmp_path / "hash.cpp"
+    program.write_text(
+        "#include <iostream>\n#include <string>\nint main() { std::string line; while (std::getline(std::cin, line)) "
+        "std::cout << std::hash<std::string>{}(line) << '\\n'; }"
+    )
+    subprocess.run([str(shim.COMPILER), "-o", str(tmp_path / "hash"), str(program)], check=True)
+    draw = random.Random(1)
+    lines = [bytes(draw.choice(range(32, 256)) for _ in range(length)) for length in [*range(40), 999, 40_000]]
+    done = subprocess.run([tmp_path / "hash"], input=b"\n".join(lines) + b"\n", capture_output=True, check=True)
+    assert list(map(int, done.stdout.split())) == list(map(nvrtc.string_hash, lines))
+
+
+def test_the_text_is_what_mlx_composes() -> None:
+    """As `build_kernel` of MLX 0.32 does it, with the shapes that MLX would pass."""
+    assert FORM.kernel == "custom_kernel_double_3_t_bfloat16_t"
+    assert FORM.mlx_text("HEADER\n", "// x_shape\nBODY") == (
+        '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\nHEADER\n'
+        "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n"
+        "__global__ void custom_kernel_double_3_t_bfloat16_t(\n"
+        "    const __nv_bfloat16* x,\n    const __grid_constant__ Shape x_shape,\n    float* y) {\n"
+        "  constexpr int N = 3;\n  constexpr bool FAST = true;\n  using T = __nv_bfloat16;\n\n"
+        "// x_shape\nBODY\n}\n\n} // namespace mlx::core::cu\n"
+    )
+
+
+def test_a_long_name_is_a_path_of_several_parts(tmp_path: Path) -> None:
+    assert nvrtc.module_path(tmp_path, "k" * 245) == tmp_path / ("k" * 245 + ".ptx")
+    assert nvrtc.module_path(tmp_path, "k" * 500) == tmp_path / ("k" * 245) / ("k" * 245) / ("k" * 10 + ".ptx")
+
+
+def test_kernels_are_compiled_once_and_at_once(tmp_path: Path) -> None:
+    forms = [Form(f"kernel{i}", FORM.inputs, FORM.outputs, ()) for i in range(2)]
+    first = Compiler(at_once=2)
+    assert provide(tmp_path, first, *forms, *forms).compiled == 2
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".ptx", ".ptx", ".sum", ".sum", ".txt", ".txt"]
+    names = {file.read_text() for file in tmp_path.glob("*.txt")}
+    assert names == {f"mlx::core::cu::custom_kernel_kernel{i}\tcustom_kernel_kernel{i}\n" for i in range(2)}
+    assert {file.read_text() for file in tmp_path.glob("*.ptx")} == set(first.texts)
+    assert provide(tmp_path, Compiler(), *forms).compiled == 0
+
+
+@pytest.mark.parametrize("suffix", [".ptx", ".txt", ".sum"])
+@pytest.mark.parametrize("damage", [b"", b"\0", None])
+def test_a_damaged_or_missing_file_is_made_again(tmp_path: Path, suffix: str, damage: bytes | None) -> None:
+    provide(tmp_path, Compiler(), FORM)
+    whole = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    (file,) = tmp_path.glob(f"*{suffix}")
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage)
+    assert provide(tmp_path, Compiler(), FORM).compiled == 1
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == whole
+
+
+def test_another_compiler_or_architecture_makes_it_again(tmp_path: Path) -> None:
+    provide(tmp_path, Compiler("nvrtc 13.0 sm_90a"), FORM)
+    assert provide(tmp_path, Compiler("nvrtc 13.1 sm_90a"), FORM).compiled == 1
+    assert provide(tmp_path, Compiler("nvrtc 13.1 sm_100a"), FORM).compiled == 1
+
+
+def test_what_cannot_be_compiled_or_written_is_left_to_mlx(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file that may be damaged does not stay, since MLX would load it."""
+    provide(tmp_path, Compiler(), FORM)
+    (module,) = tmp_path.glob("*.ptx")
+    module.write_bytes(b"damaged")
+    provide(tmp_path, Compiler(refuses=True), FORM)
+    assert not module.exists() and "expected a ';'" in caplog.text
+    (tmp_path / "file").touch()
+    provide(tmp_path / "file" / "folder", Compiler(), FORM)
+    assert "Not a directory" in caplog.text
+
+
+def test_many_at_once_leave_whole_files(tmp_path: Path) -> None:
+    """As two servers that start together do."""
+    everyone = [threading.Thread(target=provide, args=(tmp_path, Compiler(), FORM)) for _ in range(8)]
+    for one in everyone:
+        one.start()
+    for one in everyone:
+        one.join()
+    assert len(list(tmp_path.iterdir())) == 3
+    assert provide(tmp_path, Compiler(), FORM).compiled == 0
+
+
+def _real() -> Nvrtc | None:
+    """Return NVRTC of the package nvidia-cuda-nvrtc, with CUDA's headers from their packages."""
+    spec = importlib.util.find_spec("nvidia")
+    for root in map(Path, (spec and spec.submodule_search_locations) or ()):
+        for library in root.glob("cu13/lib/libnvrtc.so.13"):
+            include = root / "cu13" / "include"
+            return Nvrtc(ctypes.CDLL(str(library)), "sm_90a", [*nvrtc.header_folders(13), include, include / "cccl"])
+    return None
+
+
+def test_every_kernel_compiles_for_hopper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By NVRTC itself, which needs no GPU, for the kernels of all models."""
+    compiler = _real()
+    if compiler is None:
+        pytest.skip("needs nvidia-cuda-nvrtc, nvidia-cuda-runtime and nvidia-cuda-cccl")
+    modules = Modules(tmp_path, compiler)
+    monkeypatch.setattr(dialect, "compiled_modules", lambda: modules)
+
+    def declare(**_: Any) -> Any:
+        def call(output_shapes: Sequence[Any], output_dtypes: Sequence[mx.Dtype], **_: Any) -> list[mx.array]:
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", declare)
+    caplog.set_level(logging.WARNING)
+    names = [tried.name for tried in kernel_checks.tried("cuda")]
+    assert modules.compiled > len(names) > 10
+    assert not caplog.records
+    bad = dialect.maker("cuda")(Source("bad", ["x"], ["y"], "y[0] = x[0]"))
+    call: Mapping[str, Any] = {"template": {}, "groups": (1, 1, 1), "threads": 1, "outputs": [((1,), mx.float32)]}
+    bad([mx.zeros(1)], **call)
+    assert "expected a" in caplog.text
