@@ -212,7 +212,8 @@ class SGLangRenderer(Renderer):
         if answer.reason == "length":
             ended["length"] = len(answer.tokens)
         else:
-            ended["matched"] = answer.end.stop if answer.end.stop is not None else answer.tokens[-1]
+            last = answer.tokens[-1] if answer.tokens else None
+            ended["matched"] = last if answer.end.stop is None else answer.end.stop
         meta: dict[str, Any] = {
             "id": self.id,
             "finish_reason": ended,

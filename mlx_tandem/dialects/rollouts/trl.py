@@ -7,7 +7,6 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from msgspec import Struct, structs
 
 from mlx_tandem import limits
@@ -199,6 +198,8 @@ class SequencesRenderer(Renderer):
 
         Where there is no token, a logprob is -inf and an id 0.
         """
+        import numpy as np  # Its import takes time and memory.
+
         k, lengths = self._body.top_logprobs, [len(own) for own in found]
         shape = (len(found), max(lengths), k)
         best, best_ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32)
