@@ -272,7 +272,11 @@ class Tinker:
             return known
         submissions = make(ref, isinstance(sampler.source, Inflight))
         with contextlib.ExitStack() as admitted:
-            admitted.enter_context(self._front.request_admission.admitted(choices))
+            try:
+                admitted.enter_context(self._front.request_admission.admitted(choices))
+            except Overloaded as e:
+                # The SDK slows down after a 429 only.
+                raise Overloaded(e.message, retry_after=e.retry_after or 1.0) from e
             promise = self.promises.new(session.owner, session.id)
             sampler.note(number, content, promise)
             held = admitted.pop_all()
