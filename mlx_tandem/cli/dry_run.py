@@ -52,7 +52,9 @@ def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> It
     yield f"weights              {_size(memory.weights)}"
     yield f"activations          {_size(memory.activations)}  at most, steps of {memory.chunk_tokens:,} prompt tokens"
     if memory.learning:
-        yield f"learning             {_size(memory.learning)}  a trainer of rank {engine.duty.trainer_rank}"
+        duty = engine.duty
+        trainers = "a trainer" if duty.trainers == 1 else f"{duty.trainers} trainers"
+        yield f"learning             {_size(memory.learning)}  {trainers} of rank {duty.trainer_rank}"
     for pool in memory.pools:
         if pool.state:
             rows = f"{pool.num_blocks:,} states of {pool.block_bytes:,} bytes each"

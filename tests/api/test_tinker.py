@@ -245,8 +245,11 @@ def test_what_is_wrong_in_a_model_is_named(client: Client, more: dict[str, Any],
 
 
 def test_a_field_of_a_newer_sdk_that_asks_for_nothing_is_left_out(client: Client) -> None:
-    made = client.done("create_model", **client.asked_model() | {"newer": None, "other": False, "third": []})
+    asked = client.asked_model(newer=None, other=0)
+    made = client.done("create_model", **asked | {"newer": None, "other": False, "third": []})
     assert made["model_id"].endswith(":train:0")
+    params = {"max_tokens": 1, "newer": None}
+    assert sample(client, client.sampler(), newer="", prompt=PROMPT | {"newer": {}}, params=params).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,14 @@ def test_a_model_learns_and_is_sampled(server, service):
     scored = sampler.compute_logprobs(tinker.ModelInput.from_ints(whole)).result()
     (trained,) = model.forward([datum(whole[:-1], target_tokens=whole[1:])], "cross_entropy").result().loss_fn_outputs
     assert scored[0] is None and np.allclose(scored[1:], trained["logprobs"].data, atol=1e-3)
+    last = sampler.compute_logprobs(tinker.ModelInput.from_ints(whole), prompt_logprobs_last_n=2).result()
+    assert last[:-2] == [None] * (len(whole) - 2) and np.allclose(last[-2:], scored[-2:], atol=1e-3)
+    asked = {"num_samples": 1, "sampling_params": tinker.SamplingParams(max_tokens=1), "include_prompt_logprobs": True}
+    likely = sampler.sample(tinker.ModelInput.from_ints(whole), **asked, topk_prompt_logprobs=3).result()
+    assert likely.topk_prompt_logprobs[0] is None
+    assert [len(row) for row in likely.topk_prompt_logprobs[1:]] == [3] * (len(whole) - 1)
+    for token, logprob, row in zip(whole[1:], scored[1:], likely.topk_prompt_logprobs[1:], strict=True):
+        assert row[0][1] >= row[1][1] >= row[2][1] and dict(row).get(token, logprob) == pytest.approx(logprob, abs=1e-3)
     assert np.allclose(found.prompt_logprobs[1:], scored[1 : len(PROMPT)], atol=1e-3)
     assert not np.allclose(found.sequences[0].logprobs, scored[len(PROMPT) :], atol=1e-2)  # another temperature
 

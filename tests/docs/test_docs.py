@@ -511,6 +511,8 @@ def test_every_command_is_run() -> None:
 @pytest.mark.restarts
 @pytest.mark.parametrize("block", of_language("python"))
 def test_python(block: Block, folder: Path, served: Served, here: Here) -> None:
+    if "import tinker" in block.text:
+        pytest.importorskip("tinker")  # of the extra `clients`
     program = folder / "program.py"
     program.write_text(block.text.replace(":8000", f":{served.port}"), encoding="utf-8")
     here.program(program)

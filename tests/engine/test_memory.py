@@ -33,7 +33,7 @@ from mlx_tandem.model.build import Built, build, build_draft, plan
 from mlx_tandem.model.step import compiled, seats
 from mlx_tandem.training.device.cutting import Cutting
 from mlx_tandem.training.device.trainers import MLXTrainers
-from mlx_tandem.types import SamplingParams
+from mlx_tandem.types import MemoryBudget, SamplingParams
 from tests import tiny_models
 from tests.engine.learning import finish, some_data
 
@@ -200,6 +200,19 @@ def test_learning_has_memory_for_every_trainer_and_one_pass(several: bool) -> No
     assert trainer > 0 and four - one == 3 * trainer
     assert twice - one == trainer + (several and trainer * footprint._STEP_BACK // footprint._TRAINER)
     assert learning(1, 0) == learning(4, 0) == 0
+
+
+def test_trainers_that_adapt_the_head_have_memory_for_it() -> None:
+    def learning(trainers: int, *, head: bool) -> MemoryBudget:
+        duty = DutyConfig(trainer_rank=8, trainers=trainers, trains_head=head)
+        config = EngineConfig(ModelConfig(str(demo.MODEL_PATH)), CacheConfig(num_blocks=16), duty=duty)
+        return plan(config)[0]
+
+    without, with_head = learning(1, head=False), learning(1, head=True)
+    more = 8 * (256 + 1024) * 4 * footprint._TRAINER  # of the demo model's head
+    assert with_head.learning - without.learning == more
+    assert learning(3, head=True).learning - learning(3, head=False).learning == 3 * more
+    assert with_head.adapter_slots > without.adapter_slots
 
 
 @pytest.mark.promise("FLT-54")

@@ -7,7 +7,7 @@ nothing: null, false, zero, or something empty.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,7 +25,8 @@ Text = Annotated[str, Meta(max_length=1024)]
 def known(kind: type[Struct]) -> Callable[[Any], Any]:
     """Return a function that leaves out of a decoded body what `kind` does not know and what asks for nothing."""
     hints = get_type_hints(kind)
-    inner = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Struct)}
+    kinds = {name: [own for own in (hint, *get_args(hint)) if isinstance(own, type)] for name, hint in hints.items()}
+    inner = {name: own for name, found in kinds.items() for own in found if issubclass(own, Struct)}
 
     def prepared(value: Any) -> Any:
         if not isinstance(value, dict):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.tinker import wire
@@ -17,7 +18,7 @@ from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.sampling import check_logprobs, stop_strings
 from mlx_tandem.training.tinker.promises import Result
-from mlx_tandem.types import AdapterRef, SamplingParams, TokenLogprob
+from mlx_tandem.types import AdapterRef, SamplingParams
 
 EMPTY = -99999.0
 """The logprob in a cell of a list of likely tokens that has none."""
@@ -64,7 +65,7 @@ class Sample:
         for i, count in enumerate(counts):
             seed = (params.seed + i * SEEDS + 2**63) % 2**64 - 2**63
             asked = params.prompt_logprobs if not i else None
-            own = SamplingParams(**_fields(params) | {"seed": seed, "prompt_logprobs": asked})
+            own = structs.replace(params, seed=seed, prompt_logprobs=asked)
             made.append(Prompted([self.prompt], [adapter], own, count, text, follow=follow))
         return made
 
@@ -87,16 +88,7 @@ class Sample:
     def _sequence(self, answer: Answer) -> wire.Sampled:
         reason = wire.STOP if answer.reason == "stop" else wire.LENGTH
         topk = _topk([own.top for own in answer.logprobs], self.top) if self.top else None
-        return wire.Sampled(answer.tokens, [_sampled(own) for own in answer.logprobs], reason, topk)
-
-
-def _sampled(logprob: TokenLogprob) -> float:
-    """Return the logprob of a token under the distribution that it was drawn from."""
-    return logprob.sampled
-
-
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in params.__struct_fields__}
+        return wire.Sampled(answer.tokens, [own.sampled for own in answer.logprobs], reason, topk)
 
 
 def _topk(rows: Sequence[Sequence[tuple[int, float]]], k: int) -> wire.Topk:

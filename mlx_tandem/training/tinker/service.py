@@ -117,11 +117,11 @@ class Tinker:
         self.promises.end(session.id)
         for sampler in session.samplers.values():
             self._samplers.pop(sampler.id, None)
-        for model in session.models.values():
-            if self._models.pop(model.id, None) is not None:
-                await model.close()
+        models = [model for model in session.models.values() if self._models.pop(model.id, None) is not None]
+        for model in models:  # Nobody finds them any more.
+            await model.close()
         await session.snapshots.close()
-        log("session ended", session=session.id, models=len(session.models))
+        log("session ended", session=session.id, models=len(models))
 
     async def _watched(self) -> None:
         """End sessions whose lease is over, and remove checkpoints that expire, for ever."""
@@ -133,7 +133,13 @@ class Tinker:
                 log_exception("leases were not looked at", e)
 
     async def look(self) -> None:
-        """End sessions whose lease is over, and remove checkpoints whose time is over."""
+        """End sessions whose lease is over, and remove checkpoints whose time is over.
+
+        No lease ends while the engine is not ready, since clients cannot show signs of life then.
+        """
+        if self._front.client.state != "ready":
+            for session in self._sessions.values():
+                session.touch()
         for session in [s for s in self._sessions.values() if s.silent > self._config.lease_s]:
             log("session lost", session=session.id)
             await self.end(session)
@@ -272,7 +278,11 @@ class Tinker:
             return known
         submissions = make(ref, isinstance(sampler.source, Inflight))
         with contextlib.ExitStack() as admitted:
-            admitted.enter_context(self._front.request_admission.admitted(choices))
+            try:
+                admitted.enter_context(self._front.request_admission.admitted(choices))
+            except Overloaded as e:
+                # The SDK slows down after a 429 only.
+                raise Overloaded(e.message, retry_after=e.retry_after or 1.0) from e
             promise = self.promises.new(session.owner, session.id)
             sampler.note(number, content, promise)
             held = admitted.pop_all()

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter, OrderedDict
 
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.errors import EngineError
+from mlx_tandem.errors import Conflict, EngineError, InvalidRequest
 from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.log import log
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
@@ -46,7 +46,11 @@ class Versions:
             self._holders.clear()
         ref = self._read.get(source)
         if ref is None:
-            ref = self._read[source] = self._held(name, await self._client.load_adapter(source))
+            try:
+                info = await self._client.load_adapter(source)
+            except Conflict as e:  # which clients would repeat for minutes
+                raise InvalidRequest(e.message, param=e.param) from e
+            ref = self._read[source] = self._held(name, info)
             while len(self._read) > MOST_READ:
                 await self.release(self._read.popitem(last=False)[1])
         self._read.move_to_end(source)
