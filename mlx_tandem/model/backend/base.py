@@ -22,177 +22,108 @@ _ANY = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The kernels of this package that the device can run.
+    """The kernels of this package that the device can run."""
 
-    Attributes:
-        target: The back end that their texts are made for; None: MLX's own operations compute and write everything.
-        tested_to_write: Whether the kernel that writes in place is tested before its first use in a process.
-        ordered_by_outputs: Whether kernels are ordered by their outputs alone. Then every user of an array that kernels
-            write has to depend on an output of each earlier user (`model/kernels/inplace.py`).
-        joins_operations: Whether small operations between products are worth a kernel that joins them.
-        has_matrix_words: Whether the dialect's words for tensor cores have a meaning.
-        mlx_has_its_own: Whether MLX and mlx-lm have kernels for gated delta nets and depthwise convolutions, so that
-            those of this package have to be faster.
-    """
-
-    target: Target | None
-    tested_to_write: bool = False
+    target: Target | None  # what their texts are made for; None: MLX's own operations compute and write everything
+    tested_to_write: bool = False  # whether the kernel that writes in place is tested before its first use in a process
+    # Whether kernels are ordered by their outputs alone. Then every user of an array that kernels write has to depend
+    # on an output of each earlier user (`model/kernels/inplace.py`).
     ordered_by_outputs: bool = False
-    joins_operations: bool = False
-    has_matrix_words: bool = False
+    joins_operations: bool = False  # whether small operations between products are worth a kernel that joins them
+    has_matrix_words: bool = False  # whether the dialect's words for tensor cores have a meaning
+    # Whether MLX and mlx-lm have kernels for gated delta nets and depthwise convolutions, which have to be beaten.
     mlx_has_its_own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongForward:
-    """The forwards whose layers are too much work, or need too much memory, to be handed to the device at once.
+    """The forwards whose layers are too much work, or need too much memory, to be handed to the device at once."""
 
-    Attributes:
-        tokens: Fewest tokens of such a forward.
-        group: Most layers that are handed over together.
-        gathers: Whether only forwards whose keys and values are gathered are meant, and shorter ones, too, if they
-            gather more than there is room for.
-    """
-
-    tokens: int
-    group: int = 1
+    tokens: int  # fewest tokens of such a forward
+    group: int = 1  # most layers that are handed over together
+    # Whether only forwards are meant that gather keys and values, and shorter ones, too, if they gather more than there
+    # is room for.
     gathers: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """How steps and their numbers reach the device.
+    """How steps and their numbers reach the device."""
 
-    Attributes:
-        one_at_a_time: Whether a part of a step is dispatched only when the part before it is done.
-        lets_go_late: Whether the device holds the inputs of operations for some time after they are done.
-        numbers_as_one: Whether all numbers of a forward travel as one array, which kernels copy and write back to.
-        may_wait_for_numbers: Whether a step that was dispatched can wait on the device for its numbers.
-        tracing_is_cheap: Whether a kind of step is worth tracing at its first use.
-        long_forward: The forwards that wait for the device while they are built; None: none.
-        drive_bytes: Bytes that a step reads for the drive and writes from it, at least one record.
-    """
-
-    one_at_a_time: bool = False
-    lets_go_late: bool = True
-    numbers_as_one: bool = False
-    may_wait_for_numbers: bool = False
-    tracing_is_cheap: bool = False
-    long_forward: LongForward | None = None
-    drive_bytes: int
+    one_at_a_time: bool = False  # whether a part of a step is dispatched only when the part before it is done
+    lets_go_late: bool = True  # whether the inputs of operations are held for some time after these are done
+    numbers_as_one: bool = False  # whether a forward's numbers are one array, which kernels copy and write back to
+    may_wait_for_numbers: bool = False  # whether a step that was dispatched can wait on the device for its numbers
+    tracing_is_cheap: bool = False  # whether a kind of step is worth tracing at its first use
+    long_forward: LongForward | None = None  # the forwards that wait for the device while they are built
+    drive_bytes: int  # that a step reads for the drive and writes from it, at least one record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """How the device multiplies matrices.
+    """How the device multiplies matrices."""
 
-    Attributes:
-        only_float32_is_fast: Whether float32 is many times faster than every other type, packed weights included.
-        one_by_one: Whether a batch of products is computed one product after the other, each like a product alone.
-        windows_beat_gathers: Whether adapters of mixed rows are faster in windows of neighbouring rows than row by row.
-        worth_timing: Whether the time of a product depends on more than its size.
-        timed_apart: Whether the device's time and the host's are measured apart.
-        alike: Relative difference up to which two measured costs count as equal; it is multiplied by the ratio of the
-            two row counts.
-        dequantised_layers: Most layers whose weights are dequantised in memory at once; None: all layers.
-        dequantised_tokens: Fewest tokens of a forward that may dequantise weights.
-        tile_sizes: Sizes of tiles that are tried for `--deterministic`, ascending.
-    """
-
-    only_float32_is_fast: bool = False
-    one_by_one: bool = False
-    windows_beat_gathers: bool = False
-    worth_timing: bool = True
-    timed_apart: bool = False
+    only_float32_is_fast: bool = False  # whether it is many times faster than every other type, packed weights included
+    one_by_one: bool = False  # whether a batch of products is computed one after the other, each like a product alone
+    windows_beat_gathers: bool = False  # whether adapters of mixed rows are faster in windows of rows than row by row
+    worth_timing: bool = True  # whether the time of a product depends on more than its size
+    timed_apart: bool = False  # whether the device's time and the host's are measured apart
+    # Relative difference up to which two measured costs count as equal; it is multiplied by the ratio of row counts.
     alike: float = 0.25
-    dequantised_layers: int | None = None
-    dequantised_tokens: int = 0
-    tile_sizes: tuple[int, ...]
+    dequantised_layers: int | None = None  # most layers whose weights are dequantised in memory at once; None: all
+    dequantised_tokens: int = 0  # fewest tokens of a forward that may dequantise weights
+    tile_sizes: tuple[int, ...]  # sizes of tiles that are tried for `--deterministic`, ascending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """What MLX computes besides products.
+    """What MLX computes besides products."""
 
-    Attributes:
-        masks_are_slow: Whether a mask keeps MLX from its fused attention.
-        angles_are_slow: Whether the cosines and sines of a rope are worth keeping for the other layers of a forward.
-        fusing_keeps_bits: Whether fused operations give the same bits as separate ones.
-        compiled_by_the_host: Whether MLX fuses operations with the host's C++ compiler.
-    """
-
-    masks_are_slow: bool = True
-    angles_are_slow: bool = False
-    fusing_keeps_bits: bool = False
-    compiled_by_the_host: bool = False
+    masks_are_slow: bool = True  # whether a mask keeps MLX from its fused attention
+    angles_are_slow: bool = False  # whether the cosines and sines of a rope are worth keeping for other layers
+    fusing_keeps_bits: bool = False  # whether fused operations give the same bits as separate ones
+    compiled_by_the_host: bool = False  # whether MLX fuses operations with the host's C++ compiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a step and the pool may take and need.
+    """What a step and the pool may take and need."""
 
-    Attributes:
-        chunk_tokens: Candidates for the most prompt tokens of one step, largest first. The first is taken whose
-            activations fit into their share of the memory, or into what the last candidate needs.
-        layers: Layers whose activations are in memory at once.
-        scores: Arrays of the size of attention's scores that are.
-        score_bytes: Fewest bytes of a score.
-        gathered: Copies of gathered keys and values that are.
-        most_pool: Largest KV pool in bytes, unless a size is configured.
-        most_activations: Bytes that steps are cut down to, unless no step would fit.
-    """
-
+    # Candidates for the most prompt tokens of one step, largest first. The first is taken whose activations fit into
+    # their share of the memory, or into what the last candidate needs.
     chunk_tokens: tuple[int, ...]
-    layers: int = 8
-    scores: int = 3
-    score_bytes: int = 2
-    gathered: float = 3.0
-    most_pool: int = _ANY
-    most_activations: int = _ANY
+    layers: int = 8  # whose activations are in memory at once
+    scores: int = 3  # arrays of the size of attention's scores that are in memory at once
+    score_bytes: int = 2  # fewest bytes of a score
+    gathered: float = 3.0  # copies of gathered keys and values that are in memory at once
+    most_pool: int = _ANY  # largest KV pool in bytes, unless a size is configured
+    most_activations: int = _ANY  # bytes that steps are cut down to, unless no step would fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """How learning's work is cut, so that streams wait for none of it long.
+    """How learning's work is cut, so that streams wait for none of it long."""
 
-    Attributes:
-        micro_batch_tokens: Tokens of one forward and backward, for which memory is kept. A slice is one or a few layers
-            of it, and streams wait for a slice.
-        times_slices: Whether the start times a slice and takes fewer tokens where it is slow.
-        forward_layers: Layers in one slice of the forward. A layer of the backward, which computes the layer again and
-            two gradients, takes as long as three of the forward.
-        kept_bytes: Activations of a micro-batch up to which they are kept for the backward; more are computed again.
-        step_chunks: Chunks of parameters that one slice of an optimiser's step updates.
-        scores: Arrays of the size of attention's scores, in float32, that a layer of the backward needs.
-        attention_has_gradient: Whether MLX has a fused attention with a gradient, which needs no array of scores.
-        few_shapes: Whether sequences are padded so that few shapes occur.
-        masks_are_slow: Whether attention with masks of one's own is slow with a gradient.
-        compiles_for_long: Whether the kernels of a first pass take so long to compile that the start runs one.
-    """
-
-    micro_batch_tokens: int
-    times_slices: bool = False
+    micro_batch_tokens: int  # of one forward and backward; a slice is one or a few layers of it
+    times_slices: bool = False  # whether the start times a slice and takes fewer tokens where it is slow
+    # Layers in one slice of the forward. A layer of the backward, which computes the layer again and two gradients,
+    # takes as long as three of the forward.
     forward_layers: int = 1
-    kept_bytes: int = 0
-    step_chunks: int = 1
-    scores: int = 3
-    attention_has_gradient: bool = False
-    few_shapes: bool = False
-    masks_are_slow: bool = False
-    compiles_for_long: bool = False
+    kept_bytes: int = 0  # activations of a micro-batch up to which they are kept and not computed again
+    step_chunks: int = 1  # chunks of parameters that one slice of an optimiser's step updates
+    scores: int = 3  # arrays of attention's scores in float32 that a layer of the backward needs
+    attention_has_gradient: bool = False  # whether MLX has a fused attention with one, which makes no array of scores
+    few_shapes: bool = False  # whether sequences are padded so that few shapes occur
+    masks_are_slow: bool = False  # whether attention with masks of one's own is slow with a gradient
+    compiles_for_long: bool = False  # whether kernels of a first pass compile for so long that the start runs one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
-    """How large that is by which the device is measured.
+    """How large that is by which the device is measured."""
 
-    Attributes:
-        copied_numbers: Numbers in float32 that are copied to measure bandwidth.
-        only_small_models: Whether the models of `tandem doctor` have to be small.
-    """
-
-    copied_numbers: int = 128 << 20
-    only_small_models: bool = False
+    copied_numbers: int = 128 << 20  # in float32, to measure bandwidth
+    only_small_models: bool = False  # whether the models of `tandem doctor` have to be small
 
 
 @dataclass(frozen=True, kw_only=True)
