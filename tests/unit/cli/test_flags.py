@@ -218,6 +218,11 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--enable-rl-training --trajectory-buffer-size 900", "rl_training.trajectory_buffer_size", 900),
     ("--enable-rl-training --scoring-batch-size 9", "rl_training.scoring_batch_size", 9),
     ("--enable-rl-training --group-size 8", "rl_training.group_size", 8),
+    (
+        "--enable-rl-training --atropos-url http://localhost:8001",
+        "rl_training.atropos_url",
+        "http://localhost:8001",
+    ),
     ("--enable-rl-training --validation-prompts v.jsonl", "rl_training.validation_prompts", "v.jsonl"),
     ("--enable-rl-training --metrics-file m.jsonl", "rl_training.metrics_file", "m.jsonl"),
     ("--enable-rl-training --report-to tensorboard,wandb", "rl_training.report_to", ("tensorboard", "wandb")),
