@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+from msgspec import structs
 
 from mlx_tandem.config import Config, EngineConfig, ModelConfig
 from mlx_tandem.engine.client import EngineClient, engine_client
@@ -36,7 +37,7 @@ from mlx_tandem.engine.messages import (
 )
 from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, InvalidRequest, ModelError, NotFound
 from mlx_tandem.types import AdapterSource, Delta, EngineStats, Request, SamplingParams
-from tests.api.scripted import ADAPTER, Peer, ScriptedEngine
+from tests.api.scripted import ADAPTER, INFO, Peer, ScriptedEngine
 
 Body = Callable[[EngineClient, Peer, ScriptedEngine], Awaitable[None]]
 
@@ -261,6 +262,27 @@ def test_death_ends_streams_and_calls_at_once_and_starts_another_engine():
         r = request(client)
         async with client.submit(r) as stream:
             second.say(Output([Delta(r.id, 0, (1,), None, "stop")]))
+            await tokens(stream)
+
+    run(body, on_ready=on_ready)
+
+
+def test_an_engine_may_say_later_what_has_changed_about_it():
+    """As it does when the kernels of adapters are chosen; that begins nothing anew."""
+    readied = 0
+
+    async def on_ready():
+        nonlocal readied
+        readied += 1
+
+    async def body(client, peer, engine):
+        peer.ready(structs.replace(INFO, lora_backend="fused"))
+        while client.info is None or client.info.lora_backend != "fused":
+            await asyncio.sleep(0.01)
+        assert (client.state, readied, client.restarts) == ("ready", 1, 0)
+        r = request(client)
+        async with client.submit(r) as stream:
+            peer.say(Output([Delta(r.id, 0, (1,), None, "stop")]))
             await tokens(stream)
 
     run(body, on_ready=on_ready)

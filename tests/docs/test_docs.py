@@ -524,7 +524,7 @@ def test_the_settings_file(folder: Path) -> None:
     """The page shows every setting, and the defaults that hold."""
     (block,) = (b for b in blocks() if b.language == "yaml" and b.page == "command-line.md")
     shown = build(folder / "tandem.yaml", {})
-    assert shown == Config(engine=build(None, {"model": "./my-model"}).engine, adapters=(("sql", "./my-adapter"),))
+    assert shown == build(None, {"model": "./my-model", "adapter": [("sql", "./my-adapter")]})
     for place in OPTIONS.values():
         assert re.search(rf"^ *{place.rsplit('.', 1)[-1]}:", block.text, re.MULTILINE), place
 

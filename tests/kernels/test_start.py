@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec import structs
 
 from mlx_tandem.adapters import formats
+from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, LoraConfig, ModelConfig
+from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
+from mlx_tandem.engine.wire import EngineChannel, WireError
+from mlx_tandem.engine_main import serve
 from mlx_tandem.model import build
 from mlx_tandem.model.choices import Kept
 from mlx_tandem.model.kernels import inplace, timing
@@ -28,7 +35,7 @@ from mlx_tandem.model.ops.lora import choice as lora
 from mlx_tandem.model.ops.sampling import choice as sampling
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
-from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from mlx_tandem.types import AdapterRef, AdapterSource, Delta, Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
 from tests.kernels import gpu as fake
@@ -419,3 +426,74 @@ def test_an_adapter_that_is_loaded_later_notices_that_its_kernel_has_become_wron
     assert load_first_adapter(engine)[0] == "gather"
     assert "checked anew, because with the choices of the last start wrong by" in caplog.text
     assert_serves_an_adapter(engine, tmp_path)
+
+
+class Loading(EngineChannel):
+    """Has an engine load an adapter while a request for the base runs, then asks for the adapter, and hangs up when
+    both have ended."""
+
+    def __init__(self, folder: Path, gpu: Gpu):
+        self.folder, self.gpu = folder, gpu
+        self.sent: list[Any] = []
+        self.made_at_ready: set[str] | None = None
+        self.digest = ""
+
+    def receive(self, wait: float) -> list[m.Inbound]:
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        if self.made_at_ready is None:
+            self.made_at_ready = of_adapters(self.gpu)
+            load = m.LoadAdapter(1, AdapterSource(str(self.folder)))
+            return [load, m.Submit(Request(2, PROMPTS[0], structs.replace(params, max_tokens=40)))]
+        if not self.digest and (loaded := [x for x in self.sent if isinstance(x, m.AdapterLoaded)]):
+            self.digest = loaded[0].info.digest
+            return [m.Submit(Request(3, PROMPTS[1], params, AdapterRef("adapter", 1, self.digest)))]
+        if {2, 3} <= {d.request for d in self.deltas if d.finish}:
+            raise WireError("over")
+        return []
+
+    def send(self, messages: Sequence[m.Inbound | m.Outbound]) -> None:
+        self.sent += messages
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [d for x in self.sent if isinstance(x, m.Output) for d in x.deltas]
+
+    def tokens(self, request: int) -> list[int]:
+        return [t for d in self.deltas if d.request == request for t in d.tokens]
+
+
+def test_an_engine_makes_its_first_adapter_s_kernels_ready_between_the_steps_of_others(
+    metal: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tiny_models.make(tmp_path / "model", "llama")
+    oracle = Oracle.load(folder)
+    linears = make_engine(folder, num_blocks=12, prepare=False).built.linears
+    deltas = tiny_models.make_adapter(tmp_path / "adapter", linears, "peft", rank=8, seed=2)
+    inplace.writing.cache_clear()
+    metal.sources.clear()
+    config = EngineConfig(
+        ModelConfig(str(folder)), CacheConfig(block_size=8, num_blocks=24), lora=LoraConfig(1, 8), duty=DutyConfig()
+    )
+    channel = Loading(tmp_path / "adapter", metal)
+
+    def engine() -> None:
+        with suppress(WireError):
+            serve(channel, config, False)
+
+    thread = Thread(target=engine)  # is done with the device after it
+    thread.start()
+    thread.join()
+    first, second = (x.info for x in channel.sent if isinstance(x, m.Ready))
+    assert (first.lora_reason, second.lora_backend) == (build.LATER, "fused")
+    assert channel.made_at_ready == set() and of_adapters(metal)
+    loaded = next(i for i, x in enumerate(channel.sent) if isinstance(x, m.AdapterLoaded))
+    assert any(isinstance(x, m.Output) for x in channel.sent[:loaded]), "nobody was served meanwhile"
+    for request, prompt in ((2, PROMPTS[0]), (3, PROMPTS[1])):
+        if request == 3:
+            tiny_models.merge(oracle.model, deltas)
+            oracle = Oracle(oracle.model)
+        said = channel.tokens(request)
+        likeliest = oracle.logprobs(prompt, said).max(-1)
+        chosen = oracle.logprobs(prompt, said)[np.arange(len(said)), said]
+        assert len(said) == (40 if request == 2 else 6) and np.allclose(chosen, likeliest, atol=1e-4)

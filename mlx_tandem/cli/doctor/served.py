@@ -38,7 +38,9 @@ def starts(bench: Bench) -> Outcome:
 
 def _engine(bench: Bench, dtype: str) -> Engine:
     """Return an engine of this type that reads prompts in chunks of 16 tokens."""
-    made = Engine(adapters={}, dtype=dtype, num_blocks=513, max_model_len=1024, max_num_seqs=8, max_chunk_tokens=16)
+    made = Engine(
+        adapters={}, prepare=True, dtype=dtype, num_blocks=513, max_model_len=1024, max_num_seqs=8, max_chunk_tokens=16
+    )
     bench.cleanup.callback(made.close)
     return made
 

@@ -20,7 +20,7 @@ class Company:
     """The users of the device beside the steps of a runner. Entered and left on any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a pass may be collected as garbage, and closed, while it is held
         self._number = 0
         self._let_go: Callable[[], None] | None = None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.mac import models
 from mlx_tandem.cli.doctor.result import Failed, Figures, NotHere, Outcome
-from mlx_tandem.config import CacheConfig, EngineConfig
+from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig
 from mlx_tandem.engine.prefill import Prefill
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def _started(bench: Bench) -> Started:
 
     def make() -> Started:
         model = models.dense(bench)
-        config = EngineConfig(model, CacheConfig(num_blocks=2 + -(-bench.sizes.prompt // BLOCK)))
+        config = EngineConfig(
+            model, CacheConfig(num_blocks=2 + -(-bench.sizes.prompt // BLOCK)), lora=LoraConfig(prepare=True)
+        )
         built = build(config, {}, lambda stage, fraction: None)
         prefill = Prefill(config.scheduler, built.step_limits, built.info.vocab_size)
         return Started(built, built.warm_up(prefill.cost), prefill)
