@@ -7,15 +7,12 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.route import Received, Reply
 from mlx_tandem.dialects.tinker import bodies as b
-from mlx_tandem.dialects.tinker import passes, wire
-from mlx_tandem.dialects.tinker.sampling import Sample
-from mlx_tandem.dialects.tinker.unpacking import unpacked
 from mlx_tandem.engine.learning import AdamParams, Part
 from mlx_tandem.errors import InvalidRequest, NotFound, TandemError, UnsupportedMedia
 from mlx_tandem.generation.prompted import OWNER
@@ -25,6 +22,9 @@ from mlx_tandem.training.tinker.order import Work
 from mlx_tandem.training.tinker.promises import POLL_SECONDS, Promise, Result
 from mlx_tandem.training.tinker.samplers import Base, Source
 from mlx_tandem.training.tinker.service import saving
+
+if TYPE_CHECKING:
+    from mlx_tandem.dialects.tinker.wire import PassRequest
 
 PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 4 << 20
@@ -182,6 +182,8 @@ def check_metadata(given: Mapping[str, Any] | None) -> dict[str, str]:
 async def forward_backward(front: ServerFront, received: Received) -> dict[str, Any]:
     """Add a pass to a model's queue and return its promise."""
     tinker = front.check_tinker()
+    from mlx_tandem.dialects.tinker import passes  # Its imports take time and memory: here and below.
+
     if received.media != PROTOBUF:
         raise UnsupportedMedia(f"Content-Type must be {PROTOBUF}: newer versions of the SDK send it")
     async with tinker.decoding:
@@ -217,10 +219,13 @@ async def forward_backward(front: ServerFront, received: Received) -> dict[str, 
     return _ordered(model, number, content, work, size)
 
 
-def _read(received: Received) -> tuple[wire.PassRequest, bytes]:
+def _read(received: Received) -> tuple[PassRequest, bytes]:
     """Return a request for a pass, and a digest of its body."""
+    from mlx_tandem.dialects.tinker.unpacking import unpacked
+    from mlx_tandem.dialects.tinker.wire import read_pass
+
     body = unpacked(received.content, received.encoding, limits.MAX_TINKER_UNPACKED)
-    return wire.read_pass(body), hashlib.sha256(body).digest()
+    return read_pass(body), hashlib.sha256(body).digest()
 
 
 def optim_step(front: ServerFront, body: b.StepBody) -> dict[str, Any]:
@@ -324,6 +329,8 @@ def join_sampling_session(front: ServerFront, body: b.JoinBody) -> dict[str, Any
 async def asample(front: ServerFront, body: b.SampleBody) -> dict[str, Any]:
     """Begin a request to a sampler and return its promise."""
     tinker = front.check_tinker()
+    from mlx_tandem.dialects.tinker.sampling import Sample
+
     for name in ("base_model", "model_path"):
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name} belongs to create_sampling_session", param=name)

@@ -267,6 +267,12 @@ def test_settings_need_no_web_framework() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_a_server_without_tinker_imports_nothing_for_its_tensors() -> None:
+    code = "import sys\nimport mlx_tandem.server.app\nprint([m for m in ('numpy', 'zstandard') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
