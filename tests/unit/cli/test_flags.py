@@ -214,6 +214,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--enable-rl-training --kl-coef 0.1", "rl_training.kl_coef", 0.1),
     ("--enable-rl-training --kl-coef 0.1 --kl-reference accepted", "rl_training.kl_reference", "accepted"),
     ("--enable-rl-training --scoring-function gsm8k", "rl_training.scoring_function", "gsm8k"),
+    ("--enable-rl-training --atropos-url http://x:1", "rl_training.atropos_url", "http://x:1"),
     ("--enable-rl-training --update-frequency 9", "rl_training.update_frequency", 9),
     ("--enable-rl-training --trajectory-buffer-size 900", "rl_training.trajectory_buffer_size", 900),
     ("--enable-rl-training --scoring-batch-size 9", "rl_training.scoring_batch_size", 9),
