@@ -16,7 +16,7 @@ from mlx_tandem.training.online import states, takeover
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from tests.unit.learning_fakes import config, group, nothing
-from tests.unit.online_side import Side, on_a_loop, running
+from tests.unit.online_side import Side, full_drive, on_a_loop, running
 
 OLD_FOLDER = Path(__file__).parent / "old_folder"
 """A folder that a version before `learning.db` wrote: `checkpoint-3`, after it in the journal an update that
@@ -146,6 +146,10 @@ async def test_the_folder_of_an_earlier_version_is_taken_over_once(tmp_path: Pat
     await side.learner.close()
 
 
+def database_rows(side: Side) -> list[tuple[Any, ...]]:
+    return side.learner._learner.ledger.saved.database.rows("SELECT id FROM trajectories")
+
+
 @pytest.mark.usefixtures("at_once")
 @on_a_loop
 async def test_an_old_journal_that_does_not_fit_its_checkpoint_gives_its_trajectories(tmp_path: Path) -> None:
@@ -166,12 +170,15 @@ async def test_an_old_journal_that_does_not_fit_its_checkpoint_gives_its_traject
             with pytest.raises(StorageError, match=r"is damaged at byte \d+ or of another format and cannot be taken"):
                 await side.bring_up()
             journal.write_bytes(content)
+            with full_drive(), pytest.raises(StorageError, match="disk is full"):
+                await side.bring_up()
         await side.bring_up()
         held = [t.id for t, _ in side.learner._learner.ledger.buffer.held]
         assert held == (["t5-0", "t5-1", "t6-0"] if kind == "cut" else ["t6-0"])
         assert len(side.trained) == (0 if kind == "gone" else 8)
         await side.learner.add(group(4), 2)
         assert side.learner.status().dropped_duplicate == 2
+        assert {row[0] for row in database_rows(side)} >= {"t5-0", "t5-1", "t6-0"}
         await side.learner.close()
 
 
