@@ -69,7 +69,7 @@ class Server:
     @contextlib.contextmanager
     def started(self, model: Path, seconds: float = 180.0) -> Iterator[Running]:
         """Start the server with this model, yield it when it is ready, and stop it at the end of the block."""
-        port = _free_port()
+        port = free_port()
         command = [part.format(model=model, port=port) for part in self.command]
         environment = dict(self.environment or os.environ) | {"HF_HUB_OFFLINE": "1"}
         if self.preload_blas and _has_openblas():
@@ -154,7 +154,8 @@ async def _answers(port: int) -> bool:
     return status == 200
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,5 +1,5 @@
-"""The only writer of durable files: when one of these functions has returned, its result survives a crash or a power
-loss.
+"""The only writer of durable files but for SQLite: when one of these functions has returned, its result survives a
+crash or a power loss.
 
 A file or folder appears under its name whole or not at all: it is written under a name that starts with a dot,
 brought to the drive, and renamed. Every file is 0600 and every folder 0700.

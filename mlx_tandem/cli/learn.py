@@ -1,17 +1,74 @@
-"""`tandem learn`: watch a running server learn."""
+"""`tandem learn`: watch a running server learn, and read what its folder has of all runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mlx_tandem.cli import keys
 from mlx_tandem.cli.adapters import URL, CaCert, Key, KeyFile, Url
-from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.checkpoints import FOLDER, Folder
+from mlx_tandem.cli.console import fail, show
 from mlx_tandem.cli.help import Command, group
 
-learn = group("Learning of a running server.")
+if TYPE_CHECKING:
+    from mlx_tandem.training.store.database import Database
+
+learn = group("Learning of a server, running or not.")
+
+Adapter = Annotated[
+    str | None, typer.Argument(metavar="ADAPTER", help="Its name; needed where several have learned in the folder.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@learn.command("list", cls=Command)
+def list_runs(checkpoint_dir: Folder = FOLDER, as_json: AsJson = False) -> None:
+    """List the adapters that have learned in a folder, with how far they are."""
+    from mlx_tandem.cli import learned
+
+    with _reading(checkpoint_dir) as database:
+        _print(learned.runs(database), learned.LISTED, as_json)
+
+
+@learn.command("show", cls=Command)
+def show_updates(
+    adapter: Adapter = None,
+    last: Annotated[int, typer.Option(min=1, max=1000, help="How many updates, counted from the last.")] = 20,
+    checkpoint_dir: Folder = FOLDER,
+    as_json: AsJson = False,
+) -> None:
+    """Show the last updates of an adapter, the newest at the end; the last 1,000 are kept."""
+    from mlx_tandem.cli import learned
+
+    with _reading(checkpoint_dir) as database:
+        _print(learned.updates(database, adapter, last), learned.SHOWN, as_json)
+
+
+@learn.command("export", cls=Command)
+def export(
+    adapter: Adapter = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A file that does not exist; if absent, standard output.")
+    ] = None,
+    checkpoint_dir: Folder = FOLDER,
+) -> None:
+    """Write trajectories as JSON lines: all that wait, and the last 1,000 that were learned from or dropped."""
+    from mlx_tandem.cli import learned
+
+    with _reading(checkpoint_dir) as database:
+        lines = (json.dumps(line) + "\n" for line in learned.trajectories(database, adapter))
+        if out is None:
+            sys.stdout.writelines(lines)
+            return
+        count = _write(out, lines)
+    print(f"wrote {count} trajectories to {out}")
 
 
 @learn.command("watch", cls=Command)
@@ -49,3 +106,51 @@ def watch(
         fail(str(e))
     except KeyboardInterrupt:
         raise SystemExit(0) from None
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[Database]:
+    """Open the database of a folder. A TandemError inside of the block ends the process with one line and status 1."""
+    from mlx_tandem.cli import learned
+    from mlx_tandem.errors import TandemError
+
+    if not folder.is_dir():
+        fail(f"there is no folder {folder}; name another one with --checkpoint-dir")
+    try:
+        with learned.reading(folder) as database:
+            yield database
+    except TandemError as e:
+        fail(e.message)
+
+
+def _write(out: Path, lines: Iterable[str]) -> int:
+    """Write lines to a new file and return how many there were. Raises StorageError."""
+    from mlx_tandem import files
+
+    count = 0
+    with files.storage(out), out.open("x", encoding="utf-8") as file:
+        for line in lines:
+            file.write(line)
+            count += 1
+    return count
+
+
+def _print(lines: list[dict[str, Any]], fields: tuple[str, ...], as_json: bool) -> None:
+    """Print lines as JSON, or these fields of them as a table."""
+    if as_json:
+        print(json.dumps(lines, indent=2))
+        return
+    from rich.table import Table
+
+    table = Table(*(name.replace("_", " ") for name in fields))
+    for line in lines:
+        table.add_row(*(_cell(line.get(name)) for name in fields))
+    show(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

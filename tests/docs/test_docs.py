@@ -40,11 +40,14 @@ from mlx_tandem.cli.settings import build
 from mlx_tandem.config import Config, Mode, RLTrainingConfig
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.server.app import create_app
+from mlx_tandem.training.online.counters import Counters
 from mlx_tandem.training.online.guard import Verdict
 from mlx_tandem.training.rewards import own
 from mlx_tandem.training.rewards.builtin import BUILTINS
 from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.database import Database
 from mlx_tandem.training.store.manifests import Manifest
+from mlx_tandem.training.store.rows import Rows
 from tests.commands import curl, free_port, running
 from tests.fake_hub import fake_hub
 from tests.tinker_server import let_go
@@ -387,6 +390,13 @@ def test_servers_in_the_background(folder: Path) -> None:
         ).replace("port ", ":")
 
 
+def make_run(place: Path) -> None:
+    place.mkdir(exist_ok=True)
+    database = Database.open(place)
+    database.write([Rows("policy").run(Counters(updates=1), 0.0)])
+    database.close()
+
+
 def make_checkpoint(place: Path) -> None:
     book = Checkpoints(place, 10)
     book.lock()
@@ -424,6 +434,10 @@ def test_commands_that_end(
         if words[2] == "rollback":
             save_checkpoint(served.port)
         make_checkpoint(folder / "checkpoints")
+        assert here.tandem(words[1:], folder)
+        return
+    if words[:2] == ["tandem", "learn"] and words[2] in ("list", "show", "export"):
+        make_run(folder / "checkpoints")
         assert here.tandem(words[1:], folder)
         return
     if "--dry-run" in words:

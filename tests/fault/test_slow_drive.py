@@ -15,13 +15,17 @@ from tests.waiting import until
 SLOW = """
 import fcntl
 from mlx_tandem import files
+from mlx_tandem.training.store.database import Database
 
-def sync(self, fd, real=files.Disk.sync):
-    with open({lock!r}) as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-    real(self, fd)
+def waiting(real):
+    def waits(*args):
+        with open({lock!r}) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return real(*args)
+    return waits
 
-files.Disk.sync = sync
+files.Disk.sync = waiting(files.Disk.sync)
+Database.write = waiting(Database.write)
 """
 """Run by every process of the server when it starts: nothing gets to the drive while somebody else has the lock."""
 

@@ -91,6 +91,9 @@ class Ledger:
         A new database begins with the newest checkpoint, for which `take_over` is called; what that puts is written in
         one transaction. Raises StorageError, above all when another process has the folder.
         """
+        training = self._config.rl_training
+        self.buffer, self.pending = Buffer(training.trajectory_buffer_size), None  # an attempt may have failed before
+        self.waiting = OpenTrajectories(training.open_trajectories, training.open_trajectory_s)
         await asyncio.to_thread(self.checkpoints.lock)
         try:
             self._database = await asyncio.to_thread(Database.open, self.checkpoints.folder, self.checkpoints.held)

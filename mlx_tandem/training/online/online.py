@@ -131,13 +131,13 @@ class OnlineLearner:
 
     async def _save_at_the_end(self) -> None:
         learner, ledger = self._learner, self._learner.ledger
-        if not (learner.is_up and learner.trains):
+        if not (learner.is_up and learner.trains) or ledger.pending is not None:  # of which the trainer may have a part
             return
         try:
             async with asyncio.timeout(LAST_SAVE_SECONDS):
                 if ledger.unsaved:
                     await learner.saver.keep()
-                if ledger.pending is None and ledger.counters.since_checkpoint and not learner.saver.is_saved:
+                if ledger.counters.since_checkpoint and not learner.saver.is_saved:
                     await learner.saver.checkpoint(None)
         except (TandemError, TimeoutError) as e:
             log.warning("no last checkpoint", extra={"fields": {"error": str(e)}})

@@ -11,12 +11,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.adapters.convert import convert, inspect
+from mlx_tandem.training.external import External
+from mlx_tandem.training.online.counters import Counters
+from mlx_tandem.training.online.serving import UpdateReport
 from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.database import Database
 from mlx_tandem.training.store.manifests import Manifest
+from mlx_tandem.training.store.records import Ended
+from mlx_tandem.training.store.rows import Rows
+from mlx_tandem.training.trajectories import Trajectory
 from tests.terminal import on_terminal
 from tests.unit.cli_tools import tandem
 
@@ -72,6 +80,77 @@ def test_a_checkpoint_is_exported(kept: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"wrote {out}\n")
     assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert inspect(out).digest == inspect(kept / "checkpoint-100").digest
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which two adapters have learned, of which one has done three updates."""
+    folder = tmp_path_factory.mktemp("learned")
+    database = Database.open(folder)
+    for name in ("policy", "other"):
+        rows = Rows(name)
+        database.write([rows.run(Counters(updates=3 * (name == "policy"), last_version=4), 1.0)])
+    rows = Rows("policy")
+    for number in (1, 2, 3):
+        made = Trajectory(f"t{number}", "g", (1, 2), (3, 4), (-0.5, -1.0), (-0.5, -1.0), (1, 1), 1.0, number / 4)
+        report = UpdateReport(number, number + 1, 1, 2, 1, 0, number / 4, 0.5, 1.0, 0.1, 0.0, 0.0, "ok", "published")
+        database.write(
+            [
+                rows.learned(made.id, number, number, made),
+                *rows.ended(number, Ended(number, "published", "d", number + 1), report),
+            ]
+        )
+    database.write([rows.waiting(made_later(), 4, 2, 1), rows.gone("t5", 5, "stale")])
+    database.close()
+    return folder
+
+
+def made_later() -> Trajectory:
+    return Trajectory("t4", "h", (1,), (5,), (), (), (), 1.0, 1.0, external=True, metadata={"answer": "4"})
+
+
+def test_what_was_learned_is_listed_shown_and_exported(learned: Path, tmp_path: Path) -> None:
+    """For people and for programs; what is exported can be posted to `/v1/training/update`."""
+    at = ("--checkpoint-dir", str(learned))
+    table = tandem("learn", "list", *at).stdout
+    assert [line.split("│")[1].strip() for line in table.splitlines() if line[:1] == "│"] == ["other", "policy"]
+    other, policy = json.loads(tandem("learn", "list", "--json", *at).stdout)
+    assert (other["updates"], other["mean_reward"], other["last_update"]) == (0, None, None)
+    assert [policy[k] for k in ("updates", "version", "mean_reward", "waiting", "past")] == [3, 4, 0.75, 1, 3]
+    rows = [
+        line for line in tandem("learn", "show", "policy", "--last", "2", *at).stdout.splitlines() if line[:1] == "│"
+    ]
+    assert [[cell.strip() for cell in row.split("│")[1:6]] for row in rows] == [
+        ["2", "published", "3", "1", "0.5"],
+        ["3", "published", "4", "1", "0.75"],
+    ]
+    assert [u["update"] for u in json.loads(tandem("learn", "show", "policy", "--json", *at).stdout)] == [1, 2, 3]
+    found = [json.loads(line) for line in tandem("learn", "export", "policy", *at).stdout.splitlines()]
+    assert [(t["id"], t["state"], t["update"]) for t in found] == [
+        ("t1", "learned", 1), ("t2", "learned", 2), ("t3", "learned", 3), ("t4", "waiting", None),
+    ]  # fmt: skip
+    assert found[0]["token_ids"] == [3, 4] and found[0]["logprobs"] == [-0.5, -1.0] and found[3]["logprobs"] is None
+    posted = [{k: v for k, v in t.items() if k in External.__struct_fields__} for t in found]
+    assert len(msgspec.convert(posted, list[External])) == 4
+    out = tmp_path / "out.jsonl"
+    assert tandem("learn", "export", "policy", "--out", str(out), *at).stdout == f"wrote 4 trajectories to {out}\n"
+    assert [json.loads(line) for line in out.read_text().splitlines()] == found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("list --checkpoint-dir nowhere", "there is no folder nowhere; name another one with --checkpoint-dir"),
+        ("show", "name one of the adapters; {}/learning.db has: other, policy"),
+        ("export nobody", "there is no run of 'nobody'; {}/learning.db has: other, policy"),
+        ("export policy --out {}/learning.db", "{}/learning.db cannot be used: File exists"),
+    ],
+)
+def test_what_was_not_learned_is_said_in_one_line(words: str, said: str, learned: Path) -> None:
+    given = words.format(learned).split()
+    given += [] if "--checkpoint-dir" in given else ["--checkpoint-dir", str(learned)]
+    done = tandem("learn", *given)
+    assert (done.returncode, done.stderr) == (1, f"tandem: {said.format(learned)}\n")
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,16 @@ def test_tables_of_older_versions_are_brought_forward_and_newer_ones_refused(tmp
         assert e.value.code == "unknown_format"
 
 
+def test_a_transaction_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    database = Database.open(tmp_path)
+    database.write([wait(1)])
+    with pytest.raises(StorageError, match="no such table: elsewhere"):
+        database.write([wait(2), ("INSERT INTO elsewhere VALUES (1)", ()), wait(3)])
+    database.write([wait(4)])
+    database.close()
+    assert ids(tmp_path) == ["t1", "t4"]
+
+
 @contextlib.contextmanager
 def room(size: int) -> Iterator[None]:
     """No file of this process becomes longer."""

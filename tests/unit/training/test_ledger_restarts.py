@@ -154,12 +154,19 @@ LEARNED = [("add", i, ACROSS + "x", i % 2, 0) for i in range(3)] + [("take", 3),
 """An update from a group across prompts, whose rewards later baselines have."""
 
 
+MOVED = [
+    *(("add", i, ACROSS + "x", i % 2, 0) for i in range(3)), ("add", 3, "a", 0.0, 0), ("take", 2), ("end", "refused")
+]  # fmt: skip
+"""What is left of a group across prompts has its turn after the groups that came later."""
+
+
 @pytest.mark.promise("I2", "FLT-32")
 @pytest.mark.usefixtures("at_once")
 @settings(max_examples=60)
 @given(st.lists(STEP, min_size=30, max_size=60))
 @example([*LEARNED, ("new process",), ("save", True, True), ("new process",), ("compare", 0.5), ("new process",)])
 @example([*LEARNED, ("compare", -1.0), ("save", True, False), ("new process",), ("save", False, True)])
+@example([*MOVED, ("new process",)])
 def test_nothing_is_lost_or_doubled_by_a_restart(steps: list[Any]) -> None:
     async def test(folder: Path) -> None:
         life = Life(folder)

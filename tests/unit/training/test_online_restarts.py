@@ -327,6 +327,33 @@ async def test_an_update_that_is_worth_another_attempt_is_made_by_the_next_proce
         assert side.trained == (100, 101, 200, 201, 300, 301)
 
 
+@pytest.mark.usefixtures("one_state")
+@on_a_loop
+async def test_a_server_that_ends_in_the_middle_of_an_update_saves_nothing_of_it(tmp_path: Path) -> None:
+    """The engine has done the step, and nobody has judged it. The next process does it again."""
+    side = Side(config(tmp_path))
+    await side.bring_up()
+    for number in (1, 2):
+        await side.learner.update(group(number))
+    original, asked = side.client.run_pass, asyncio.Event()
+
+    async def run_pass(*args: Any, forward_only: bool = False, **more: Any) -> Any:
+        if forward_only:
+            asked.set()
+            await asyncio.Event().wait()
+        return await original(*args, forward_only=forward_only, **more)
+
+    side.client.run_pass = run_pass  # type: ignore[method-assign]
+    update = asyncio.create_task(side.learner.update(group(3)))
+    await asked.wait()
+    await side.learner.close()
+    await asyncio.wait({update})
+    async with running(config(tmp_path)) as side:
+        await side.until(lambda: side.learner.status().updates == 3)
+        status = side.learner.status()
+        assert (side.trained, status.step, status.version) == ((100, 101, 200, 201, 300, 301), 3, 4)
+
+
 @on_a_loop
 async def test_an_engine_that_ends_while_the_drive_is_full_is_made_up_for_by_the_loop_alone(tmp_path: Path) -> None:
     """Nobody can ask for the trained adapter meanwhile, so that no request reminds the loop."""

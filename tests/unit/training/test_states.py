@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlx_tandem.errors import EngineError
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.online import states, takeover
 from mlx_tandem.training.online.ledger import Ledger
+from mlx_tandem.training.store.checkpoints import Checkpoints
 from tests.unit.learning_fakes import config, group, nothing
-from tests.unit.online_side import Side, on_a_loop, running
+from tests.unit.online_side import Side, full_drive, on_a_loop, running
 
 OLD_FOLDER = Path(__file__).parent / "old_folder"
 """A folder that a version before `learning.db` wrote: `checkpoint-3`, after it in the journal an update that
@@ -144,6 +146,10 @@ async def test_the_folder_of_an_earlier_version_is_taken_over_once(tmp_path: Pat
     await side.learner.close()
 
 
+def database_rows(side: Side) -> list[tuple[Any, ...]]:
+    return side.learner._learner.ledger.saved.database.rows("SELECT id FROM trajectories")
+
+
 @pytest.mark.usefixtures("at_once")
 @on_a_loop
 async def test_an_old_journal_that_does_not_fit_its_checkpoint_gives_its_trajectories(tmp_path: Path) -> None:
@@ -164,13 +170,38 @@ async def test_an_old_journal_that_does_not_fit_its_checkpoint_gives_its_traject
             with pytest.raises(StorageError, match=r"is damaged at byte \d+ or of another format and cannot be taken"):
                 await side.bring_up()
             journal.write_bytes(content)
+            with full_drive(), pytest.raises(StorageError, match="disk is full"):
+                await side.bring_up()
         await side.bring_up()
         held = [t.id for t, _ in side.learner._learner.ledger.buffer.held]
         assert held == (["t5-0", "t5-1", "t6-0"] if kind == "cut" else ["t6-0"])
         assert len(side.trained) == (0 if kind == "gone" else 8)
         await side.learner.add(group(4), 2)
         assert side.learner.status().dropped_duplicate == 2
+        assert {row[0] for row in database_rows(side)} >= {"t5-0", "t5-1", "t6-0"}
         await side.learner.close()
+
+
+@pytest.mark.usefixtures("at_once")
+@on_a_loop
+async def test_updates_that_the_newest_checkpoint_holds_are_not_taken_over_again(tmp_path: Path) -> None:
+    """The earlier version was ended when the checkpoint after update 4 was there and its journal was not."""
+    folder = tmp_path / "old"
+    shutil.copytree(OLD_FOLDER, folder)
+    book = Checkpoints(folder, 10)
+    book.lock()
+    before, new = book.verify("checkpoint-3"), book.new("checkpoint-4")
+    trained = (100, 101, 200, 201, 300, 301, 400, 401)
+    (new / "trainer.json").write_text(json.dumps({"step": 4, "shift": 2.0, "trained": trained}))
+    counters = before.counters | {"follows": before.label, "began": 1, "updates": 4, "last_version": 5}
+    book.commit(new, replace(before, name="checkpoint-4", step=4, version=5, digest="", counters=counters))
+    book.close()
+    side = Side(config(folder))
+    await side.bring_up()
+    ledger = side.learner._learner.ledger
+    assert (side.trained, side.version, side.learner.status().updates) == (trained, 5, 4)
+    assert ledger.pending is not None and ledger.pending.began.trajectories == ("t5-0", "t5-1")
+    await side.kill()
 
 
 @pytest.mark.usefixtures("at_once")
