@@ -40,7 +40,7 @@ CODES = frozenset(
     method_not_allowed missing_extra missing_required_parameter model_not_found no_paths not_found numerical_error
     rate_limit_exceeded request_timeout step_failed storage_error store_damaged too_large trainer_not_found
     trajectory_closed trajectory_not_found unknown_format unknown_parameter unsupported_media_type
-    unsupported_parameter version_not_found
+    unsupported_parameter version_not_found weights_not_supported
     """.split()
 )
 """Every `code` of an error. Metrics have these as a label and count any other code as `other`."""

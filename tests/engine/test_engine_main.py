@@ -148,7 +148,8 @@ def test_a_model_that_cannot_be_trained_is_served_all_the_same(
     assert "could not be warmed up" in caplog.text
 
 
-def test_what_is_logged_in_the_block_goes_to_the_front_from_one_thread_only() -> None:
+def test_what_is_logged_in_the_block_goes_to_the_front_from_one_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("mlx_tandem"), "propagate", True)  # a command of another test may end it
     channel, elsewhere = Channel(), []
     log, root = logging.getLogger("mlx_tandem.test"), logging.getLogger()
     before = list(root.handlers)

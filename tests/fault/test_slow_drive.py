@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,22 +59,23 @@ def test_streams_go_on_and_learning_waits_while_nothing_gets_to_the_drive(tmp_pa
         post = {"trajectories": trajectories(), "wait": True}
         assert server.client.post("/v1/training/update", json=post).json()["report"]["outcome"] == "published"
         alone = ask(server, max_tokens=300, ignore_eos=True)
-        streams_go_on(server, lock, alone, {"trajectories": trajectories(text="Sort down: 2 1")})
+        update = {"trajectories": trajectories(text="Sort down: 2 1"), "wait": True}
+        streams_go_on(server, lock, alone, "update", update)
         assert status(server)["updates"] == 2
-        body = {"update_inference": False, "checkpoint_name": "waits", "trajectories": []}
-        streams_go_on(server, lock, alone, body)
+        streams_go_on(server, lock, alone, "checkpoint", {"name": "waits"})
         assert status(server)["available_checkpoints"] == ["waits"]
 
 
-def streams_go_on(server: RunningServer, lock: Path, alone: list[int], update: dict[str, object]) -> None:
-    """Post an update while nothing gets to the drive: others are served, and learning goes on afterwards."""
+def streams_go_on(server: RunningServer, lock: Path, alone: list[int], work: str, body: dict[str, object]) -> None:
+    """Ask learning for work while nothing gets to the drive: others are served, and learning goes on afterwards."""
     client = server.client
     long = {"prompt": "3 " * 8192}  # so long that it is worked on beside the event loop
     count = client.post("/tokenize", json=long).json()["count"]
     before = status(server)
     fields = {"prompt": SORT, "model": "policy@1", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    thread = ThreadPoolExecutor(1)
     with standing_still(lock):
-        job = client.post("/v1/training/update", json=update).json()
+        answer = thread.submit(client.post, f"/v1/training/{work}", json=body)
         with client.stream(
             "POST", "/v1/completions", json=fields | {"stream": True, "return_token_ids": True}
         ) as reply:
@@ -88,6 +90,7 @@ def streams_go_on(server: RunningServer, lock: Path, alone: list[int], update: d
         now = status(server)
         for same in ("updates", "step", "version", "checkpoint_saves", "available_checkpoints"):
             assert now[same] == before[same], "learning waits"
-        assert client.get(f"/v1/training/jobs/{job['id']}").json()["status"] == "running"
-    until(lambda: client.get(f"/v1/training/jobs/{job['id']}").json()["status"] == "succeeded")
+        assert not answer.done()
+    assert answer.result().status_code == 200
+    thread.shutdown()
     until(lambda: int(str(status(server)["trajectories_collected"])) > int(str(before["trajectories_collected"])))

@@ -358,7 +358,7 @@ def test_words_of_other_programs_lead_to_what_exists(word: str) -> None:
         ("checkpoints restore", "'restore'; did you mean 'tandem checkpoints rollback'?"),
         ("cache prune", "'prune'; did you mean 'tandem cache clear'?"),
         ("train finetune", "'finetune'; did you mean 'tandem train sft'?"),
-        ("learn xyz", "'xyz'; there are watch."),
+        ("learn xyz", "'xyz'; there are list, show, export, watch."),
         ("org/model", "'org/model': 'tandem serve org/model' serves a model."),
         (".", "'.': 'tandem serve .' serves a model."),
         ("quantum", "'quantum'; there are serve, stop, restart, models, doctor, adapters,"),

@@ -49,9 +49,11 @@ FOLDERS = {
 READ = {"adapter-root", "config", "valid", "init-from", "api-key-file", "validation-prompts", "ssl-certfile"}
 READ |= {"ssl-keyfile", "chat-template", "generation-config", "cacert", "adapter", "model"}
 READ |= {"draft-model-path"}
-OTHERS = {  # a path of URLs, a socket that is bound before anything is loaded, and folders that are read
+OTHERS = {  # a path of URLs, a socket that is bound first, folders that are read, and a copy of what is there
+    "learn export --out",
     *("serve --root-path", "train rl --root-path", "serve --uds", "train rl --uds"),
     *(f"checkpoints {name} --checkpoint-dir" for name in ("ls", "export")),
+    *(f"learn {name} --checkpoint-dir" for name in ("list", "show", "export")),
     *(f"cache {name} --ssd-cache-dir" for name in ("ls", "check", "clear")),
 }
 
