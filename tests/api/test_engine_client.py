@@ -637,6 +637,25 @@ def test_what_an_engine_logs_is_logged_here(
     assert passed_on[-1] == "ERROR mlx_tandem: forged"
 
 
+def test_closing_in_the_moment_in_which_a_wait_times_out_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor's task is being cancelled then, by the timeout of its own wait."""
+
+    async def body(client, peer, engine):
+        closed = asyncio.get_running_loop().create_future()
+        expire = asyncio.Timeout._on_timeout
+
+        def close_first(timeout: asyncio.Timeout) -> None:
+            if timeout._task is client._supervisor and not closed.done():
+                closed.set_result(asyncio.create_task(client.close()))  # its first step comes before the supervisor's
+            expire(timeout)
+
+        monkeypatch.setattr(asyncio.Timeout, "_on_timeout", close_first)
+        await (await closed)
+        assert client._supervisor.done()
+
+    run(body)
+
+
 def test_draining_lets_run_what_runs():
     async def body(client, peer, engine):
         r = request(client)

@@ -81,6 +81,7 @@ class Supervisor(ABC):
         self._dead = asyncio.Event()
         self._was_ready = False
         self._supervisor: asyncio.Task[None] | None = None
+        self._is_cancelled = False
 
     @property
     def progress(self) -> StartProgress:
@@ -128,7 +129,10 @@ class Supervisor(ABC):
         self.begin_drain()
         self._fail_all(EngineUnavailable("the server is shutting down"))
         if self._supervisor is not None:
-            if not self._supervisor.cancelling():  # a second one would prevent the kill of an engine that hangs
+            # A second time would prevent the kill of an engine that hangs. `cancelling` does not say whether there was
+            # a first: for a moment it counts the end of a timeout, too.
+            if not self._is_cancelled:
+                self._is_cancelled = True
                 self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
 
