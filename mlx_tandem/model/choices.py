@@ -147,7 +147,7 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
     one_at_a_time: bool
 
     whole: bool = True
-    """Whether everything was timed. If it was not, since this took too long, the next start times it again."""
+    """Whether later starts take this over. They time everything again if a decode step took very long."""
 
 
 class Choices(Struct, frozen=True, forbid_unknown_fields=True):

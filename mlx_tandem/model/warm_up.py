@@ -45,6 +45,10 @@ that it has not compiled before, a sixth of a second each. On a GPU only the ste
 prompts a step may have depends on them.
 """
 
+AGAIN_SECONDS = 0.5
+"""As MOST_SECONDS, for a CPU's warm-up in a later start. What was compiled before is only loaded there."""
+
+
 _DRAFTS = 4
 """Tokens of the rows that verify drafts, unless a head of the model makes one draft at a time."""
 
@@ -93,10 +97,11 @@ def warm_up(
     report("warming up", 0.0)
     if info.deterministic:
         check_deterministic(runner, info)
-    began = time.monotonic()
+    began, timed = time.monotonic(), given is None or not given.whole
+    most = MOST_SECONDS if timed else AGAIN_SECONDS
 
     def is_late() -> bool:
-        return backend.current().arithmetic.compiled_by_the_host and time.monotonic() - began > MOST_SECONDS
+        return backend.current().arithmetic.compiled_by_the_host and time.monotonic() - began > most
 
     if given is None or not given.whole:
         chunks, decodes = (
@@ -108,7 +113,7 @@ def warm_up(
             runner.one_at_a_time = True
         else:
             decide_overlap(runner, info)
-        pace = Pace(chunks, decodes, runner.one_at_a_time, whole=not (slow or is_late()))
+        pace = Pace(chunks, decodes, runner.one_at_a_time, whole=not slow)
     else:
         pace = given
         runner.one_at_a_time = pace.one_at_a_time
@@ -116,7 +121,7 @@ def warm_up(
             if is_late():
                 break
             runner.wait(runner.launch(plan))
-    if not is_late():
+    if timed or not is_late():  # most requests sample, and later starts should find compiled what that takes
         _sample_once(runner, info)
     if method != "none" and not _is_slow(pace.decodes) and not is_late():
         _verify_some(runner, info, 2 if method == "mtp" else _DRAFTS, proposes=method == "mtp")
