@@ -1,4 +1,4 @@
-"""How long a server that learns takes to serve its last version again after `kill -9` in the middle of an update.
+"""Measure how long a learning server takes to serve its last version again after `kill -9` in the middle of an update.
 
     python benchmarks/restart.py --json-out benchmarks/results/restart.json
 

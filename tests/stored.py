@@ -1,9 +1,8 @@
-"""What the database of a server that learns has, whether the server runs or not."""
+"""Readers of the database of a server that learns, whether the server runs or not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 from mlx_tandem.training.store.database import Database
@@ -11,30 +10,20 @@ from mlx_tandem.training.store.records import unseal
 from mlx_tandem.training.trajectories import Trajectory
 
 
-@contextmanager
-def reading(folder: Path) -> Iterator[Database]:
-    """The database in a folder of checkpoints."""
-    database = Database.read_only(folder)
-    try:
-        yield database
-    finally:
-        database.close()
-
-
 def trajectories(folder: Path) -> dict[str, Trajectory]:
     """Those that wait, were learned from or dropped, by id."""
-    with reading(folder) as database:
+    with closing(Database.read_only(folder)) as database:
         rows = database.rows("SELECT body FROM trajectories WHERE body IS NOT NULL")
         return {t.id: t for t in (unseal(body, Trajectory) for (body,) in rows)}
 
 
 def states(folder: Path) -> dict[str, str]:
     """What has become of each trajectory that ever came, by id."""
-    with reading(folder) as database:
+    with closing(Database.read_only(folder)) as database:
         return dict(database.rows("SELECT id, state FROM trajectories"))
 
 
 def sizes(folder: Path) -> dict[str, int]:
     """The size of the group of each trajectory that ever came, by id; 0 when it is not known."""
-    with reading(folder) as database:
+    with closing(Database.read_only(folder)) as database:
         return dict(database.rows("SELECT id, size FROM trajectories"))

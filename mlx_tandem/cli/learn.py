@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,13 +111,13 @@ def watch(
 @contextmanager
 def _reading(folder: Path) -> Iterator[Database]:
     """Open the database of a folder. A TandemError inside of the block ends the process with one line and status 1."""
-    from mlx_tandem.cli import learned
     from mlx_tandem.errors import TandemError
+    from mlx_tandem.training.store.database import Database
 
     if not folder.is_dir():
         fail(f"there is no folder {folder}; name another one with --checkpoint-dir")
     try:
-        with learned.reading(folder) as database:
+        with closing(Database.read_only(folder)) as database:
             yield database
     except TandemError as e:
         fail(e.message)

@@ -1,12 +1,10 @@
-"""What `tandem learn list`, `show` and `export` read from the folder of a server that learns, which may be running."""
+"""Readers of the folder of a server that learns, which may be running, for `tandem learn list`, `show` and `export`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_tandem.files import StorageError
@@ -22,18 +20,6 @@ LISTED = ("adapter", "updates", "version", "mean_reward", "waiting", "open", "pa
 
 SHOWN = ("update", "outcome", "version", "trajectories", "mean_reward", "loss", "kl", "seconds", "reason")
 """Fields of an update, as `show` shows them."""
-
-
-@contextmanager
-def reading(folder: Path) -> Iterator[Database]:
-    """Open the database of a folder of checkpoints for reading, and close it at the end. Raises StorageError."""
-    from mlx_tandem.training.store.database import Database
-
-    database = Database.read_only(folder)
-    try:
-        yield database
-    finally:
-        database.close()
 
 
 def runs(database: Database) -> list[Line]:

@@ -15,7 +15,7 @@ CLIENT: ContextVar[int] = ContextVar("client", default=0)
 """The client whose request is being handled; clients take turns where their requests wait."""
 
 OWNER: ContextVar[str] = ContextVar("owner", default="")
-"""Who owns what the request makes: a digest of the key that it shows. On a server that asks for a key it is empty."""
+"""The owner of what the request makes: a digest of its key. On a server that asks for a key it is empty."""
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def _kept(
 
 @dataclass(slots=True)
 class _Later:
-    """What is kept of a start's choices, and the kernels of adapters, which may be chosen after it."""
+    """The kept part of a start's choices, with the kernels of adapters, which may be chosen after it."""
 
     config: EngineConfig
     model: LoadedModel

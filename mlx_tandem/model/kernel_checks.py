@@ -63,7 +63,7 @@ class Kernels:
     products: Choice[FewRows | None]
     attention: AttentionChoice
     own_blocks: str
-    """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
+    """The reason why attention blocks run their own code; empty if they are on the fused path or cannot be."""
 
     adapters: Choice[GroupedDeltas | None] | None
     """None: they are chosen when the first adapter is loaded."""
@@ -284,7 +284,7 @@ class Tried(NamedTuple):
     """Seconds of the first calls of these kernels. Compiling takes nearly all of this time."""
 
     problem: str
-    """Why the kernel must not be used; empty if it may."""
+    """The reason why the kernel must not be used; empty if it may."""
 
 
 def tried(target: Target, make: Make | None = None) -> Iterator[Tried]:

@@ -1,4 +1,4 @@
-"""What `tandem doctor` tries with a model: a long prompt, decode steps over a large pool, answers of mlx-lm."""
+"""Trials of a model by `tandem doctor`: a long prompt, decode steps over a large pool, answers of mlx-lm."""
 
 from __future__ import annotations
 

@@ -97,13 +97,14 @@ def warm_up(
     report("warming up", 0.0)
     if info.deterministic:
         check_deterministic(runner, info)
-    began, timed = time.monotonic(), given is None or not given.whole
-    most = MOST_SECONDS if timed else AGAIN_SECONDS
+    if given is not None and not given.whole:
+        given = None
+    began, most = time.monotonic(), MOST_SECONDS if given is None else AGAIN_SECONDS
 
     def is_late() -> bool:
         return backend.current().arithmetic.compiled_by_the_host and time.monotonic() - began > most
 
-    if given is None or not given.whole:
+    if given is None:
         chunks, decodes = (
             tuple(_time_chunks(runner, info, report, is_late)),
             tuple(_time_decodes(runner, info, is_late)),
@@ -121,7 +122,7 @@ def warm_up(
             if is_late():
                 break
             runner.wait(runner.launch(plan))
-    if timed or not is_late():  # most requests sample, and later starts should find compiled what that takes
+    if given is None or not is_late():  # most requests sample, and later starts should find compiled what that takes
         _sample_once(runner, info)
     if method != "none" and not _is_slow(pace.decodes) and not is_late():
         _verify_some(runner, info, 2 if method == "mtp" else _DRAFTS, proposes=method == "mtp")

@@ -51,7 +51,7 @@ class External(Struct, forbid_unknown_fields=True):
 
 
 class Sent(NamedTuple):
-    """What a client wants to be learned from: trajectories that it has made, and ids of collected ones."""
+    """The trajectories that a client wants to be learned from: those that it has made, and ids of collected ones."""
 
     made: tuple[Trajectory, ...]
     ids: tuple[str, ...]

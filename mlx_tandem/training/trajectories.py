@@ -193,7 +193,7 @@ class Taken(Struct, frozen=True):
 
 @dataclass
 class Changes:
-    """What has changed in a buffer since it was written down."""
+    """The changes of a buffer since it was written down."""
 
     groups: dict[str, None] = field(default_factory=dict)  # names of those that may have other members or another place
     gone: dict[str, DropReason] = field(default_factory=dict)  # trajectories that the buffer itself has dropped

@@ -1,4 +1,4 @@
-"""What the routes for rollouts share: the policy that answers, the plan, and the logprobs that trainers need."""
+"""Shared parts of the routes for rollouts: the policy that answers, the plan, and the logprobs that trainers need."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ WEIGHT_ROUTES = (
 
 
 class PauseQuery(Struct, forbid_unknown_fields=True):
-    """How to pause: at once, or when all requests in flight have ended."""
+    """The way to pause: at once, or when all requests in flight have ended."""
 
     mode: Literal["keep", "wait"] = "keep"
     clear_cache: bool = False  # without effect: what is cached belongs to one version of one adapter

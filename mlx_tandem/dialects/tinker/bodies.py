@@ -194,7 +194,7 @@ class PromptBody(Struct, forbid_unknown_fields=True):
 
 
 class SamplingBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """How tokens are drawn. The ranges are in limits.py."""
+    """The parameters by which tokens are drawn. The ranges are in limits.py."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -268,7 +268,7 @@ class ExpiryBody(Struct, forbid_unknown_fields=True):
 
 
 class PageQuery(Struct):
-    """Which entries of a list are wanted."""
+    """The range of a list's entries that is wanted."""
 
     limit: Annotated[int, Meta(ge=0, le=1000)] = 20
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0

@@ -67,7 +67,7 @@ class PassRequest:
 
 
 class Budget:
-    """What may still be read of one body."""
+    """A count of what may still be read of one body."""
 
     def __init__(self) -> None:
         """Begin with the limits of limits.py."""

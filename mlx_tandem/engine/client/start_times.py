@@ -56,7 +56,7 @@ class StartTimes(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StartProgress(NamedTuple):
-    """How far a start has come."""
+    """The progress of a start."""
 
     stage: str
     fraction: float

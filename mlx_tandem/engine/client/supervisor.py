@@ -85,7 +85,7 @@ class Supervisor(ABC):
 
     @property
     def progress(self) -> StartProgress:
-        """How far the present start has come."""
+        """The progress of the present start."""
         return self._clock.progress()
 
     # -- start and end ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a back end of MLX says about itself, by subject. Each device answers once, with its reason beside the answer.
+"""The protocol of a back end of MLX, by subject. Each device answers once, with its reason beside the answer.
 
 Code outside of this package asks for the answer that it needs (`current().steps.one_at_a_time`) and never which device
 computes.
@@ -48,7 +48,7 @@ class LongForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """How steps and their numbers reach the device."""
+    """Properties of how steps and their numbers reach the device."""
 
     one_at_a_time: bool = False  # whether a part of a step is dispatched only when the part before it is done
     lets_go_late: bool = True  # whether the inputs of operations are held for some time after these are done
@@ -61,7 +61,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """How the device multiplies matrices."""
+    """Properties of the device's products of matrices."""
 
     only_float32_is_fast: bool = False  # whether it is many times faster than every other type, packed weights included
     one_by_one: bool = False  # whether a batch of products is computed one after the other, each like a product alone
@@ -77,7 +77,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """What MLX computes besides products."""
+    """Properties of MLX's operations other than products."""
 
     masks_are_slow: bool = True  # whether a mask keeps MLX from its fused attention
     angles_are_slow: bool = False  # whether the cosines and sines of a rope are worth keeping for other layers
@@ -87,7 +87,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a step and the pool may take and need."""
+    """Limits and needs of memory, for a step and for the pool."""
 
     # Candidates for the most prompt tokens of one step, largest first. The first is taken whose activations fit into
     # their share of the memory, or into what the last candidate needs.
@@ -102,7 +102,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """How learning's work is cut, so that streams wait for none of it long."""
+    """Sizes into which learning's work is cut, so that streams wait for none of it long."""
 
     micro_batch_tokens: int  # of one forward and backward; a slice is one or a few layers of it
     times_slices: bool = False  # whether the start times a slice and takes fewer tokens where it is slow
@@ -120,7 +120,7 @@ class Learning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
-    """How large that is by which the device is measured."""
+    """Sizes of the work by which the device is measured."""
 
     copied_numbers: int = 128 << 20  # in float32, to measure bandwidth
     only_small_models: bool = False  # whether the models of `tandem doctor` have to be small

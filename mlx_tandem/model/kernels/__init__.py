@@ -1,1 +1,1 @@
-"""What the kernels of all rooms share: their dialect, checks and timing, writing in place, and order with the host."""
+"""Shared parts of all rooms' kernels: their dialect, checks and timing, writing in place, and order with the host."""

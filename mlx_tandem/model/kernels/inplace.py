@@ -97,7 +97,7 @@ class Writing(NamedTuple):
     store: Store | None
     """The kernel that writes; None where MLX's own operations do."""
     problem: str = ""
-    """Why the device's kernel does not write; empty where it does or where there is none."""
+    """The reason why the device's kernel does not write; empty where it does or where there is none."""
     by_outputs: bool = False
     """Whether the device orders kernels by their outputs alone. Then every user of an array that kernels write has to
     depend on an output of each earlier user, which `Order` and `after` provide for."""

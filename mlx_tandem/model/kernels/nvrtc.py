@@ -63,7 +63,7 @@ struct Shape {
   __device__ int32_t operator[](int i) const { return sizes[i]; }
 };
 """
-"""What kernels use of MLX's header. MLX's own `Shape` is an array of as many numbers."""
+"""The part of MLX's header that kernels use. MLX's own `Shape` is an array of as many numbers."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Nvrtc:
         major, minor = ctypes.c_int(), ctypes.c_int()
         library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         self.recipe = " ".join([f"nvrtc {major.value}.{minor.value}", *self._options])
-        """What the machine code depends on beside the text."""
+        """Everything beside the text that the machine code depends on."""
 
     @classmethod
     def load(cls, architecture: str) -> Nvrtc | None:

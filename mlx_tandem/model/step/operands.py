@@ -1,4 +1,4 @@
-"""What a forward is told: the key that a compiled step is specialised for, and the arrays that say what its rows are.
+"""The arguments of a forward: the key that a compiled step is specialised for, and the arrays that describe its rows.
 
 The arrays are packed and unpacked here, so that both sides agree.
 """

@@ -31,7 +31,7 @@ State = Literal["connecting", "waiting", "learning", "stopped"]
 
 
 class FeedStatus(Struct):
-    """What the feed has done since the server's start, and what it does now."""
+    """Counts of the feed since the server's start, with what it does now."""
 
     url: str
     state: State = "connecting"  # waiting: for a batch; learning: there is enough to learn from; stopped: with learning

@@ -306,7 +306,7 @@ class Learning(Serving):
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
         self.feed: Feed | None = None
-        """What takes batches from Atropos, if the settings name its API."""
+        """The task that takes batches from Atropos, if the settings name its API."""
         if front.config.rl_training.atropos_url and front.config.engine.duty.mode != "inference_only":
             self.feed = Feed(front.config, front.client, self.learner, clock)
         self._feeding: asyncio.Task[None] | None = None

@@ -379,7 +379,7 @@ def _twin(listed: Sequence[CheckpointInfo], digest: str, step: int) -> str:
 
 
 class _Goal(NamedTuple):
-    """Where the trainer goes back to: a checkpoint's folder (empty: none has the content), or a way."""
+    """The place that the trainer goes back to: a checkpoint's folder (empty: none has the content), or a way."""
 
     folder: str
     digest: str

@@ -33,14 +33,14 @@ PREFIX = ".state-"
 
 
 class Way(NamedTuple):
-    """How the trainer gets to some content: from a state, by these updates."""
+    """The way of the trainer to some content: from a state, by these updates."""
 
     base: State | None  # None: from what learning begins with
     updates: Sequence[UpdateRow] = ()
 
 
 class Start(NamedTuple):
-    """How a trainer gets to where the last one was."""
+    """The way of a trainer to where the last one was."""
 
     way: Way
     served: State | None  # whose content is served until then; None: what learning begins with

@@ -29,7 +29,7 @@ JOURNAL, HISTORY = "journal", "history.jsonl"
 
 
 class Marks(msgspec.Struct):
-    """What a checkpoint of an earlier version says of the journal that it was made beside."""
+    """The statement of an earlier version's checkpoint about the journal that it was made beside."""
 
     follows: str = ""  # the label of the checkpoint that the journal of that moment begins after
     began: int = 0  # updates in that journal, all of them in the checkpoint
@@ -102,7 +102,7 @@ def _replay(ledger: Ledger, manifest: Manifest | None, records: list[Record]) ->
 
 
 class _Replay:
-    """What the records of a journal do to a ledger whose counters have the first `held` updates, and `compared`
+    """The effect of a journal's records on a ledger whose counters have the first `held` updates, and `compared`
     comparisons.
     """
 

@@ -1,1 +1,1 @@
-"""What learning keeps on the drive: a database of trajectories and updates, and folders of checkpoints."""
+"""Storage of learning on the drive: a database of trajectories and updates, and folders of checkpoints."""

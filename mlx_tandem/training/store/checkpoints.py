@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 BEST = "best-performance"
 LATEST = "latest"
-"""What clients call the version that the trainer has now. No checkpoint has this name."""
+"""The clients' name of the version that the trainer has now. No checkpoint has this name."""
 
 AUTOMATIC = re.compile(rf"{BEST}|(checkpoint|guard)-\d+(\.\d+)?")
 """Names that checkpoints get when nobody gives them one."""

@@ -23,7 +23,7 @@ BEHIND = 64 << 20
 """Bytes that may wait in memory for a drive that takes none, before nothing more is collected."""
 
 BUSY_SECONDS = 10.0
-"""How long a write waits for a program that reads the file."""
+"""The time for which a write waits for a program that reads the file."""
 
 PRAGMAS = ("synchronous = FULL", "fullfsync = 1", "checkpoint_fullfsync = 1")
 """FULL syncs every transaction; the others make that a sync of the medium on macOS, where it stops at a cache else."""

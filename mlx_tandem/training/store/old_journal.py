@@ -57,7 +57,7 @@ class Dropped(Struct, frozen=True, array_like=True, tag="dropped"):
 
 
 class Compared(Struct, frozen=True, array_like=True, tag="compared"):
-    """How much better a prompt was answered than by the accepted version, and by how much it may be worse."""
+    """The lead of a prompt's answers over those of the accepted version, with how far they may be behind."""
 
     difference: float
     tolerated: float = 0.0

@@ -1,4 +1,4 @@
-"""What rows of the database hold as bytes: updates and answers, sealed with a checksum."""
+"""Records that rows of the database hold as bytes: updates and answers, sealed with a checksum."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class UpdateRow(NamedTuple):
 
 
 class Saved:
-    """What a database has of one adapter. Every call may wait for the drive and raise StorageError."""
+    """Queries of what a database has of one adapter. Every call may wait for the drive and raise StorageError."""
 
     def __init__(self, database: Database, adapter: str) -> None:
         self.database, self.adapter = database, adapter

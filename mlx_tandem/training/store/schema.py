@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 TrajectoryState = Literal["waiting", "learned", "stale", "overflow", "equal_rewards", "duplicate", "no_reward", "seen"]
-"""What has become of a trajectory: it waits for an update, was given to one, or was dropped for this reason. seen: its
+"""The state of a trajectory: it waits for an update, was given to one, or was dropped for this reason. seen: its
 id alone is known.
 """
 

@@ -37,7 +37,7 @@ _NEW, _OLD = ".new-", ".old-"
 
 
 class Run(Struct, frozen=True):
-    """What is known of a run, which is one trained model. `id` is the model's id."""
+    """The manifest of a run, which is one trained model. `id` is the model's id."""
 
     id: str
     owner: str
@@ -50,7 +50,7 @@ class Run(Struct, frozen=True):
 
 
 class Checkpoint(Struct, frozen=True):
-    """What is known of one checkpoint of a run."""
+    """The manifest of one checkpoint of a run."""
 
     run: str
     kind: Kind

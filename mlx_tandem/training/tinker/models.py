@@ -24,7 +24,7 @@ ALPHA = 32.0
 
 @dataclass(frozen=True)
 class Kept:
-    """What a client says of a checkpoint that it saves."""
+    """The client's wishes for a checkpoint that it saves."""
 
     name: str
     seconds: float | None = None  # time until it expires; None: never

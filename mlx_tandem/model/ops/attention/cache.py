@@ -64,7 +64,7 @@ class PoolLayout(NamedTuple):
 
 
 class Pacer(Protocol):
-    """What pauses a forward while it is built (`step/pauses.py`)."""
+    """The object that pauses a forward while it is built (`step/pauses.py`)."""
 
     def arrive(self, x: mx.array) -> None:
         """Count a layer, given an array that the layer has computed, and pause if a pause is due."""

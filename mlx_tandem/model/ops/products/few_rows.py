@@ -198,7 +198,7 @@ def _mix(module: Any, few: FewRows) -> None:
 # --- The choice at start ---------------------------------------------------------------------------------------------
 
 SHARE_ADAPTED = 0.75
-"""How much longer the kernel may occupy the device in steps with adapters, as a share of the host time that it saves.
+"""The time by which the kernel may take the device longer in steps with adapters, as a share of the host time saved.
 
 In a compiled step MLX's product takes the host ten to thirty microseconds and the kernel three. Steps with adapters
 have twice as many operations as others and nearly always wait for the host. In other steps the share is HOST_SHARE.
