@@ -161,7 +161,8 @@ class OpenTrajectories:
         if entry is None or not entry.begun.size:
             return None
         for other, begun in self.of_group(entry.begun.group):
-            self._open[other].begun = msgspec.structs.replace(begun, size=begun.size - 1)
+            if begun.size > 1:  # 0: nobody knows the size; 1: it is alone, whatever others of this name said
+                self._open[other].begun = msgspec.structs.replace(begun, size=begun.size - 1)
         return entry.begun.group
 
     def of_group(self, group: str) -> list[tuple[str, Beginning]]:

@@ -19,6 +19,7 @@ from mlx_tandem.engine.masks import Place, allows
 from mlx_tandem.generation.grammar.constraint import Constraint, Pattern, Rules, Schema
 from mlx_tandem.generation.grammar.lark import grammar_of
 from mlx_tandem.types import Grammar, Request, SamplingParams
+from tests.engine.workloads import mask_at
 
 END, VOCAB = 2, 1024
 TOKENIZER = open_tokenizer(Path(demo.MODEL_PATH), VOCAB, (END,))
@@ -43,7 +44,7 @@ def written(constrained: Any, wanted: list[int], most: int, said: str = "", seed
     output = list(BACKEND.encode(said).ids)
     try:
         for _ in range(most):
-            (mask,) = grammars.masks([Place(request, 0, [*PROMPT, *output])])
+            mask = mask_at(grammars, Place(request, 0, [*PROMPT, *output]))
             assert any(mask)
             free = [token for token in range(VOCAB) if allows(mask, token)]
             token = next((token for token in wanted if allows(mask, token)), random.choice(free))

@@ -20,6 +20,7 @@ from mlx_tandem.generation.grammar.constraint import Constraint, Schema
 from mlx_tandem.generation.grammar.lark import grammar_of
 from mlx_tandem.strict_json import dumps
 from mlx_tandem.types import Grammar, Request, SamplingParams
+from tests.engine.workloads import mask_at
 from tests.waiting import until
 
 VOCAB, EOS = 1024, 2
@@ -59,13 +60,7 @@ class Choice:
             until(lambda: ready.extend(grammars.poll()) or ready)
 
     def mask(self) -> bytes:
-        place = Place(self.request, 0, self.tokens)
-        while True:
-            (mask,) = self._grammars.masks([place])
-            if mask is not None:
-                return bytes(mask)
-            self._grammars.prepare(place)
-            until(lambda: self._grammars.is_ready(self.request.id, 0))
+        return bytes(mask_at(self._grammars, Place(self.request, 0, self.tokens)))
 
     def draw(self, rng: Random) -> bool:
         """Draw a token; return False if the text has ended or failed."""

@@ -16,6 +16,7 @@ from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.cost import CostModel
+from mlx_tandem.engine.grammars.masks import Grammars
 from mlx_tandem.engine.kv_offload.drive import Drive
 from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.masks import Place
@@ -28,9 +29,18 @@ from tests.engine import drive as drives
 from tests.engine.harness import Loop
 from tests.engine.reference import ReferenceRunner, open_groups
 from tests.engine.toy_model import BASE, STATE, Windows, alone, begins_in, embedding_alone, logprob_of, scores_alone
+from tests.waiting import until
 
 VOCAB = 13
 EOS = 12
+
+
+def mask_at(grammars: Grammars, place: Place) -> Mask:
+    """The mask of a place; one that is late on a busy machine is asked for again, as the scheduler does it."""
+    while (mask := grammars.masks([place])[0]) is None:
+        grammars.prepare(place)
+        until(lambda: grammars.is_ready(place.request.id, place.choice))
+    return mask
 
 
 class OddChunks(CostModel):

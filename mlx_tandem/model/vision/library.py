@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec, spec_from_loader
+from importlib.util import find_spec, module_from_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +50,7 @@ _PROCESSORS = ("processing", "processor", "image_processing", "image_processor")
 
 def is_installed() -> bool:
     """Return whether mlx-vlm is there, without importing any of it."""
-    return PACKAGE in sys.modules or find_spec(PACKAGE) is not None
+    return find_spec(PACKAGE) is not None
 
 
 def family(name: str) -> Any:
@@ -76,9 +76,7 @@ def _empty_package() -> ModuleType:
     spec = find_spec(PACKAGE)
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError("mlx-vlm is not installed")
-    package = ModuleType(PACKAGE)
-    package.__path__ = list(spec.submodule_search_locations)
-    return package
+    return module_from_spec(spec)  # with a spec, so that `find_spec` still answers for the package
 
 
 class _Unused:

@@ -188,12 +188,18 @@ class Serving(ABC):
                 names[BEST] = best
         for each, source in names.items():
             self._named.add(each.casefold())
-            if not GUARDS.fullmatch(each) and self._takes(each):
+            if GUARDS.fullmatch(each):
+                continue
+            self._named_versions[each] = self.version_of(AdapterRef(each, 0, info.digest)) or 0
+            if self._takes(each):
                 self._front.models.saved(each, source, info)
 
     async def read_checkpoints(self) -> Sequence[CheckpointInfo]:
         """Return the checkpoints in the folder, and reserve their names."""
-        found = await asyncio.to_thread(Checkpoints(Path(self._folder), 1).list)
+        known: set[str] | None = None
+        while known != self._named:  # What was saved meanwhile may be missing from what was read.
+            known = set(self._named)
+            found = await asyncio.to_thread(Checkpoints(Path(self._folder), 1).list)
         self._named = {info.name.casefold() for info in found}
         return found
 

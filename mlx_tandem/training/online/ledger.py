@@ -120,12 +120,12 @@ class Ledger:
 
     # -- what comes in and what becomes of it ---------------------------------------------------------------------
 
-    async def add(self, trajectories: Sequence[tuple[Trajectory, int]]) -> None:
-        """Take those trajectories that are new, each with the size of its group (0: nobody knows); they are on the
-        drive when this returns.
+    async def add(self, trajectories: Sequence[tuple[Trajectory, int]], stale: Sequence[str] = ()) -> None:
+        """Take those trajectories that are new, each with the size of its group (0: nobody knows), and count those ids
+        that were too old when they came; all is on the drive when this returns.
         """
-        if self.is_behind:
-            await self.flush()
+        await _opened(self).room()
+        self.drop_stale(stale)
         overflow = self.buffer.counts.dropped_overflow
         for t, size in trajectories:
             self.take_in(t, size)
@@ -162,8 +162,7 @@ class Ledger:
         """Keep answers whose reward comes later; they are on the drive when this returns. Those that there is no room
         for any longer go.
         """
-        if self.is_behind:
-            await self.flush()
+        await _opened(self).room()
         for each in answers:
             self.keep_one(each)
         self.forget(self.waiting.superfluous(max((each.at for each in answers), default=0.0)))

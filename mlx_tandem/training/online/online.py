@@ -162,15 +162,12 @@ class OnlineLearner:
         return await self._keep(trajectories, size)
 
     async def _keep(self, trajectories: Sequence[Trajectory], size: int) -> frozenset[str]:
-        ledger = self._learner.ledger
-        if ledger.is_behind:
-            await ledger.flush()  # raises StorageError while the drive takes nothing
         stale = [t for t in trajectories if self.is_stale(t.versions)]
         gone = Counter(t.group for t in stale)
         ids = frozenset(t.id for t in stale)
-        ledger.drop_stale([t.id for t in stale])
+        fresh = [(t, size and size - gone[t.group]) for t in trajectories if t.tokens and t.id not in ids]
         try:
-            await ledger.add([(t, size and size - gone[t.group]) for t in trajectories if t.tokens and t.id not in ids])
+            await self._learner.ledger.add(fresh, [t.id for t in stale])
         finally:
             self._loop.wake()
         return ids

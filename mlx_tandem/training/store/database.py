@@ -166,6 +166,14 @@ class Writer:
         """Whether so much waits for the drive that nothing more should be put before a `flush` has returned."""
         return self.waiting_bytes > BEHIND
 
+    async def room(self) -> None:
+        """Wait until the drive is no longer behind. Raises StorageError while it takes nothing.
+
+        Of several that waited, each one looks again: what the first puts may be all that there is room for.
+        """
+        while self.is_behind:
+            await self.flush()
+
     def put(self, *statements: Statement) -> None:
         """Put statements, of which all are in one transaction; none: the summary alone has changed."""
         self._pending.append(statements)

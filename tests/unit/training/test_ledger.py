@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from mlx_tandem.files import StorageError
 from mlx_tandem.training import trajectories
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.store import database
 from mlx_tandem.training.store.checkpoints import CheckpointInfo
+from mlx_tandem.training.store.database import Database
 from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.records import Began, Ended
 from mlx_tandem.training.trajectories import Trajectory
@@ -105,6 +108,39 @@ def test_what_was_dropped_for_its_age_is_not_taken_by_the_next_process(
                 assert not ledger.buffer.add(trajectory(number, "a", 1.0, 3))
         await after.close()
 
+    asyncio.run(test())
+
+
+def test_many_at_once_do_not_fill_the_memory_when_a_slow_drive_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait for the same write; the first that go on leave no room for the others, which wait again."""
+    monkeypatch.setattr(database, "BEHIND", most := 2000)
+    write, opened = Database.write, threading.Event()
+    waiting: list[int] = []
+
+    def slow(self: Database, statements: Any) -> None:
+        opened.wait()
+        waiting.append(writer.waiting_bytes)
+        write(self, statements)
+
+    async def test() -> None:
+        nonlocal writer
+        ledger = Ledger(config(tmp_path, trajectory_buffer_size=100))
+        await ledger.open(nothing)
+        assert ledger._writer is not None
+        writer = ledger._writer
+        monkeypatch.setattr(Database, "write", slow)
+        adding = [asyncio.ensure_future(ledger.add([(trajectory(n, f"g{n}", 1.0, 1), 0)])) for n in range(60)]
+        await asyncio.sleep(0)
+        assert ledger.is_behind
+        opened.set()
+        await asyncio.gather(*adding)
+        assert max(waiting) <= most + 200, "what there is room for, and the one that filled it"
+        assert len(ledger.buffer) == 60
+        await ledger.close()
+
+    writer: Any = None
     asyncio.run(test())
 
 

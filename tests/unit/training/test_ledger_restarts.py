@@ -160,6 +160,11 @@ MOVED = [
 """What is left of a group across prompts has its turn after the groups that came later."""
 
 
+MIXED = [("keep", 3, "a", 2), *(("too old", 0) for _ in range(8)), ("keep", 0, "b", 0), ("keep", 1, "a", 0),
+         *(("publish",) for _ in range(6)), ("keep", 2, "b", 0), ("reward", 1, 0.0)]  # fmt: skip
+"""A trajectory of a group whose size it does not know, when a sibling that knows it is given up."""
+
+
 @pytest.mark.promise("I2", "FLT-32")
 @pytest.mark.usefixtures("at_once")
 @settings(max_examples=60)
@@ -167,6 +172,7 @@ MOVED = [
 @example([*LEARNED, ("new process",), ("save", True, True), ("new process",), ("compare", 0.5), ("new process",)])
 @example([*LEARNED, ("compare", -1.0), ("save", True, False), ("new process",), ("save", False, True)])
 @example([*MOVED, ("new process",)])
+@example(MIXED)
 def test_nothing_is_lost_or_doubled_by_a_restart(steps: list[Any]) -> None:
     async def test(folder: Path) -> None:
         life = Life(folder)
