@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ class OnlineLearner:
         self.later = Later(self._learner.ledger, self.add, clock)
         self._loop = Loop(config, client, self._learner, self._alone, self._compare, self._sample)
         self.lacking, self.waits = self._loop.lacking, partial(_waits, self._learner)
+        self.export = partial(_export, self._learner, self._alone)
         self._work: set[asyncio.Task[Any]] = set()
         self.folder = self._learner.ledger.folder
         self._closed = False
@@ -325,6 +326,27 @@ class OnlineLearner:
             if group:
                 await self._keep(group, len(group))
         return bool(chosen)
+
+
+async def _export(
+    learner: Learner,
+    alone: Callable[[Callable[[], Coroutine[Any, Any, bool]]], Awaitable[bool]],
+    digest: str,
+    folder: str,
+) -> bool:
+    """Write the adapter that the trainer is now into an empty folder if its content is `digest`; return whether it was.
+
+    Raises EngineError, StorageError.
+    """
+
+    async def work() -> bool:
+        head = learner.versions.head
+        if head is None or head.ref.digest != digest:
+            return False
+        await learner.client.save_trainer(learner.trainer.name, folder, optimizer=False)
+        return True
+
+    return await alone(work)
 
 
 def _waits(learner: Learner, id: str) -> Trajectory | None:

@@ -1,0 +1,154 @@
+"""Trajectories that wait on the drive until another machine has them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from mlx_tandem.log import log
+from mlx_tandem.training.cluster.wire import MOST_BODY, MOST_ITEMS, Item
+from mlx_tandem.training.store.database import Database
+from mlx_tandem.training.store.records import Broken, seal, unseal
+from mlx_tandem.training.trajectories import Trajectory
+
+NAME = "trajectories.db"
+
+MIGRATIONS = (
+    """
+    CREATE TABLE items (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        size INTEGER NOT NULL,              -- of its group; 0: unknown
+        bytes INTEGER NOT NULL,             -- of the body
+        body BLOB NOT NULL                  -- the trajectory, sealed
+    );
+    CREATE TABLE queue (id TEXT NOT NULL);  -- whose numbers these are
+    INSERT INTO queue VALUES (lower(hex(randomblob(8))));
+    """,
+)
+
+MOST_BYTES = 256 << 20
+"""Most bytes of all trajectories that wait."""
+
+
+class Queue:
+    """The queue in one folder, which this process holds. The oldest trajectories go when there are too many."""
+
+    def __init__(self, folder: Path, capacity: int, held: Callable[[], bool]):
+        """Prepare the queue for at most `capacity` trajectories; `open` comes first."""
+        self._folder, self._capacity, self._held = folder, capacity, held
+        self._database: Database | None = None
+        self._arrived = asyncio.Event()
+        self._reading = asyncio.Lock()
+        self.id = ""
+        """The name of this file, without which its numbers mean nothing."""
+        self.dropped = 0
+        """Trajectories that went for lack of room since the start."""
+        self.waiting = 0
+        """Trajectories that wait now."""
+
+    async def open(self) -> None:
+        """Open the file. Raises StorageError."""
+
+        def opened() -> Database:
+            return Database.open(self._folder, self._held, name=NAME, migrations=MIGRATIONS)
+
+        self._database = await asyncio.to_thread(opened)
+        self.waiting = await asyncio.to_thread(self._count)
+        self.id = str((await asyncio.to_thread(self._database.rows, "SELECT id FROM queue"))[0][0])
+
+    async def close(self) -> None:
+        """Close the file, and let nobody wait any longer."""
+        self._arrived.set()
+        if self._database is not None:
+            await asyncio.to_thread(self._database.close)
+
+    async def put(self, items: Sequence[Item]) -> None:
+        """Take trajectories, which are on the drive when this returns. An id that waits already is left out.
+
+        Raises StorageError.
+        """
+        async with self._reading:
+            await asyncio.to_thread(self._put, items)
+        self._arrived.set()
+
+    async def get(self, after: int, most: int, wait: float = 0.0) -> tuple[Item, ...]:
+        """Return the oldest trajectories with numbers above `after`, at most `most`.
+
+        Where there are none, wait for some for `wait` seconds. Raises StorageError.
+        """
+        self._arrived.clear()  # before looking, so that nothing that comes meanwhile is missed
+        found = await self._look(after, most)
+        if not found and most and wait:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._arrived.wait()
+            found = await self._look(after, most)
+        return found
+
+    async def _look(self, after: int, most: int) -> tuple[Item, ...]:
+        async with self._reading:
+            return await asyncio.to_thread(self._get, after, min(most, MOST_ITEMS))
+
+    async def remove(self, through: int) -> None:
+        """Remove the trajectories with numbers up to `through`, which another machine has. Raises StorageError."""
+        async with self._reading:
+            await asyncio.to_thread(self._remove, through)
+
+    # On threads, one at a time.
+
+    @property
+    def _file(self) -> Database:
+        assert self._database is not None
+        return self._database
+
+    def _count(self) -> int:
+        return int(self._file.rows("SELECT count(*) FROM items")[0][0])
+
+    def _put(self, items: Sequence[Item]) -> None:
+        sealed = [(item, seal(item.trajectory)) for item in items]
+        insert = "INSERT OR IGNORE INTO items (id, size, bytes, body) VALUES (?, ?, ?, ?)"
+        self._file.write([(insert, (i.trajectory.id, i.size, len(body), body)) for i, body in sealed])
+        self._shrink()
+        self.waiting = self._count()
+
+    def _shrink(self) -> None:
+        """Remove the oldest trajectories while there are too many, or too many bytes."""
+        keep, total = 0, 0
+        for keep, (size,) in enumerate(self._file.rows("SELECT bytes FROM items ORDER BY number DESC"), 1):
+            total += size
+            if keep > self._capacity or total > MOST_BYTES:
+                keep -= 1
+                break
+        there = self._count()
+        if keep < there:
+            oldest = "SELECT number FROM items ORDER BY number LIMIT ?"
+            self._file.write([(f"DELETE FROM items WHERE number IN ({oldest})", (there - keep,))])
+            self.dropped += there - keep
+            log("trajectories dropped for lack of room", logging.WARNING, dropped=there - keep)
+
+    def _get(self, after: int, most: int) -> tuple[Item, ...]:
+        found: list[Item] = []
+        total = 0
+        query = "SELECT number, size, body FROM items WHERE number > ? ORDER BY number LIMIT ?"
+        for number, size, body in self._file.rows(query, after, most):
+            try:
+                item = Item(unseal(body, Trajectory), size, number)
+            except Broken as e:
+                log("a trajectory is damaged", logging.WARNING, number=number, error=str(e))
+                self._file.write([("DELETE FROM items WHERE number = ?", (number,))])
+                continue
+            total += len(msgspec.json.encode(item)) + 1
+            if found and total > MOST_BODY:
+                break
+            found.append(item)
+        return tuple(found)
+
+    def _remove(self, through: int) -> None:
+        self._file.write([("DELETE FROM items WHERE number <= ?", (through,))])
+        self.waiting = self._count()

@@ -1,0 +1,136 @@
+"""Three machines as docs/machines.md starts them: versions and trajectories arrive, whatever is cut, killed or
+changed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.machines import Machine, Network, closing
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+TANDEM = [sys.executable, "-m", "mlx_tandem"]
+PAGE = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+LEARNS = ("--learning-rate", "3e-5", "--update-frequency", "16", "--lora-rank", "4")
+
+
+def printed(what: str, leader: int) -> list[str]:
+    """The page's command that has this word, for a leader on a port of this machine."""
+    commands = [line for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S) for line in block.splitlines()]
+    (command,) = (line for line in commands if f" {what} " in f"{line} ")
+    assert command.split()[1] in ("serve", "train")
+    return [*TANDEM, *shlex.split(command.replace("node1:8000", f"127.0.0.1:{leader}"))[1:]]
+
+
+@dataclass
+class Three:
+    leader: Machine
+    trainer: Machine
+    follower: Machine
+    network: Network
+    """The follower's way to the leader."""
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
+    folder = tmp_path_factory.mktemp("machines")
+    leader = Machine(folder / "node1", printed("--share-model", 0))
+    network = Network(leader.port)
+    trainer = Machine(folder / "node2", [*printed("train", leader.port), *LEARNS])
+    follower = Machine(folder / "node3", printed("serve --connect-to", network.port))
+    with closing(network, leader, trainer, follower):
+        leader.start()
+        trainer.start()
+        follower.start()
+        yield Three(leader, trainer, follower, network)
+
+
+def is_the_same(three: Three, version: int) -> None:
+    """The follower comes to serve this version, and answers as the leader and the trainer do."""
+    until(lambda: three.follower.version() == version)
+    assert three.leader.version() == version
+    answers = [m.answer() for m in (three.leader, three.follower, three.trainer)]
+    assert [a["model"] for a in answers] == [f"policy@{version}"] * 3
+    assert answers[0]["choices"] == answers[1]["choices"] == answers[2]["choices"]  # to the last bit of each logprob
+    for machine in (three.leader, three.follower):  # earlier versions are there, too
+        assert machine.answer(f"policy@{version - 1}")["model"] == f"policy@{version - 1}" or version == 1
+
+
+@pytest.mark.restarts
+@pytest.mark.timeout(300)
+def test_a_publish_is_served_by_the_follower_and_answers_identically(three: Three) -> None:
+    until(lambda: three.follower.version() == 1)
+    assert (three.leader.status()["role"], three.trainer.status()["role"]) == ("leader", "trainer")
+    version = three.trainer.learn("5")
+    assert version == 2
+    is_the_same(three, version)
+
+
+@pytest.mark.restarts
+@pytest.mark.timeout(300)
+def test_a_cut_network_heals(three: Three) -> None:
+    before = three.follower.version()
+    three.network.cut()
+    first, second = three.trainer.learn("6"), three.trainer.learn("7")
+    until(lambda: three.leader.version() == second)
+    assert three.follower.answer()["model"] == f"policy@{before}"
+    collected = three.follower.collect("What is 3 + 4?")
+    until(lambda: three.follower.status()["error"])
+    assert three.follower.status()["waiting"] == len(collected)
+    taken = three.trainer.status()["trajectories"]
+    three.network.heal()
+    is_the_same(three, second)
+    assert second == first + 1
+    until(lambda: three.trainer.status()["trajectories"] == taken + len(collected))
+    until(lambda: three.follower.status()["error"] == "")
+    assert three.follower.status()["waiting"] == three.leader.status()["waiting"] == 0
+
+
+@pytest.mark.restarts
+@pytest.mark.timeout(300)
+def test_a_changed_file_is_not_served(three: Three) -> None:
+    before = three.follower.version()
+    three.network.change()
+    version = three.trainer.learn("8")
+    until(lambda: "bytes were changed" in three.follower.status()["error"])
+    assert three.leader.version() == version
+    assert three.follower.answer()["model"] == f"policy@{before}"
+    three.network.heal()
+    is_the_same(three, version)
+
+
+@pytest.mark.restarts
+@pytest.mark.timeout(300)
+def test_each_machine_may_be_killed_at_any_time(three: Three) -> None:
+    version = three.trainer.version()
+    three.network.cut()
+    kept = three.follower.collect("What is 2 + 2?")
+    three.follower.kill()
+    three.follower.start()  # without its leader
+    assert three.follower.answer()["model"] == f"policy@{version}"
+    assert three.follower.status()["waiting"] == len(kept)
+
+    three.leader.kill()
+    three.network.heal()
+    version = three.trainer.learn("9")  # while there is no leader
+    assert three.follower.answer()["model"] == f"policy@{version - 1}"
+    three.leader.start()
+    is_the_same(three, version)
+
+    until(lambda: three.trainer.status()["trajectories"] >= len(kept))
+    more = three.leader.collect("What is 2 + 3?")
+    three.trainer.kill()
+    more += three.follower.collect("What is 2 + 4?")
+    until(lambda: three.leader.status()["waiting"] >= 4)
+    three.trainer.start()
+    until(lambda: three.leader.status()["waiting"] == 0)
+    status = three.trainer.ask("/v1/training/status")
+    assert status["version"] == version
+    is_the_same(three, three.trainer.learn("1"))
