@@ -96,13 +96,15 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 class Machine:
     """One server, which may be killed and started again."""
 
-    def __init__(self, folder: Path, words: Sequence[str], env: Mapping[str, str] | None = None, key: str = KEY):
-        self.folder, self.port, self._key = folder, free_port(), key
+    def __init__(
+        self, folder: Path, words: Sequence[str], env: Mapping[str, str] | None = None, small: Sequence[str] = SMALL
+    ):
+        self.folder, self.port = folder, free_port()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "my-model").symlink_to(demo.MODEL_PATH)
-        (folder / "tandem.key").write_text(key, encoding="utf-8")
+        (folder / "tandem.key").write_text(KEY, encoding="utf-8")
         (folder / "tandem.key").chmod(0o600)
-        self._words = [*words, "--port", str(self.port), *SMALL]
+        self._words = [*words, "--port", str(self.port), *small]
         self._env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")} | dict(env or {})
         self._running: running | None = None
 
@@ -127,7 +129,7 @@ class Machine:
 
     def ask(self, path: str, body: Any = None) -> Any:
         """The JSON reply of a request. Raises HTTPError on a status over 299."""
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", content, headers)
         with urllib.request.urlopen(request, timeout=60) as reply:

@@ -44,7 +44,8 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
     leader = Machine(folder / "node1", printed("--share-model", 0))
     network = Network(leader.port)
     trainer = Machine(folder / "node2", [*printed("train", leader.port), *LEARNS])
-    follower = Machine(folder / "node3", printed("serve --connect-to", network.port))
+    longer = ("--max-model-len", "512", "--num-blocks", "512")
+    follower = Machine(folder / "node3", printed("serve --connect-to", network.port), small=longer)
     with closing(network, leader, trainer, follower):
         leader.start()
         trainer.start()
@@ -91,6 +92,21 @@ def test_a_cut_network_heals(three: Three) -> None:
     until(lambda: three.trainer.status()["trajectories"] == taken + len(collected))
     until(lambda: three.follower.status()["error"] == "")
     assert three.follower.status()["waiting"] == three.leader.status()["waiting"] == 0
+
+
+@pytest.mark.restarts
+@pytest.mark.timeout(300)
+def test_what_the_leader_refuses_holds_up_nothing(three: Three) -> None:
+    before, taken = three.follower.status(), three.trainer.status()["trajectories"]
+    three.network.cut()
+    three.follower.collect("What is 1 + 1?")
+    three.follower.collect("What is " + "1 + " * 150 + "1?")  # longer than the leader's context
+    three.follower.collect("What is 1 + 2?")
+    three.network.heal()
+    until(lambda: three.follower.status()["waiting"] == 0)
+    after = three.follower.status()
+    assert (after["sent"] - before["sent"], after["refused"] - before["refused"]) == (8, 4)
+    until(lambda: three.trainer.status()["trajectories"] == taken + 8)
 
 
 @pytest.mark.restarts

@@ -18,6 +18,10 @@ GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,399}")
 """Names of groups, which are made of labels."""
 
 
+HIGHEST = limits.LEARNING["example_logprob"].high
+"""Highest logprob, which rounding may bring over 0."""
+
+
 def check_items(items: Sequence[Item], *, vocab_size: int, most_tokens: int) -> None:
     """Raise InvalidRequest for the first trajectory that this server could not have collected itself.
 
@@ -35,15 +39,16 @@ def _check(t: Trajectory, at: str, vocab_size: int, most_tokens: int) -> None:
         limits.check_token_ids(getattr(t, name), vocab_size, f"{at}.{name}")
     if not t.prompt or not t.tokens or len(t.prompt) + len(t.tokens) > most_tokens:
         raise InvalidRequest(f"{at} must have a prompt and a completion of {most_tokens} tokens at most", param=at)
-    drawn = len(t.tokens) if not t.external else 0
-    for name, length in (("logprobs", drawn), ("model_logprobs", drawn)):
+    for name in ("logprobs", "model_logprobs"):
         values = getattr(t, name)
-        if len(values) != length or not all(math.isfinite(v) and v <= 0.001 for v in values):
-            raise InvalidRequest(f"{at}.{name} must have {length} finite numbers of at most 0", param=f"{at}.{name}")
-    for name, length in (("versions", len(t.tokens)), ("mask", len(t.tokens))):
-        values = getattr(t, name)
-        if values and len(values) != length:
-            raise InvalidRequest(f"{at}.{name} must have {length} entries or none", param=f"{at}.{name}")
+        lengths = (0,) if t.external else (len(t.tokens),) if name == "logprobs" else (0, len(t.tokens))
+        if len(values) not in lengths or not all(math.isfinite(v) and v <= HIGHEST for v in values):
+            raise InvalidRequest(
+                f"{at}.{name} must have {lengths[-1]} finite numbers of at most 0", param=f"{at}.{name}"
+            )
+    for name in ("versions", "mask"):
+        if len(getattr(t, name)) not in (0, len(t.tokens)):
+            raise InvalidRequest(f"{at}.{name} must have {len(t.tokens)} entries or none", param=f"{at}.{name}")
     for version in t.versions:
         limits.check("version", version, f"{at}.versions")
     if any(m not in (0, 1) for m in t.mask) or (t.mask and not any(t.mask)):

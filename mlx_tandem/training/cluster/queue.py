@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -118,19 +119,17 @@ class Queue:
         self.waiting = self._count()
 
     def _shrink(self) -> None:
-        """Remove the oldest trajectories while there are too many, or too many bytes."""
-        keep, total = 0, 0
-        for keep, (size,) in enumerate(self._file.rows("SELECT bytes FROM items ORDER BY number DESC"), 1):
-            total += size
-            if keep > self._capacity or total > MOST_BYTES:
-                keep -= 1
-                break
-        there = self._count()
-        if keep < there:
-            oldest = "SELECT number FROM items ORDER BY number LIMIT ?"
-            self._file.write([(f"DELETE FROM items WHERE number IN ({oldest})", (there - keep,))])
-            self.dropped += there - keep
-            log("trajectories dropped for lack of room", logging.WARNING, dropped=there - keep)
+        """Remove the oldest trajectories while there are too many, or too many bytes. The newest one always stays."""
+        count, total = self._file.rows("SELECT count(*), total(bytes) FROM items")[0]
+        if count <= self._capacity and total <= MOST_BYTES:
+            return
+        sizes = [size for (size,) in self._file.rows("SELECT bytes FROM items ORDER BY number DESC")]
+        there, fit = len(sizes), sum(total <= MOST_BYTES for total in accumulate(sizes))
+        keep = min(there, self._capacity, max(fit, 1))
+        oldest = "SELECT number FROM items ORDER BY number LIMIT ?"
+        self._file.write([(f"DELETE FROM items WHERE number IN ({oldest})", (there - keep,))])
+        self.dropped += there - keep
+        log("trajectories dropped for lack of room", logging.WARNING, dropped=there - keep)
 
     def _get(self, after: int, most: int) -> tuple[Item, ...]:
         found: list[Item] = []
