@@ -127,11 +127,11 @@ class Machine:
         if self._running is not None:
             self._running.stop()
 
-    def ask(self, path: str, body: Any = None) -> Any:
+    def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """The JSON reply of a request. Raises HTTPError on a status over 299."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         content = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", content, headers)
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", content, headers, method=method)
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.loads(reply.read())
 
@@ -139,10 +139,13 @@ class Machine:
         found: dict[str, Any] = self.ask("/v1/cluster/status")
         return found
 
+    def adapters(self) -> dict[str, int]:
+        """The version that each adapter's name stands for."""
+        return {each["name"]: int(each["version"]) for each in self.ask("/v1/adapters")["adapters"] if each["version"]}
+
     def version(self) -> int:
         """The number of the version that `policy` stands for; 0: there is none."""
-        adapters = self.ask("/v1/adapters")["adapters"]
-        return next((int(each["version"]) for each in adapters if each["name"] == "policy"), 0)
+        return self.adapters().get("policy", 0)
 
     def answer(self, model: str = "policy", **fields: Any) -> dict[str, Any]:
         body = {"model": model, "prompt": "What is 12 + 5?", "max_tokens": 12, "temperature": 0, "logprobs": 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_tandem import demo
 from tests.machines import Machine, Network, closing
 from tests.waiting import until
 
@@ -41,7 +43,8 @@ class Three:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
     folder = tmp_path_factory.mktemp("machines")
-    leader = Machine(folder / "node1", printed("--share-model", 0))
+    shutil.copytree(demo.ADAPTER_PATHS["shout"], folder / "node1" / "adapters" / "sums")
+    leader = Machine(folder / "node1", [*printed("--share-model", 0), "--adapter-root", "adapters"])
     network = Network(leader.port)
     trainer = Machine(folder / "node2", [*printed("train", leader.port), *LEARNS])
     longer = ("--max-model-len", "512", "--num-blocks", "512")
@@ -120,6 +123,28 @@ def test_a_changed_file_is_not_served(three: Three) -> None:
     assert three.follower.answer()["model"] == f"policy@{before}"
     three.network.heal()
     is_the_same(three, version)
+
+
+@pytest.mark.restarts
+@pytest.mark.timeout(300)
+def test_a_trainer_that_goes_back_takes_everybody_with_it(three: Three) -> None:
+    version = three.trainer.learn("2")
+    is_the_same(three, version)
+    three.trainer.ask("/model/switch-lora", {"version": version - 1})
+    is_the_same(three, version - 1)
+    three.trainer.ask("/model/switch-lora", {"version": "latest"})
+    is_the_same(three, version)
+
+
+@pytest.mark.restarts
+@pytest.mark.timeout(300)
+def test_adapters_of_the_leader_come_and_go(three: Three) -> None:
+    three.leader.ask("/v1/adapters", {"name": "sums"})
+    until(lambda: "sums" in three.follower.adapters())
+    assert three.follower.answer("sums")["choices"] == three.leader.answer("sums")["choices"]
+    three.leader.ask("/v1/adapters/sums", method="DELETE")
+    until(lambda: "sums" not in three.follower.adapters())
+    assert "policy" in three.follower.adapters()
 
 
 @pytest.mark.restarts
