@@ -112,9 +112,9 @@ def _adapter(name: str, path: str) -> str:
 
 def _check_names(config: Config) -> None:
     """Raise InvalidRequest for a name that no adapter will have. Adapters may be added later to
-    an adapter root or as checkpoints.
+    an adapter root, as checkpoints or by other machines.
     """
-    if config.adapter_root or config.rl_training.enabled:
+    if config.adapter_root or config.rl_training.enabled or config.cluster.share or config.cluster.connect_to:
         return
     from mlx_tandem.generation.adapters.name_rules import base_names
 

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -544,6 +545,29 @@ def test_the_base_is_fetched_from_the_hub(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     *_, last = done.stdout.split()
     assert bases.digest(Path(last)) == bases.digest(demo.MODEL_PATH)
+
+
+def test_the_way_may_be_encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
+    tls = Path(__file__).parents[1] / "tls"
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tls / "cert.pem", tls / "key.pem")
+    reply = msgspec.json.encode(Feed("a" * 16, 3, "b" * 64, ()))
+
+    async def work() -> int:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            assert b"Authorization: Bearer the-key" in await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(reply), reply))
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as serving:
+            client = LeaderClient(f"https://localhost:{serving.sockets[0].getsockname()[1]}", KEY)
+            with pytest.raises(Unreachable, match="is not trusted"):
+                await client.feed()
+            monkeypatch.setenv("SSL_CERT_FILE", str(tls / "cert.pem"))
+            return (await client.feed()).sequence
+
+    assert asyncio.run(work()) == 3
 
 
 def test_a_reply_without_end_is_not_kept() -> None:

@@ -403,7 +403,8 @@ class Models:
         for name, arms in self._config.aliases:
             await self.put_alias(name, arms)
         default = self._config.server.default_adapter
-        if default and default not in self.aliases and default != BASE:
+        comes_later = self._config.cluster.share or self._config.cluster.connect_to  # from another machine
+        if default and default not in self.aliases and default != BASE and not comes_later:
             await self.entry(default)
         self.rules.is_up = True
 

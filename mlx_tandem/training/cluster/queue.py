@@ -54,7 +54,9 @@ class Queue:
         """Trajectories that wait now."""
 
     async def open(self) -> None:
-        """Open the file. Raises StorageError."""
+        """Open the file; a second call does nothing. Raises StorageError."""
+        if self._database is not None:
+            return
 
         def opened() -> Database:
             return Database.open(self._folder, self._held, name=NAME, migrations=MIGRATIONS)
@@ -94,6 +96,8 @@ class Queue:
 
     async def _look(self, after: int, most: int) -> tuple[Item, ...]:
         async with self._reading:
+            if self._file.is_closed:  # while somebody waited
+                return ()
             return await asyncio.to_thread(self._get, after, min(most, MOST_ITEMS))
 
     async def remove(self, through: int) -> None:

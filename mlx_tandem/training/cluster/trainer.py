@@ -19,7 +19,7 @@ from mlx_tandem.log import log
 from mlx_tandem.training.cluster.checks import check_items
 from mlx_tandem.training.cluster.client import LeaderClient, Refused, Trouble
 from mlx_tandem.training.cluster.folder import ClusterFolder, describe
-from mlx_tandem.training.cluster.follower import RETRY, WAIT, again
+from mlx_tandem.training.cluster.follower import WAIT, again
 from mlx_tandem.training.cluster.joining import JOINED, Joined
 from mlx_tandem.training.cluster.wire import CHUNK, MOST_ITEMS, File, Item, Publication, Version
 from mlx_tandem.training.live.learning import Learning
@@ -27,6 +27,9 @@ from mlx_tandem.types import AdapterRef
 
 LOOK = 2.0
 """Seconds between two looks whether the leader still serves what was published."""
+
+REST = 1.0
+"""Seconds between two signs of life while nothing is lacking for an update."""
 
 KEPT = 4
 """Versions whose files are kept, so that the leader can be told to go back to them."""
@@ -112,7 +115,7 @@ class Trainer:
         if found.items:
             self._after = found.items[-1].number
         elif not most:
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(REST)
 
     async def _keep(self, items: tuple[Item, ...]) -> None:
         """Give trajectories to the learner, which has them on the drive when this returns."""
