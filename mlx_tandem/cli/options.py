@@ -417,6 +417,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "HOST:PORT",
         ),
         Option(
+            "cluster.trainers",
+            "--federate",
+            "Of a leader: trainers whose versions are averaged in rounds (1: one trainer publishes).",
+        ),
+        Option(
             "cluster.dir",
             "--cluster-dir",
             "Folder of what comes from other machines and goes there (./cluster).",

@@ -86,6 +86,8 @@ class ServerFront(Front):
             if self.distant is not None:
                 await self.distant.join()
         await super().bring_up()
+        if self.distant is not None:
+            self.distant.count()
         if self.learning is not None:
             await self.learning.bring_up()
         if self.cluster is not None:

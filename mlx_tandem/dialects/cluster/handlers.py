@@ -15,6 +15,7 @@ from mlx_tandem.errors import NotFound
 from mlx_tandem.training.cluster.wire import (
     MOST_ITEMS,
     MOST_WAIT,
+    Contribution,
     File,
     FileName,
     Id,
@@ -89,6 +90,12 @@ async def publish(front: ServerFront, body: Received) -> dict[str, Any]:
     wanted = decode(body.content, Publication)
     await front.check_leader().publish(wanted)
     return {"status": "published", "model": f"{wanted.adapter}@{wanted.version.number}"}
+
+
+async def contribute(front: ServerFront, body: Received) -> dict[str, Any]:
+    """Take what a trainer has learned in a round of federated averaging."""
+    await front.check_leader().contribute(decode(body.content, Contribution))
+    return {"status": "contributed"}
 
 
 async def take(front: ServerFront, query: TakeQuery) -> Reply:

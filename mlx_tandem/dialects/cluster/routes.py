@@ -13,6 +13,7 @@ ROUTES = (
     Route("GET", f"{PATH}/base", h.base),
     Route("GET", f"{PATH}/versions", h.versions, query=h.FeedQuery),
     Route("POST", f"{PATH}/versions", h.publish, reads="bytes", media=BYTES),
+    Route("POST", f"{PATH}/contributions", h.contribute, reads="bytes", media=BYTES),
     Route("GET", f"{PATH}/files/{{sha256}}", h.read, query=h.ReadQuery),
     Route("PUT", f"{PATH}/files/{{sha256}}", h.write, query=h.WriteQuery, reads="bytes", media=BYTES),
     Route("GET", f"{PATH}/trajectories", h.take, query=h.TakeQuery),

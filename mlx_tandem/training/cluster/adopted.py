@@ -35,6 +35,15 @@ class Adopted:
         """The adapters as they are served."""
         return tuple(self._adapters.values())
 
+    def get(self, name: str) -> Adapter | None:
+        """Return an adapter as it is served; None if there is none of this name."""
+        return self._adapters.get(name)
+
+    async def verify(self, version: Version) -> None:
+        """Raise ModelError if the content of a version, which the folder has, is not what its digest says."""
+        await self._load(version)
+        await self._front.models.elsewhere.let_go(version.digest)
+
     async def restore(self) -> None:
         """Register what the folder has, on a server that has just started. What is damaged is left out."""
         known = await asyncio.to_thread(self._folder.read, KNOWN, tuple[Adapter, ...]) or ()

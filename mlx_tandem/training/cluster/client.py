@@ -22,6 +22,7 @@ from mlx_tandem.training.cluster.wire import (
     MOST_REPLY,
     PATH,
     Base,
+    Contribution,
     Feed,
     File,
     Item,
@@ -104,6 +105,10 @@ class LeaderClient:
     async def publish(self, publication: Publication) -> None:
         """Let the leader serve a version, whose files it has."""
         await self._ask("POST", "/versions", msgspec.json.encode(publication))
+
+    async def contribute(self, contribution: Contribution) -> None:
+        """Hand in what was learned in a round; the leader has the files."""
+        await self._ask("POST", "/contributions", msgspec.json.encode(contribution))
 
     async def send(self, base: str, queue: str, items: Sequence[Item]) -> None:
         """Send trajectories, which are on the leader's drive when this returns."""

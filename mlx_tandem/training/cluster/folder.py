@@ -117,6 +117,13 @@ class ClusterFolder:
             files.sync_folder(target.parent)
         return AdapterSource(str(target), str(self.path))
 
+    def take_in(self, path: Path, digest: str) -> None:
+        """Let a folder beside the versions be that of a version."""
+        with files.storage(path):
+            files.remove_tree(self.new(digest))
+            files.DISK.rename(path, self.version(digest).with_name(f".new-{digest}"))
+        self.commit(digest)
+
     def remove(self, digest: str) -> None:
         """Remove the folder of a version."""
         with files.storage(self.path):

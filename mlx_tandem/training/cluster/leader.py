@@ -19,14 +19,16 @@ from mlx_tandem.log import log, log_exception
 from mlx_tandem.training.cluster import bases
 from mlx_tandem.training.cluster.adopted import KEPT, Adopted, with_version
 from mlx_tandem.training.cluster.checks import check_items
-from mlx_tandem.training.cluster.folder import ClusterFolder
+from mlx_tandem.training.cluster.folder import ClusterFolder, describe
 from mlx_tandem.training.cluster.queue import Queue
 from mlx_tandem.training.cluster.relay import Relay
+from mlx_tandem.training.cluster.rounds import Rounds
 from mlx_tandem.training.cluster.shared_files import SharedFiles
 from mlx_tandem.training.cluster.wire import (
     MOST_WAIT,
     Adapter,
     Base,
+    Contribution,
     Feed,
     File,
     Item,
@@ -34,6 +36,7 @@ from mlx_tandem.training.cluster.wire import (
     Publication,
     Version,
 )
+from mlx_tandem.types import AdapterSource
 
 LEASE = 20.0
 """Seconds after its last request in which a trainer is the only one."""
@@ -53,7 +56,10 @@ class LeaderStatus(Struct):
     received: int = 0  # trajectories from followers
     dropped: int = 0  # trajectories, for lack of room
     published: int = 0  # versions from the trainer
-    trainer: str = ""  # the one that has the lease; empty: none
+    trainers: tuple[str, ...] = ()  # that are connected now
+    contributions: int = 0  # to this round of federated averaging
+    rounds: int = 0
+    stale: int = 0  # contributions from earlier versions, which were dropped
 
 
 class Leader:
@@ -77,7 +83,11 @@ class Leader:
         self._changed, self._told = asyncio.Event(), asyncio.Condition()
         self._watching: asyncio.Task[None] | None = None
         self._waiting = 0
-        self._lease: tuple[str, float] | None = None
+        self._leases: dict[str, float] = {}  # monotonic time of their ends, by trainer
+        self._active: frozenset[str] = frozenset()  # trainers that had a lease when `_free` was called last
+        self._started = time.monotonic()
+        cluster = config.cluster
+        self._rounds = Rounds(self.folder, cluster.trainers, cluster.round_s, self._serve_average)
         self._publishing = asyncio.Lock()
         self._received = self._published = 0
         self._closed = False
@@ -105,6 +115,7 @@ class Leader:
         await asyncio.gather(*tasks, return_exceptions=True)
         async with self._told:
             self._told.notify_all()
+        await self._rounds.close()
         await self.relay.close()
         await self.queue.close()
         self.folder.close()
@@ -134,7 +145,8 @@ class Leader:
             with self._one_more(), contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(wait, MOST_WAIT)), self._told:
                     await self._told.wait_for(lambda: self._sequence > after or self._closed)
-        return Feed(self._run, self._sequence, base, self._adapters)
+        trainers = self._front.config.cluster.trainers
+        return Feed(self._run, self._sequence, base, self._adapters, trainers)
 
     @contextlib.contextmanager
     def _one_more(self) -> Iterator[None]:
@@ -191,13 +203,14 @@ class Leader:
     # -- the trainer ------------------------------------------------------------------------------------------------
 
     def _hold(self, trainer: str) -> None:
-        """Give the lease to a trainer. Raises Conflict while another one has it."""
+        """Give or renew the lease of a trainer. Raises Conflict while as many others as there may be have theirs."""
         now = time.monotonic()
-        if self._lease is not None and self._lease[0] != trainer and now < self._lease[1]:
-            raise Conflict("another trainer is connected to this leader", param="trainer")
-        if self._lease is None or self._lease[0] != trainer:
+        self._leases = {other: end for other, end in self._leases.items() if end > now or other == trainer}
+        if trainer not in self._leases:
+            if len(self._leases) >= self._front.config.cluster.trainers:
+                raise Conflict("another trainer is connected to this leader", param="trainer")
             log("a trainer is connected", trainer=trainer)
-        self._lease = trainer, now + LEASE
+        self._leases[trainer] = now + LEASE
 
     async def receive(self, file: File, offset: int, content: bytes) -> int:
         """Take bytes of a file that a trainer publishes next; return how many there are. Raises InvalidRequest."""
@@ -208,22 +221,56 @@ class Leader:
 
         Publishing the same version again, as a trainer does that has not got the answer, changes nothing.
         """
-        if wanted.base != await self._digest():
-            raise Conflict("the version was trained on another base model", param="base")
-        if wanted.adapter != self._name:
-            raise InvalidRequest(f"the adapter that is trained here is {self._name}", param="adapter")
-        self._hold(wanted.trainer)
+        if self._front.config.cluster.trainers > 1:
+            raise InvalidRequest("this leader averages what trainers contribute (--federate)", param="version")
+        await self._check(wanted)
         async with self._publishing:
-            before = {adapter.name: adapter for adapter in self._adopted.adapters}.get(self._name)
-            if self.folder.source(wanted.version.digest) is None:
-                await asyncio.to_thread(self.folder.assemble, wanted.version)
+            await self._have(wanted.version)
             try:
-                await self._adopted.put(with_version(before, self._name, wanted.version))
+                await self._adopted.put(with_version(self._adopted.get(self._name), self._name, wanted.version))
             except InvalidRequest as e:
                 if isinstance(e, ModelError):
                     log("a version from the trainer is refused", logging.WARNING, reason=e.message)
                 raise
             self._published += 1
+
+    async def contribute(self, given: Contribution) -> None:
+        """Take what a trainer has learned in a round of averaging. The first version of all is served as it is.
+
+        Raises Conflict for what was learned from an earlier version, and InvalidRequest if it is not what it says.
+        """
+        await self._check(given)
+        async with self._publishing:
+            current = self._adopted.get(self._name)
+            if current is not None and given.begun == current.current and not given.examples:
+                raise InvalidRequest("nothing was learned", param="examples")
+            await self._have(given.version)
+            if current is None:
+                await self._adopted.put(with_version(None, self._name, given.version))
+                return
+            await self._adopted.verify(given.version)
+            await self._rounds.add(given, current.current)
+
+    async def _check(self, wanted: Publication | Contribution) -> None:
+        """Raise InvalidRequest unless a trainer may hand in this version."""
+        if wanted.base != await self._digest():
+            raise Conflict("the version was trained on another base model", param="base")
+        if wanted.adapter != self._name:
+            raise InvalidRequest(f"the adapter that is trained here is {self._name}", param="adapter")
+        self._hold(wanted.trainer)
+
+    async def _have(self, version: Version) -> None:
+        """Make the folder of a version of its files, unless it is there. Raises InvalidRequest."""
+        if self.folder.source(version.digest) is None:
+            await asyncio.to_thread(self.folder.assemble, version)
+
+    async def _serve_average(self, path: Path, number: int) -> None:
+        """Serve the adapter in a new folder as the current version, and remove what it was made of."""
+        info = await self._front.client.load_adapter(AdapterSource(str(path), str(self.folder.path)))
+        await asyncio.to_thread(self.folder.take_in, path, info.digest)
+        version = Version(number, info.digest, await asyncio.to_thread(describe, self.folder.version(info.digest)))
+        await self._adopted.put(with_version(self._adopted.get(self._name), self._name, version))
+        self._published += 1
 
     async def take(self, trainer: str, queue: str, after: int, most: int, wait: float) -> Items:
         """Return trajectories with numbers above `after` in the queue `queue`; the trainer has those up to there.
@@ -232,13 +279,22 @@ class Leader:
         """
         base = await self._digest()
         self._hold(trainer)
-        if queue != self.queue.id:
+        if queue == self.queue.id:
+            await self.queue.remove(after, trainer)
+        else:
             after = 0
-        await self.queue.remove(after)
+        await self._free()
         with self._one_more():
-            found = await self.queue.get(after, most, min(wait, MOST_WAIT))
+            found = await self.queue.get(after, most, min(wait, MOST_WAIT), trainer)
         self._hold(trainer)
         return Items(base, self.queue.id, found)
+
+    async def _free(self) -> None:
+        """Let others have what a trainer has not acknowledged whose lease has ended."""
+        active = frozenset(self._leases)
+        if active != self._active and time.monotonic() > self._started + LEASE:
+            await self.queue.free(active)
+            self._active = active
 
     # -- followers --------------------------------------------------------------------------------------------------
 
@@ -257,7 +313,7 @@ class Leader:
 
     def status(self) -> LeaderStatus:
         """Return the status for clients."""
-        lease = self._lease
+        now = time.monotonic()
         return LeaderStatus(
             base=self._base.result() if self._base is not None and self._base.done() else "",
             sequence=self._sequence,
@@ -266,5 +322,8 @@ class Leader:
             received=self._received,
             dropped=self.queue.dropped,
             published=self._published,
-            trainer=lease[0] if lease is not None and time.monotonic() < lease[1] else "",
+            trainers=tuple(sorted(trainer for trainer, end in self._leases.items() if end > now)),
+            contributions=self._rounds.waiting,
+            rounds=self._rounds.done,
+            stale=self._rounds.stale,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -26,6 +26,7 @@ MIGRATIONS = (
         id TEXT NOT NULL UNIQUE,
         size INTEGER NOT NULL,              -- of its group; 0: unknown
         bytes INTEGER NOT NULL,             -- of the body
+        taker TEXT NOT NULL DEFAULT '',     -- the machine that has it, perhaps; '': nobody
         body BLOB NOT NULL                  -- the trajectory, sealed
     );
     CREATE TABLE queue (id TEXT NOT NULL);  -- whose numbers these are
@@ -80,30 +81,38 @@ class Queue:
             await asyncio.to_thread(self._put, items)
         self._arrived.set()
 
-    async def get(self, after: int, most: int, wait: float = 0.0) -> tuple[Item, ...]:
-        """Return the oldest trajectories with numbers above `after`, at most `most`.
+    async def get(self, after: int, most: int, wait: float = 0.0, taker: str = "") -> tuple[Item, ...]:
+        """Return the oldest trajectories with numbers above `after`, at most `most`. They are for `taker` from then on.
 
         Where there are none, wait for some for `wait` seconds. Raises StorageError.
         """
         self._arrived.clear()  # before looking, so that nothing that comes meanwhile is missed
-        found = await self._look(after, most)
+        found = await self._look(after, most, taker)
         if not found and most and wait:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._arrived.wait()
-            found = await self._look(after, most)
+            found = await self._look(after, most, taker)
         return found
 
-    async def _look(self, after: int, most: int) -> tuple[Item, ...]:
+    async def _look(self, after: int, most: int, taker: str) -> tuple[Item, ...]:
         async with self._reading:
             if self._file.is_closed:  # while somebody waited
                 return ()
-            return await asyncio.to_thread(self._get, after, min(most, MOST_ITEMS))
+            return await asyncio.to_thread(self._get, after, min(most, MOST_ITEMS), taker)
 
-    async def remove(self, through: int) -> None:
-        """Remove the trajectories with numbers up to `through`, which another machine has. Raises StorageError."""
+    async def remove(self, through: int, taker: str = "") -> None:
+        """Remove the trajectories of `taker` with numbers up to `through`, which it has. Raises StorageError."""
         async with self._reading:
-            await asyncio.to_thread(self._remove, through)
+            await asyncio.to_thread(self._remove, through, taker)
+
+    async def free(self, takers: Collection[str]) -> None:
+        """Let everybody have the trajectories of those that are not among `takers`. Raises StorageError."""
+        marks = ", ".join("?" * len(takers))
+        statement = f"UPDATE items SET taker = '' WHERE taker NOT IN ({marks})"
+        async with self._reading:
+            await asyncio.to_thread(self._file.write, [(statement, tuple(takers))])
+        self._arrived.set()
 
     # On threads, one at a time.
 
@@ -135,11 +144,12 @@ class Queue:
         self.dropped += there - keep
         log("trajectories dropped for lack of room", logging.WARNING, dropped=there - keep)
 
-    def _get(self, after: int, most: int) -> tuple[Item, ...]:
+    def _get(self, after: int, most: int, taker: str) -> tuple[Item, ...]:
         found: list[Item] = []
         total = 0
-        query = "SELECT number, size, body FROM items WHERE number > ? ORDER BY number LIMIT ?"
-        for number, size, body in self._file.rows(query, after, most):
+        where = "number > ? AND taker IN ('', ?)"
+        query = f"SELECT number, size, body FROM items WHERE {where} ORDER BY number LIMIT ?"
+        for number, size, body in self._file.rows(query, after, taker, most):
             try:
                 item = Item(unseal(body, Trajectory), size, number)
             except Broken as e:
@@ -150,8 +160,11 @@ class Queue:
             if found and total > MOST_BODY:
                 break
             found.append(item)
+        if found and taker:
+            mark = "UPDATE items SET taker = ? WHERE number = ?"
+            self._file.write([(mark, (taker, item.number)) for item in found])
         return tuple(found)
 
-    def _remove(self, through: int) -> None:
-        self._file.write([("DELETE FROM items WHERE number <= ?", (through,))])
+    def _remove(self, through: int, taker: str) -> None:
+        self._file.write([("DELETE FROM items WHERE number <= ? AND taker = ?", (through, taker))])
         self.waiting = self._count()

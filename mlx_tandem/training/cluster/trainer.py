@@ -13,16 +13,20 @@ from typing import NoReturn
 
 from msgspec import Struct, structs
 
+from mlx_tandem import files
+from mlx_tandem.adapters.formats import WEIGHTS
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.generation.front import Front
 from mlx_tandem.log import log
 from mlx_tandem.training.cluster.checks import check_items
 from mlx_tandem.training.cluster.client import LeaderClient, Refused, Trouble
+from mlx_tandem.training.cluster.fetching import fetch
 from mlx_tandem.training.cluster.folder import ClusterFolder, describe
 from mlx_tandem.training.cluster.follower import WAIT, again
 from mlx_tandem.training.cluster.joining import JOINED, Joined
-from mlx_tandem.training.cluster.wire import CHUNK, MOST_ITEMS, File, Item, Publication, Version
+from mlx_tandem.training.cluster.wire import CHUNK, MOST_ITEMS, Adapter, Contribution, File, Item, Publication, Version
 from mlx_tandem.training.live.learning import Learning
+from mlx_tandem.training.store.records import GOOD
 from mlx_tandem.types import AdapterRef
 
 LOOK = 2.0
@@ -49,8 +53,8 @@ class TrainerStatus(Struct):
 
 
 class Trainer:
-    """The trainer's side of one server that learns, on its event loop. `join` comes before its learner is brought up,
-    and `bring_up` afterwards.
+    """The trainer's side of one server that learns, on its event loop. `join` comes before its adapters are loaded,
+    `count` before its learner is brought up, and `bring_up` afterwards.
     """
 
     def __init__(self, front: Front, learning: Learning):
@@ -66,12 +70,16 @@ class Trainer:
         self._taking, self._publishing = Trouble(self._client.url), Trouble(self._client.url)
         self._status = TrainerStatus(leader=self._client.url)
         self._base = self._queue = ""
+        self._newest = 0  # highest number that the leader had when this server joined it
         self._after = 0  # number of the last trajectory that the learner has
+        self._leader = ""  # run of the leader
+        self._handed_in = -1  # the leader's version from which the last contribution was learned
+        self._began = 0  # number of updates when the round began
         self._exported: dict[str, Version] = {}  # by digest, oldest first
         self._tasks: list[asyncio.Task[NoReturn]] = []
 
     async def join(self) -> None:
-        """Take the folder, and give new versions numbers above those that the leader has."""
+        """Take the folder, and let what this server begins with have the number that it has on the leader."""
         if self._base:
             return
         await asyncio.to_thread(self.folder.lock)
@@ -79,7 +87,13 @@ class Trainer:
         assert joined is not None, "the command has written it"
         self._base = joined.base.sha256
         self._queue = "0" * 16  # of no leader
-        self._learning.count_from(joined.newest)
+        self._newest = joined.newest
+        if joined.beginning is not None:
+            self._learning.count_from(joined.beginning.number - 1)
+
+    def count(self) -> None:
+        """Give new versions numbers above those that the leader has."""
+        self._learning.count_from(self._newest)
 
     async def bring_up(self) -> None:
         """Begin to take trajectories and to publish. Later calls do nothing."""
@@ -135,20 +149,29 @@ class Trainer:
     # -- versions ---------------------------------------------------------------------------------------------------
 
     async def _publish(self) -> None:
-        """Have the leader serve what this server serves of the trained adapter, and wait until that may differ."""
+        """Have the leader serve what this server serves of the trained adapter, and wait until that may differ.
+
+        Of several trainers, take part in rounds instead.
+        """
         self._learning.published.clear()
-        current = self._learning.current()
-        version = None if current is None else await self._version(current)
-        if version is not None:
-            await self._show(version)
+        feed = await self._client.feed()
+        there = next((adapter for adapter in feed.adapters if adapter.name == self._name), None)
+        if feed.trainers > 1:
+            if feed.leader != self._leader:  # one that was started again knows of no contribution
+                self._leader, self._handed_in = feed.leader, -1
+            await self._round(there)
+        elif (version := await self._version(self._learning.current())) is not None:
+            await self._show(version, there)
         try:
             async with asyncio.timeout(LOOK):
                 await self._learning.published.wait()
         except TimeoutError:
             return
 
-    async def _version(self, ref: AdapterRef) -> Version | None:
+    async def _version(self, ref: AdapterRef | None) -> Version | None:
         """Return a version with its files, which are written now if need be; None if the trainer has moved on."""
+        if ref is None:
+            return None
         known = self._exported.get(ref.digest)
         if known is not None and known.number == ref.version and self.folder.source(ref.digest) is not None:
             return known
@@ -166,23 +189,58 @@ class Trainer:
             await asyncio.to_thread(self.folder.remove, oldest)
         return version
 
-    async def _show(self, version: Version) -> None:
-        """Have the leader serve a version, unless it does."""
-        feed = await self._client.feed()
-        there = next((adapter for adapter in feed.adapters if adapter.name == self._name), None)
+    async def _show(self, version: Version, there: Adapter | None) -> None:
+        """Have the leader, which serves `there` of the adapter, serve a version, unless it does."""
         known = there is not None and version in there.versions
         if there is None or not known or there.current != version.number:
             if not known:
-                for file in version.files:
-                    await self._upload(version.digest, file)
+                await self._upload(version)
             await self._client.publish(Publication(self._id, self._base, self._name, version))
             self._status.published += 1
             log("published to the leader", adapter=f"{self._name}@{version.number}", digest=version.digest)
         self._status.version = version.number
 
-    async def _upload(self, digest: str, file: File) -> None:
-        """Send what the leader does not have of a file."""
-        path = self.folder.version(digest) / file.name
+    async def _round(self, there: Adapter | None) -> None:
+        """Take part in a round: begin with the version that the leader serves, learn, and hand in what was learned."""
+        if there is not None and there.current != self._status.version:
+            await self._begin_round(there)
+        elif self._handed_in != self._status.version or there is None:
+            updates = self._learning.learner.status().updates - self._began
+            if there is not None and updates < self._front.config.cluster.round_updates:
+                return
+            self._learning.learner.stop()
+            examples = sum(r.trajectories for r in list(self._learning.learner.history)[-updates:] if r.outcome in GOOD)
+            version = await self._version(self._learning.current())
+            if version is not None and (examples or there is None):
+                await self._upload(version)
+                given = (self._id, self._base, self._name, version, self._status.version, examples)
+                await self._client.contribute(Contribution(*given))
+                self._handed_in = self._status.version
+                self._status.published += 1
+            else:  # all of it was taken back
+                self._began += updates
+                self._learning.learner.start()
+
+    async def _begin_round(self, there: Adapter) -> None:
+        """Go on from the version that the leader serves, and learn."""
+        version = next(version for version in there.versions if version.number == there.current)
+        await fetch(self._client, self.folder, structs.replace(there, versions=(version,)))
+        weights = self.folder.version(version.digest) / WEIGHTS["peft"]
+
+        async def write(folder: str) -> None:
+            await asyncio.to_thread(files.replace, Path(folder) / WEIGHTS["peft"], weights.read_bytes())
+
+        await self._learning.learner.adopt(version.number, write)
+        self._status.version, self._began = version.number, self._learning.learner.status().updates
+        self._learning.learner.start()
+        log("round begins", adapter=f"{self._name}@{version.number}")
+
+    async def _upload(self, version: Version) -> None:
+        """Send what the leader does not have of the files of a version."""
+        for file in version.files:
+            await self._upload_file(self.folder.version(version.digest) / file.name, file)
+
+    async def _upload_file(self, path: Path, file: File) -> None:
         there = await self._client.upload(file, 0, b"")
         while there < file.size:
             content = await asyncio.to_thread(_read, path, there)

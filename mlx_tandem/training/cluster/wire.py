@@ -79,6 +79,7 @@ class Feed(Struct, frozen=True, forbid_unknown_fields=True):
     sequence: Annotated[int, Meta(ge=0, le=2**53)]
     base: Sha256
     adapters: Annotated[tuple[Adapter, ...], Meta(max_length=4096)]
+    trainers: Annotated[int, Meta(ge=1, le=64)] = 1  # whose versions are averaged; 1: each is served as it is
 
 
 class Publication(Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +89,17 @@ class Publication(Struct, frozen=True, forbid_unknown_fields=True):
     base: Sha256
     adapter: Name
     version: Version
+
+
+class Contribution(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one of several trainers has learned in a round. The leader has its files already."""
+
+    trainer: Id
+    base: Sha256
+    adapter: Name
+    version: Version  # under the trainer's own number
+    begun: Annotated[int, Meta(ge=0, le=2**53)]  # number of the leader's version that it was learned from; 0: none
+    examples: Annotated[int, Meta(ge=0, le=2**40)]  # that it was learned from
 
 
 class Item(Struct, frozen=True, forbid_unknown_fields=True):

@@ -36,6 +36,7 @@ __all__ = ["OnlineLearner", "Sampled", "Serving", "TrainingStatus", "UpdateRepor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Alone = Callable[[Callable[[], Coroutine[Any, Any, Any]]], Awaitable[Any]]
 
 LAST_SAVE_SECONDS = 30.0
 """Time for a last checkpoint, which saves the next start from computing updates again."""
@@ -61,6 +62,7 @@ class OnlineLearner:
         self._loop = Loop(config, client, self._learner, self._alone, self._compare, self._sample)
         self.lacking, self.waits = self._loop.lacking, partial(_waits, self._learner)
         self.export = partial(_export, self._learner, self._alone)
+        self.adopt = partial(_adopt, self._learner, self._alone)
         self._work: set[asyncio.Task[Any]] = set()
         self.folder = self._learner.ledger.folder
         self._closed = False
@@ -328,12 +330,15 @@ class OnlineLearner:
         return bool(chosen)
 
 
-async def _export(
-    learner: Learner,
-    alone: Callable[[Callable[[], Coroutine[Any, Any, bool]]], Awaitable[bool]],
-    digest: str,
-    folder: str,
-) -> bool:
+async def _adopt(learner: Learner, alone: Alone, number: int, write: Callable[[str], Awaitable[None]]) -> None:
+    """Go on from the weights that `write` puts into the folder that it gets, as version `number` if that is new.
+
+    Raises EngineError, StorageError.
+    """
+    await alone(lambda: learner.adopt(number, write))
+
+
+async def _export(learner: Learner, alone: Alone, digest: str, folder: str) -> bool:
     """Write the adapter that the trainer is now into an empty folder if its content is `digest`; return whether it was.
 
     Raises EngineError, StorageError.
@@ -346,7 +351,7 @@ async def _export(
         await learner.client.save_trainer(learner.trainer.name, folder, optimizer=False)
         return True
 
-    return await alone(work)
+    return bool(await alone(work))
 
 
 def _waits(learner: Learner, id: str) -> Trajectory | None:

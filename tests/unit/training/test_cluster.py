@@ -9,18 +9,22 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import load_file, save_file
 
-from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.errors import Conflict, InvalidRequest
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.cluster import queue as queues
 from mlx_tandem.training.cluster.adopted import KEPT, with_version
+from mlx_tandem.training.cluster.averaging import average
 from mlx_tandem.training.cluster.checks import check_items
 from mlx_tandem.training.cluster.client import LeaderClient, check_url
 from mlx_tandem.training.cluster.folder import MOST_PARTS, ClusterFolder, describe
 from mlx_tandem.training.cluster.queue import Queue
-from mlx_tandem.training.cluster.wire import Adapter, File, Item, Version
+from mlx_tandem.training.cluster.rounds import Rounds
+from mlx_tandem.training.cluster.wire import Adapter, Contribution, File, Item, Version
 from mlx_tandem.training.trajectories import Trajectory
 
 T = TypeVar("T")
@@ -105,6 +109,23 @@ def test_whoever_waits_is_woken(tmp_path: Path) -> None:
         assert ids(await waiting) == ["traj-1"]
         assert await queue.get(10, 1, 0.001) == ()
         assert await queue.get(0, 0, 60.0) == ()  # nothing is wanted
+
+    with_queue(tmp_path, work)
+
+
+def test_each_trajectory_is_for_one_taker(tmp_path: Path) -> None:
+    async def work(queue: Queue) -> None:
+        await queue.put([item(n) for n in range(4)])
+        first = await queue.get(0, 2, taker="a")
+        second = await queue.get(0, 100, taker="b")
+        assert (ids(first), ids(second)) == (["traj-0", "traj-1"], ["traj-2", "traj-3"])
+        assert await queue.get(0, 2, taker="a") == first  # whoever asks again has not got the answer
+        await queue.remove(second[-1].number, "b")
+        assert await queue.get(0, 100, taker="a") == first
+        await queue.free(["a"])
+        assert await queue.get(0, 100, taker="b") == ()
+        await queue.free([])
+        assert await queue.get(0, 100, taker="b") == first
 
     with_queue(tmp_path, work)
 
@@ -202,6 +223,92 @@ def test_versions_of_a_name_are_bounded() -> None:
     assert [v.number for v in adapter.versions] == list(range(20 - KEPT, 20))
     back = with_version(adapter, "policy", adapter.versions[0])
     assert (back.current, len(back.versions)) == (20 - KEPT, KEPT)
+
+
+# -- federated averaging --------------------------------------------------------------------------------------------
+
+
+def an_adapter(folder: Path, arrays: dict[str, np.ndarray], settings: str = "{}") -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(settings, encoding="utf-8")
+    save_file(arrays, folder / "adapter_model.safetensors")
+    return folder
+
+
+def drawn(seed: int, rows: int = 2) -> dict[str, np.ndarray]:
+    own = np.random.default_rng(seed)
+    return {name: own.standard_normal((rows, 3)).astype(np.float32) for name in ("m.lora_A.weight", "m.lora_B.weight")}
+
+
+def test_an_average_is_weighted_by_examples(tmp_path: Path) -> None:
+    folders = [an_adapter(tmp_path / str(i), drawn(i)) for i in range(3)]
+    (tmp_path / "mean").mkdir()
+    average(folders, [1, 2, 5], tmp_path / "mean")
+    found = load_file(tmp_path / "mean" / "adapter_model.safetensors")
+    for name, array in found.items():
+        each = [drawn(i)[name].astype(np.float64) for i in range(3)]
+        assert array.dtype == np.float32
+        np.testing.assert_allclose(array, (each[0] + 2 * each[1] + 5 * each[2]) / 8, rtol=1e-6)
+    assert (tmp_path / "mean" / "adapter_config.json").read_text(encoding="utf-8") == "{}"
+    (tmp_path / "alone").mkdir()
+    average(folders[:1], [7], tmp_path / "alone")
+    alone = load_file(tmp_path / "alone" / "adapter_model.safetensors")
+    assert all(np.array_equal(alone[name], array) for name, array in drawn(0).items())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "settings"),
+    [
+        (drawn(1, rows=4), "{}"),
+        (drawn(1) | {"more": np.zeros(1, np.float32)}, "{}"),
+        ({name: array.astype(np.float16) for name, array in drawn(1).items()}, "{}"),
+        (drawn(1), '{"lora_alpha": 3}'),
+    ],
+)
+def test_what_cannot_be_averaged(tmp_path: Path, arrays: dict[str, np.ndarray], settings: str) -> None:
+    folders = [an_adapter(tmp_path / "a", drawn(0)), an_adapter(tmp_path / "b", arrays, settings)]
+    (tmp_path / "mean").mkdir()
+    with pytest.raises(InvalidRequest):
+        average(folders, [1, 1], tmp_path / "mean")
+
+
+def contribution(folder: ClusterFolder, trainer: int, number: int, begun: int, examples: int) -> Contribution:
+    digest = f"{trainer * 100 + number:064x}"
+    path = an_adapter(folder.version(digest), drawn(trainer))
+    version = Version(number, digest, describe(path))
+    return Contribution(f"{trainer:016x}", "b" * 64, "policy", version, begun, examples)
+
+
+def test_a_round_ends_with_the_last_trainer_or_when_the_time_is_over(folder: ClusterFolder) -> None:
+    served: list[tuple[int, dict[str, np.ndarray]]] = []
+    arrived = asyncio.Event()
+
+    async def serve(path: Path, number: int) -> None:
+        served.append((number, load_file(path / "adapter_model.safetensors")))
+        arrived.set()
+
+    async def work() -> None:
+        rounds = Rounds(folder, 2, 3600.0, serve)
+        await rounds.add(contribution(folder, 1, 5, 3, 10), 3)
+        await rounds.add(contribution(folder, 1, 6, 3, 30), 3)  # the same trainer again
+        assert (rounds.waiting, served) == (1, [])
+        with pytest.raises(Conflict, match="version 3 is served now"):
+            await rounds.add(contribution(folder, 2, 4, 2, 10), 3)
+        await rounds.add(contribution(folder, 2, 9, 3, 10), 3)
+        assert (rounds.waiting, rounds.done, rounds.stale) == (0, 1, 1)
+        await rounds.close()
+        arrived.clear()
+        late = Rounds(folder, 2, 0.001, serve)
+        await late.add(contribution(folder, 3, 11, 10, 1), 10)
+        await arrived.wait()
+        await late.close()
+
+    asyncio.run(work())
+    assert len(served) == 2
+    (number, mean), *_ = served
+    assert number == 10  # above all that were handed in
+    for name, array in mean.items():
+        np.testing.assert_allclose(array, 0.75 * drawn(1)[name] + 0.25 * drawn(2)[name], rtol=1e-5, atol=1e-6)
 
 
 # -- addresses, and what is checked ---------------------------------------------------------------------------------
