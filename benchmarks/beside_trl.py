@@ -39,8 +39,8 @@ from servers import tandem
 
 from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import MAX_TOKENS, SETTINGS, SKILL, question
-from mlx_tandem.cli.http import once
 from mlx_tandem.cli.outputs import argument
+from mlx_tandem.http_client import once
 
 PROMPTS = ANSWERS = 8  # of a batch, and to each prompt
 BATCHES = 80

@@ -29,8 +29,8 @@ from servers import Running, tandem
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.http import Connection
 from mlx_tandem.cli.outputs import argument, write_json
+from mlx_tandem.http_client import Connection
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
 """The words of all texts."""

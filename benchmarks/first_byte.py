@@ -26,8 +26,8 @@ from mlx_tandem.cli.bench.client import run_loop
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.console import show
-from mlx_tandem.cli.http import Connection
 from mlx_tandem.cli.outputs import argument, write_json
+from mlx_tandem.http_client import Connection
 
 ONE = {"stream": True, "temperature": 0.0}
 ROUTES: dict[str, dict[str, Any]] = {

@@ -25,8 +25,8 @@ from servers import tandem
 
 from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import MAX_TOKENS, POLICY, SETTINGS, question
-from mlx_tandem.cli.http import once
 from mlx_tandem.cli.outputs import argument
+from mlx_tandem.http_client import once
 
 ANSWERS = 8
 """Answers to each prompt."""

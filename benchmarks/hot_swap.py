@@ -31,8 +31,8 @@ from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail, show
-from mlx_tandem.cli.http import Connection
 from mlx_tandem.cli.outputs import argument, write_json
+from mlx_tandem.http_client import Connection
 
 ALIAS = "live"
 LOADED_AT_ONCE = 8  # swapped adapters that are loaded at once

@@ -33,10 +33,10 @@ from mlx_tandem.cli.bench.shapes import POSITIONS, SHAPES, write_model
 from mlx_tandem.cli.bench.stats import median
 from mlx_tandem.cli.bench.workloads import Load, Sampling
 from mlx_tandem.cli.console import fail, show
-from mlx_tandem.cli.http import HttpError
 from mlx_tandem.cli.outputs import argument
 from mlx_tandem.cli.settings import build
 from mlx_tandem.errors import TandemError
+from mlx_tandem.http_client import HttpError
 
 BLOCK = 16
 ROOM = 4

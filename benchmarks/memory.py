@@ -27,8 +27,8 @@ from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import run_loop
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.console import fail
-from mlx_tandem.cli.http import Connection, HttpError
 from mlx_tandem.cli.outputs import argument, write_json
+from mlx_tandem.http_client import Connection, HttpError
 
 FACTOR = 4
 SAMPLES = 200  # samples of memory over the run

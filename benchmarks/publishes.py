@@ -37,8 +37,8 @@ from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail, show
-from mlx_tandem.cli.http import Connection
 from mlx_tandem.cli.outputs import argument, write_json
+from mlx_tandem.http_client import Connection
 
 POLICY, ALIAS = "policy", "live"
 SETTINGS = {"enabled": True, "adapter": POLICY, "lora_rank": 8, "lora_alpha": 16.0, "learning_rate": 3e-4}

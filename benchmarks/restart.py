@@ -29,8 +29,8 @@ from servers import free_port
 from mlx_tandem import demo
 from mlx_tandem.cli.bench import machine
 from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, Learner
-from mlx_tandem.cli.http import HttpError, once
 from mlx_tandem.cli.outputs import argument, write_json
+from mlx_tandem.http_client import HttpError, once
 
 POLL_SECONDS = 0.02
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mlx_tandem.cli.bench.serve import measure
 from mlx_tandem.cli.bench.workloads import Load
-from mlx_tandem.cli.http import Connection, HttpError
+from mlx_tandem.http_client import Connection, HttpError
 
 OPENBLAS = "libopenblas.so.0"
 

@@ -27,8 +27,8 @@ from partial import Results, stop_cleanly
 from real import FORMS, write_real
 
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
-from mlx_tandem.cli.http import HttpError, once
 from mlx_tandem.cli.outputs import argument
+from mlx_tandem.http_client import HttpError, once
 
 QUESTION = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 8, "temperature": 0.0}
 

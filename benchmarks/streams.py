@@ -9,7 +9,7 @@ from typing import Any
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import BenchError, Client
 from mlx_tandem.cli.bench.workloads import Workload
-from mlx_tandem.cli.http import once
+from mlx_tandem.http_client import once
 
 TARGETS: tuple[str | None, ...] = (None, *demo.ADAPTER_PATHS)
 """The base and the built-in model's adapters."""

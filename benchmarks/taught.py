@@ -17,8 +17,8 @@ from servers import tandem
 
 from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import POLL_SECONDS
-from mlx_tandem.cli.http import once
 from mlx_tandem.cli.outputs import argument
+from mlx_tandem.http_client import once
 
 EVERY = 10  # updates between two evaluations
 WANTED = 0.8

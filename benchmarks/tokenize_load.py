@@ -35,8 +35,8 @@ from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail
-from mlx_tandem.cli.http import Connection
 from mlx_tandem.cli.outputs import argument, write_json
+from mlx_tandem.http_client import Connection
 
 WORDS = "the quick brown fox jumps over a lazy dog and 12 others, while Sphinx of black quartz judges my vow.".split()
 PROBE_EVERY = 0.05  # seconds

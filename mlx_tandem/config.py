@@ -257,6 +257,17 @@ class TinkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: float = 120.0  # seconds without a sign of life after which a client's session ends
 
 
+class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of several machines with one base model: a leader, followers, and a trainer elsewhere."""
+
+    share: bool = False  # lead: give other machines the versions of adapters, and take their trajectories
+    connect_to: str = ""  # address of the leader; empty: none
+    dir: str = "./cluster"  # folder of versions from other machines, and of trajectories on their way
+    trainers: int = 1  # of a leader: trainers whose versions are averaged in rounds; 1: one trainer publishes
+    round_updates: int = 4  # of such a trainer: updates in a round
+    round_s: float = 600.0  # of such a leader: seconds after the first contribution in which others are waited for
+
+
 class CheckpointingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the checkpoints that learning writes."""
 
@@ -282,4 +293,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     aliases: tuple[tuple[str, tuple[Arm, ...]], ...] = ()
     rl_training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     tinker: TinkerConfig = field(default_factory=TinkerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

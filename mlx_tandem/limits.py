@@ -217,6 +217,9 @@ SETTINGS |= {
     "tinker.trainers": Range(1, 64, integer=True),
     "tinker.rank": LEARNING["rank"],
     "tinker.lease_s": Range(1.0, 86_400.0),
+    "cluster.trainers": Range(1, 64, integer=True),
+    "cluster.round_updates": Range(1, 1_000_000, integer=True),
+    "cluster.round_s": Range(1.0, 86_400.0),
     "checkpointing.interval": Range(1, 2**31 - 1, integer=True),
     "checkpointing.keep_n_checkpoints": Range(1, 100_000, integer=True),
 }

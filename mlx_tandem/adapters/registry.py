@@ -65,6 +65,8 @@ class Registry:
         self._retired: dict[str, int] = {}  # removed name -> highest number given
         self._highest = 0  # number that was given to a name which is no longer remembered
         self._holders: dict[str, list[Entry]] = {}  # by digest
+        self.on_change: Callable[[], None] = lambda: None
+        """A function that is called after versions were added or removed, or a name stands for another one."""
 
     def check(self, name: str) -> str:
         """Return `name` if it may be published; raise InvalidRequest if not.
@@ -110,13 +112,16 @@ class Registry:
         book.current = entry.ref.version
         for other in book.versions.values():
             other.pinned = pinned and other is entry
+        self.on_change()
         return entry.ref
 
     def reserve(self, name: str, info: AdapterInfo, number: int = 0) -> AdapterRef:
         """Add a version of `name`, numbered as in `publish`, which only `name@version` names until it is
         published.
         """
-        return self._add(name, None, info, number)[1].ref
+        ref = self._add(name, None, info, number)[1].ref
+        self.on_change()
+        return ref
 
     def _add(self, name: str, source: AdapterSource | None, info: AdapterInfo, wanted: int) -> tuple[_Name, Entry]:
         self.check(name)
@@ -159,6 +164,7 @@ class Registry:
             raise Conflict(f"{ref.label} is what {ref.name} stands for", param="version")
         del book.versions[ref.version], book.by_digest[ref.digest]
         self._let_go(entry)
+        self.on_change()
 
     def entry(self, model_id: str) -> Entry:
         """Return the version that the id `name` or `name@version` names. Raise NotFound (`model_not_found`) if there is
@@ -194,6 +200,7 @@ class Registry:
         self._retire(name, book.last)
         for entry in book.versions.values():
             self._let_go(entry)
+        self.on_change()
         return [entry.ref for entry in book.versions.values()]
 
     def _retire(self, name: str, last: int) -> None:

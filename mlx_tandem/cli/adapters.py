@@ -169,8 +169,8 @@ def ask(server: Server, method: str, path: str, body: object = None) -> dict[str
     """
     import asyncio
 
-    from mlx_tandem.cli.http import Connection, HttpError
     from mlx_tandem.errors import InvalidRequest
+    from mlx_tandem.http_client import Connection, HttpError
 
     async def request() -> tuple[int, Any]:
         connection = Connection.to(server.url, {"Authorization": f"Bearer {key}"} if key else None, server.cacert)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mlx_tandem.cli import hub
+from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import fail
 from mlx_tandem.cli.settings import SettingsError, build
@@ -32,6 +32,10 @@ def show(
     try:
         caller = CALLERS[called_as]
         config = build(file, caller.options(options), {**caller.defaults, **(defaults or {})})
+        if config.cluster.connect_to:
+            from mlx_tandem.cli.joining import join
+
+            config = join(config, keys.read(config.server.api_key, config.server.api_key_file))
         engine, _ = hub.find_models(config.engine)
         memory, longest, device = plan(engine)
     except SettingsError as e:

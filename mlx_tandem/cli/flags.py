@@ -73,10 +73,6 @@ FLAGS: dict[str, Flag] = {
     "--enable-continuous-batching": Flag(f"batching is always continuous: {_ADMISSION}"),
     "--embedding": Flag("every model answers /v1/embeddings, and goes on answering chats"),
     # MLX ParaLLM
-    "--share-model": Flag("one process holds the model, and every request and adapter shares it"),
-    "--connect-to": Flag(
-        "this version learns on the machine that serves, and on no other yet", value=True, refuse=True
-    ),
     "--scheduler": Flag(f"batching is always continuous: {_ADMISSION}", value=True, harmless=("continuous",)),
     "--batch-timeout": Flag(f"no batch is waited for: {_ADMISSION}", value=True),
     "--max-concurrent-streams": Flag(

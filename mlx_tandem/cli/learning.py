@@ -12,11 +12,16 @@ from mlx_tandem.cli.console import warn
 from mlx_tandem.cli.options import LEARNING
 from mlx_tandem.config import Config
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.server.keys import is_loopback
 from mlx_tandem.training.atropos.client import check_url
+from mlx_tandem.training.cluster.client import check_url as check_leader
 from mlx_tandem.training.metrics.writer import require
 
 ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker")
 """Options that mean something whether or not the server trains an adapter by itself."""
+
+RELAYED = ("train_adapter", "scoring_function", "trajectory_buffer_size", "scoring_batch_size")
+"""Options that mean something on a server whose answers are learned from on another machine."""
 
 TINKER = ("tinker_trainers", "tinker_rank", "tinker_dir", "tinker_lease_s")
 """Options that mean something only with `enable_tinker`."""
@@ -36,24 +41,58 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
             "the mode is training_only, but nothing is trained: "
             "add --enable-rl-training, or 'enabled: true' under 'rl_training'"
         )
-    if config.adapters or config.adapter_root or config.rl_training.enabled or config.engine.duty.trainer_rank:
+    is_one_of_several = config.cluster.share or bool(config.cluster.connect_to)
+    if is_one_of_several:
+        _check_cluster(config)
+    trains = config.rl_training.enabled or config.engine.duty.trainer_rank
+    if config.adapters or config.adapter_root or trains or is_one_of_several:
         config = _prepared(config)
     _warn(config, options)
     if not config.rl_training.enabled:
-        return config
+        return _relaying(config) if is_one_of_several else config
     _check(config)
     return _with_room(_scored(config))
 
 
+def _check_cluster(config: Config) -> None:
+    """Refuse settings of several machines that contradict each other; say who can reach a leader."""
+    cluster, server = config.cluster, config.server
+    if cluster.share and cluster.connect_to:
+        raise InvalidRequest("'cluster.share' and 'cluster.connect_to' exclude each other: a leader follows nobody")
+    if cluster.share and config.rl_training.enabled:
+        raise InvalidRequest(
+            "'cluster.share' and 'rl_training.enabled' exclude each other: a leader's adapter is trained by another "
+            "process, tandem train rl --connect-to HOST:PORT"
+        )
+    if config.engine.lora.max_loras == 0:
+        raise InvalidRequest("'lora.max_loras' is 0, which leaves no room on the device for adapters of other machines")
+    if cluster.connect_to:
+        check_leader(cluster.connect_to)
+    elif is_loopback(server.host) or server.uds:
+        warn(
+            "--share-model reaches this machine only; for others set an address and a key: export TANDEM_HOST=0.0.0.0 "
+            "TANDEM_API_KEY=$(openssl rand -hex 24)"
+        )
+
+
+def _relaying(config: Config) -> Config:
+    """Return the settings of a server whose answers are learned from elsewhere: it draws no siblings itself."""
+    training = msgspec.structs.replace(config.rl_training, siblings=0, group_size=0)
+    return _scored(msgspec.structs.replace(config, rl_training=training))
+
+
 def _warn(config: Config, options: Mapping[str, object]) -> None:
     """Warn about each given option that has no effect."""
+    relays = config.cluster.share or config.cluster.connect_to
+    if options.get("cluster_dir") and not relays:
+        warn("--cluster-dir has no effect without --share-model or --connect-to")
     for name, flag in LEARNING.items():
         if options.get(name) in (None, [], ()):
             continue
         if name in TINKER:
             if not config.tinker.enabled:
                 warn(f"{flag} has no effect without --enable-tinker")
-        elif not config.rl_training.enabled and name not in ALONE:
+        elif not config.rl_training.enabled and name not in ALONE and not (relays and name in RELAYED):
             warn(f"{flag} has no effect without --enable-rl-training")
         elif not config.rl_training.enabled and name == "training_share" and not config.tinker.enabled:
             warn(f"{flag} has no effect without --enable-rl-training or --enable-tinker")

@@ -408,6 +408,26 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("checkpointing.interval", "--checkpoint-interval", "Updates between two checkpoints (500)."),
         Option("checkpointing.keep_n_checkpoints", "--keep-n-checkpoints", "How many checkpoints are kept (10)."),
     ),
+    "Several machines": (
+        Option("cluster.share", "--share-model", "Lead: give other machines adapters, and take their trajectories."),
+        Option(
+            "cluster.connect_to",
+            "--connect-to",
+            "Serve what the server at this address shares, or train for it; its base is found here by its digest.",
+            "HOST:PORT",
+        ),
+        Option(
+            "cluster.trainers",
+            "--federate",
+            "Of a leader: trainers whose versions are averaged in rounds (1: one trainer publishes).",
+        ),
+        Option(
+            "cluster.dir",
+            "--cluster-dir",
+            "Folder of what comes from other machines and goes there (./cluster).",
+            "FOLDER",
+        ),
+    ),
 }
 """All options by the section of the help in which they appear."""
 

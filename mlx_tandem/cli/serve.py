@@ -58,7 +58,8 @@ def prepare(
         config = build(file, caller.options(options), {**caller.defaults, **(defaults or {})})
         server = config.server
         check(server)
-        check_settings(config)  # by the names that the base has before its folder is known
+        if config.engine.model.path:
+            check_settings(config)  # by the names that the base has before its folder is known
         key = keys.read(server.api_key, server.api_key_file)
     except SettingsError as e:
         fail(str(e))
@@ -70,6 +71,11 @@ def prepare(
         fail(f"there is no folder {config.adapter_root} for --adapter-root")
     _check_files(config)
     sock = _bind(config.server)
+    if config.cluster.connect_to:
+        from mlx_tandem.cli.joining import join
+
+        config = join(config, key)
+        server = config.server
     try:
         engine, model = hub.find_models(config.engine)
         adapters = tuple((name, _adapter(name, path)) for name, path in config.adapters)
@@ -106,9 +112,9 @@ def _adapter(name: str, path: str) -> str:
 
 def _check_names(config: Config) -> None:
     """Raise InvalidRequest for a name that no adapter will have. Adapters may be added later to
-    an adapter root or as checkpoints.
+    an adapter root, as checkpoints or by other machines.
     """
-    if config.adapter_root or config.rl_training.enabled:
+    if config.adapter_root or config.rl_training.enabled or config.cluster.share or config.cluster.connect_to:
         return
     from mlx_tandem.generation.adapters.name_rules import base_names
 
@@ -137,6 +143,9 @@ def _check_files(config: Config) -> None:
     if config.tinker.enabled:
         with _about("--tinker-dir"):
             files.check_usable(Path(config.tinker.dir))
+    if config.cluster.share or config.cluster.connect_to:
+        with _about("--cluster-dir"):
+            files.check_usable(Path(config.cluster.dir))
     if config.engine.disk.on and config.engine.disk.dir:
         from mlx_tandem.kv.disk.cache import open_folder
 
@@ -248,6 +257,7 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
         f"  adapters  {adapters_line(loaded, unread, front.config.adapter_root)}\n"
         f"{_learning(front.config)}"
         f"{_tinker(front.config)}"
+        f"{_machines(front.config, url)}"
         f"  try       {curl} {url}/v1/chat/completions \\\n"
         f"              -H 'Content-Type: application/json'{key} \\\n"
         f'              -d \'{{"model": "{model}", "messages": [\n'
@@ -294,6 +304,13 @@ def _tinker(config: Config) -> str:
     if not tinker.enabled:
         return ""
     return f"  tinker    {tinker.trainers} models of rank {tinker.rank} at most; checkpoints in {tinker.dir}\n"
+
+
+def _machines(config: Config, url: str) -> str:
+    """Return the line that says what this server has to do with other machines; empty if nothing."""
+    if config.cluster.share:
+        return f"  machines  leads; others join it with --connect-to {url.partition('//')[2]}\n"
+    return f"  machines  connected to {config.cluster.connect_to}\n" if config.cluster.connect_to else ""
 
 
 def _is_demo(front: Front) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -66,13 +67,18 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
         _put(tree, "engine.duty.inference", 1.0 - share)
     if said := keys.source(_text(options, "api_key"), _text(options, "api_key_file")):
         tree.setdefault("server", {}).update(zip(("api_key", "api_key_file"), said, strict=True))
+    if options.get("host") is None and (host := os.environ.get("TANDEM_HOST")):
+        _put(tree, "server.host", host)
     for place, value in (defaults or {}).items():
         _put(tree, place, value, over=False)
     engine = tree.setdefault("engine", {})
     if engine.get("scheduler", {}).get("max_num_seqs") == 0:  # some servers write 0 for "no batching"
         engine["scheduler"]["max_num_seqs"] = 1
     if "path" not in engine.get("model", {}):
-        _use_demo_model(tree)
+        if tree.get("cluster", {}).get("connect_to"):
+            _put(tree, "engine.model.path", "")  # that of the leader, once it is known
+        else:
+            _use_demo_model(tree)
     if "aliases" in tree:
         tree["aliases"] = [
             (name, [{"adapter": adapter, "weight": weight} for adapter, weight in arms.items()])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mlx_tandem.cli.adapters import message_of
 from mlx_tandem.cli.demo import chart
-from mlx_tandem.cli.http import Connection, HttpError
+from mlx_tandem.http_client import Connection, HttpError
 from mlx_tandem.printable import printable
 
 if TYPE_CHECKING:

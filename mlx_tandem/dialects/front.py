@@ -13,14 +13,20 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 
 if TYPE_CHECKING:
+    from mlx_tandem.training.cluster.follower import Follower
+    from mlx_tandem.training.cluster.leader import Leader
+    from mlx_tandem.training.cluster.trainer import Trainer
     from mlx_tandem.training.live.learning import Learning
+    from mlx_tandem.training.live.recorder import Collecting
     from mlx_tandem.training.tinker.service import Tinker
 
 
 class ServerFront(Front):
-    """A front with a store of responses, and with a learner and Tinker's API if its settings ask for them.
+    """A front with a store of responses, and with a learner, Tinker's API and other machines if its settings ask for
+    them.
 
-    `learning` is None on a server that does not learn by itself, and `tinker` on one without Tinker's API.
+    `learning` is None on a server that does not learn by itself, and `tinker` on one without Tinker's API. At most one
+    of `leader`, `follower` and `distant`, which is a trainer for another machine's traffic, is there.
     """
 
     def __init__(
@@ -44,20 +50,53 @@ class ServerFront(Front):
             from mlx_tandem.training.live.learning import Learning  # Its imports take time and memory.
 
             self.learning = Learning(self)
+        self.leader: Leader | None = None
+        self.follower: Follower | None = None
+        self.distant: Trainer | None = None
+        if config.cluster.share:
+            from mlx_tandem.training.cluster.leader import Leader
+
+            self.leader = Leader(self)
+        elif config.cluster.connect_to and self.learning is None:
+            from mlx_tandem.training.cluster.follower import Follower
+
+            self.follower = Follower(self)
+        elif config.cluster.connect_to and self.learning is not None:
+            from mlx_tandem.training.cluster.trainer import Trainer
+
+            self.distant = Trainer(self, self.learning)
+
+    @property
+    def cluster(self) -> Leader | Follower | Trainer | None:
+        """The part that this server has among several machines; None on one that has none."""
+        return self.leader or self.follower or self.distant
+
+    @property
+    def collecting(self) -> Collecting | None:
+        """What collects completions: the learner, or the way to that of another machine; None if nothing does."""
+        relaying = self.leader or self.follower
+        return self.learning if relaying is None else relaying.relay
 
     async def bring_up(self) -> None:
         """Tell a new engine about the adapters, then bring its trainer to the learner's state."""
         if self.tinker is not None:
             self.tinker.start()
-        if self.learning is None:
-            await super().bring_up()
-            return
-        await self.learning.read_checkpoints()  # Adapters that are loaded next may not take the checkpoints' names.
+        if self.learning is not None:
+            await self.learning.read_checkpoints()  # Adapters that are loaded next may not take the checkpoints' names.
+            if self.distant is not None:
+                await self.distant.join()
         await super().bring_up()
-        await self.learning.bring_up()
+        if self.distant is not None:
+            self.distant.count()
+        if self.learning is not None:
+            await self.learning.bring_up()
+        if self.cluster is not None:
+            await self.cluster.bring_up()
 
     async def close(self) -> None:
-        """End the learner, the sessions of Tinker's clients, and the worker processes."""
+        """End the work for other machines, the learner, the sessions of Tinker's clients, and the worker processes."""
+        if self.cluster is not None:
+            await self.cluster.close()
         if self.tinker is not None:
             await self.tinker.close()
         if self.learning is not None:
@@ -71,6 +110,18 @@ class ServerFront(Front):
                 "Tinker's API is switched off: start the server with --enable-tinker", code="learning_disabled"
             )
         return self.tinker
+
+    def check_leader(self) -> Leader:
+        """Return the leader's side of this server. Raises InvalidRequest (`learning_disabled`) if it does not lead."""
+        if self.leader is None:
+            raise InvalidRequest(
+                "this server shares nothing with other machines: start it with --share-model", code="learning_disabled"
+            )
+        return self.leader
+
+    def check_collecting(self, what: str, param: str | None = None) -> Collecting:
+        """Return what collects completions. Raises InvalidRequest (`learning_disabled`) if nothing does."""
+        return self.collecting or self.check_learning(what, param)
 
     def check_learning(self, what: str, param: str | None = None) -> Learning:
         """Return the learner. Raises InvalidRequest (`learning_disabled`) about `what` on a server without one."""

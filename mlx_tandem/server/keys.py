@@ -64,5 +64,7 @@ def check_exposure(server: ServerConfig) -> None:
     reached = not server.uds and not is_loopback(server.host)
     if reached and not (server.api_key or server.api_key_file):
         raise InvalidRequest(
-            f"{server.host} can be reached from other machines: set an API key, or bind 127.0.0.1", param="api_key"
+            f"{server.host} can be reached from other machines: set an API key, such as by "
+            "export TANDEM_API_KEY=$(openssl rand -hex 24), or bind 127.0.0.1",
+            param="api_key",
         )

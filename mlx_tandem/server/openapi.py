@@ -110,7 +110,10 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
     }
     if route.reads == "bytes":
         binary = {"schema": {"type": "string", "format": "binary"}}
-        operation["requestBody"] = {"required": True, "content": {"application/x-protobuf": binary}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {next(iter(route.media), "application/x-protobuf"): binary},
+        }
     if path == "/health":
         content = {"application/json": {"schema": _UNHEALTHY}}
         operation["responses"]["503"] = {"description": "No requests are accepted now.", "content": content}

@@ -177,8 +177,8 @@ class Server(uvicorn.Server):
         try:
             async with asyncio.timeout(front.config.server.drain_seconds):
                 await front.request_admission.idle()
-                if front.learning is not None:
-                    await front.learning.settled()
+                if front.collecting is not None:
+                    await front.collecting.settled()
         except TimeoutError:
             front.metrics.shutdown_clean = False
         await front.close()

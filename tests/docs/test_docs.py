@@ -134,8 +134,11 @@ ELSEWHERE = {
     "tandem doctor": "tests/unit/cli/test_doctor.py",
     "tandem doctor --report": "tests/unit/cli/test_doctor.py",
     "tandem doctor --mac": "tests/unit/cli/test_doctor_mac.py",
+    "tandem serve ./my-model --share-model --host 0.0.0.0 --api-key-file tandem.key": "tests/fault/test_machines.py",
+    "tandem train rl --connect-to node1:8000 --api-key-file tandem.key": "tests/fault/test_machines.py",
+    "tandem serve --connect-to node1:8000 --api-key-file tandem.key": "tests/fault/test_machines.py",
 }
-"""Commands that take seconds, and the tests that run them and look at all that they print."""
+"""Commands that take seconds or need each other, and the tests that run them and look at all that they print."""
 
 SMALL = {"--max-model-len": "1024", "--num-blocks": "512"}
 """Given to every server that is asked for something, so that it starts quickly."""
@@ -359,7 +362,9 @@ def served_with_more(words: list[str]) -> bool:
 
 
 @pytest.mark.restarts
-@pytest.mark.parametrize("line", lines(lambda words: serves(words) and not in_the_background(words)))
+@pytest.mark.parametrize(
+    "line", lines(lambda words: serves(words) and not in_the_background(words) and " ".join(words) not in ELSEWHERE)
+)
 def test_tandem_serve(line: str, folder: Path) -> None:
     """Each serves, or says how it would where another one serves in the same way and with more options."""
     words = commands()[line][1:]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import curl, free_port, running
+from tests.machines import KEY, Machine, closing
 from tests.seeds.workplace import (
     MLX_SERVER,
     MODELS,
@@ -30,6 +32,7 @@ from tests.seeds.workplace import (
     ask,
     events,
 )
+from tests.waiting import until
 
 CHAT = """curl http://localhost:8000/v1/chat/completions \
   -H "Content-Type: application/json" \
@@ -144,18 +147,37 @@ def test_parallm_learns_while_serving(workplace: Workplace, command: str) -> Non
         assert (back.returncode, back.stdout[:7]) == (0, "back at"), back.stderr
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "mlx_parallm_train --mode rl --connect-to node1:8000",
-        "mlx_parallm_serve --mode inference --connect-to node1:8000",
-    ],
-)
-def test_parallm_on_several_machines_is_refused_plainly(workplace: Workplace, command: str) -> None:
-    done = workplace.run(command, free_port())
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    assert "cannot be kept: this version learns on the machine that serves, and on no other yet" in said
+@pytest.mark.timeout(300)
+def test_parallm_on_several_machines(workplace: Workplace, tmp_path: Path) -> None:
+    """The three commands as they are printed, with address and key from the environment."""
+    env = workplace.env | {"TANDEM_HOST": "127.0.0.1", "TANDEM_API_KEY": KEY}
+
+    def machine(command: str, leader: int) -> Machine:
+        words = workplace.words(command.replace("node1:8000", f"127.0.0.1:{leader}"), leader)
+        return Machine(tmp_path / f"node{len(list(tmp_path.iterdir())) + 1}", words, env)
+
+    leader = machine("mlx_parallm_serve --mode inference --share-model", 0)
+    trainer = machine("mlx_parallm_train --mode rl --connect-to node1:8000", leader.port)
+    follower = machine("mlx_parallm_serve --mode inference --connect-to node1:8000", leader.port)
+    with closing(leader, trainer, follower):
+        for each in (leader, trainer, follower):
+            each.start()
+        assert "machines  leads" in leader.log and "--share-model reaches this machine only" in leader.log
+        version = trainer.learn("17")
+        until(lambda: follower.version() == version)
+        answers = [each.answer() for each in (leader, trainer, follower)]
+        assert [answer["model"] for answer in answers] == [f"policy@{version}"] * 3
+        assert answers[0]["choices"] == answers[1]["choices"] == answers[2]["choices"]
+        assert follower.answer("base-model")["choices"]
+        kept = follower.collect("What is 12 + 5?")
+        until(lambda: trainer.status()["trajectories"] == len(kept))
+    without = {name: value for name, value in env.items() if name != "TANDEM_API_KEY"} | {"TANDEM_HOST": "0.0.0.0"}
+    words = workplace.words("mlx_parallm_serve --mode inference --share-model", 0)
+    done = subprocess.run(words, cwd=tmp_path, env=without, capture_output=True, text=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "0.0.0.0 can be reached from other machines" in line
+    assert "export TANDEM_API_KEY=$(openssl rand -hex 24)" in line
 
 
 # --- mlx-lm-server -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from mlx_tandem.cli.bench.figures import figures
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.workloads import SAMPLING, Load, Workload
-from mlx_tandem.cli.http import Connection, HttpError
+from mlx_tandem.http_client import Connection, HttpError
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.stats import median
 from mlx_tandem.cli.bench.validation import Validation
 from mlx_tandem.cli.bench.workloads import Load, Phase, phases
-from mlx_tandem.cli.http import HttpError
 from mlx_tandem.cli.outputs import write_json
 from mlx_tandem.files import StorageError
+from mlx_tandem.http_client import HttpError
 
 
 def run(load: Load, json_out: Path | None, plot_out: Path | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_tandem.cli.bench.client import Client, Round
 from mlx_tandem.cli.bench.left import Left
-from mlx_tandem.cli.http import HttpError
+from mlx_tandem.http_client import HttpError
 
 SHOWN = 20
 """Differences that are described; all are counted."""

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_tandem.cli.demo.server import started_server
-from mlx_tandem.cli.http import Connection, Events, HttpError
+from mlx_tandem.http_client import Connection, Events, HttpError
 
 BASE = "base"
 """Name of the base model."""

@@ -19,9 +19,9 @@ from rich.text import Text
 from mlx_tandem.cli.demo import chart, traffic
 from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, SKILL, Curve, Learner, TeachingError
 from mlx_tandem.cli.demo.server import started_server
-from mlx_tandem.cli.http import HttpError, once
 from mlx_tandem.cli.outputs import write
 from mlx_tandem.files import StorageError
+from mlx_tandem.http_client import HttpError, once
 
 PROBE = SKILL.format("5 3 9 1 7")
 """Question whose answer is shown for each version."""

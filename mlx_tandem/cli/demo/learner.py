@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
 
-from mlx_tandem.cli.http import once
+from mlx_tandem.http_client import once
 
 SKILL = "Sort down: {}"
 """Question that the base model answers wrongly."""

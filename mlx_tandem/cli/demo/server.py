@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import IO
 
 from mlx_tandem.cli.console import fail, say
-from mlx_tandem.cli.http import Connection, HttpError
+from mlx_tandem.http_client import Connection, HttpError
 
 ROOM = ("--max-model-len", "1024", "--num-blocks", "1025")
 """Options of a context and a pool that suffice for the demos. A server that has no more starts sooner."""

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from mlx_tandem.cli.http import Connection, Events, HttpError
+from mlx_tandem.http_client import Connection, Events, HttpError
 
 QUESTIONS = (
     ("shout", "Tell me a short story about a fox."),

@@ -59,7 +59,7 @@ def collect_fields(
     if not keep and not shown:
         return None
     field = "trajectory_id" if going is not None else "collect_trajectory" if keep else "scoring_function"
-    learning = front.check_learning(field, field)
+    learning = front.check_collecting(field, field)
     if silent:
         raise InvalidRequest(f"{field} needs a completion, and max_tokens is 0", param=field)
     function = body.scoring_function if shown else "later" if going else front.config.rl_training.scoring_function
@@ -82,6 +82,8 @@ def collect_fields(
             )
     training = front.config.rl_training
     later = function == "later"
+    if later and learning.learner.later is None:
+        front.check_learning("scoring_function later", "scoring_function")
     if later and not keep:
         raise InvalidRequest("scoring_function later needs collect_trajectory", param="scoring_function")
     scoring = learning.learner.rewards.check(function, metadata)
@@ -135,7 +137,7 @@ def control_arm(front: ServerFront, body: Common, model: Selection, collect: Col
     asked = body.model if body.lora_adapter is None else body.lora_adapter
     if not collect.compared or model.ref is None or model.arm is not None or asked != front.config.rl_training.adapter:
         return model, collect
-    pair = front.check_learning("collect_trajectory").learner.choose(model.ref)
+    pair = front.check_collecting("collect_trajectory").learner.choose(model.ref)
     if pair is None:
         return model, collect
     entry = front.models.registry.entry(pair.first.label)
@@ -158,7 +160,8 @@ def follows(front: ServerFront, body: Common, model: Selection) -> bool:
 
 def shown_version(front: ServerFront, body: Common, model: Selection) -> int | None:
     """Return the version that the reply names for each token; None if the reply names no versions."""
-    if front.learning is None or not (body.return_token_ids or body.collect_trajectory or body.trajectory_id):
+    collecting = front.collecting
+    if collecting is None or not (body.return_token_ids or body.collect_trajectory or body.trajectory_id):
         return None
-    number = front.learning.version_of(model.ref)
+    number = collecting.version_of(model.ref)
     return number if number is not None or model.ref is None else model.ref.version

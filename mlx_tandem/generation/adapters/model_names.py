@@ -32,6 +32,7 @@ from mlx_tandem.errors import (
 )
 from mlx_tandem.explain import did_you_mean
 from mlx_tandem.generation.adapters.adapter_root import AdapterRoot
+from mlx_tandem.generation.adapters.elsewhere import Elsewhere
 from mlx_tandem.generation.adapters.engine_contents import EngineContents
 from mlx_tandem.generation.adapters.first_reads import FirstReads
 from mlx_tandem.generation.adapters.name_rules import NameRules, base_names
@@ -89,7 +90,9 @@ class Models:
         self.base_names = base_names(config)
         self.registry = Registry()
         self.aliases = Aliases()
-        self._trained = config.rl_training.adapter if config.rl_training.enabled else None
+        cluster = config.cluster
+        is_trained = config.rl_training.enabled or cluster.share or cluster.connect_to
+        self._trained = config.rl_training.adapter if is_trained else None  # here or on another machine
         self.rules = NameRules(self.base_names, self.registry, self.aliases, self._trained)
         self._quota = AdapterQuota(config, self.registry)
         self._config = config
@@ -97,6 +100,8 @@ class Models:
         self._root = AdapterRoot(config.adapter_root)
         self._first_reads = FirstReads(config.server.first_token_timeout_s)
         self._contents = EngineContents(self.registry, client)
+        self.elsewhere = Elsewhere(self.rules, self.registry, self._contents, client)
+        """The adapters that come from other machines."""
         self._shelf: dict[str, AdapterSource] = {}  # folders of the trained adapter's saved versions, by label
         self._reread: set[str] = set()  # labels of the shelf's versions that were read for a request
         self._expected: frozenset[str] = frozenset()  # labels from an earlier server that are being made again
@@ -398,7 +403,8 @@ class Models:
         for name, arms in self._config.aliases:
             await self.put_alias(name, arms)
         default = self._config.server.default_adapter
-        if default and default not in self.aliases and default != BASE:
+        comes_later = self._config.cluster.share or self._config.cluster.connect_to  # from another machine
+        if default and default not in self.aliases and default != BASE and not comes_later:
             await self.entry(default)
         self.rules.is_up = True
 

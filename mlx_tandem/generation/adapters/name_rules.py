@@ -81,6 +81,13 @@ class NameRules:
         self._check_others(name)
         self.check_no_checkpoint(name)
 
+    def check_elsewhere(self, name: str) -> None:
+        """Raise InvalidRequest unless an adapter of another machine, such as the trained one, may have this name."""
+        self._registry.check(name)
+        self.check_reserved(name)
+        if name in self._aliases:
+            raise Conflict(f"{name!r} is the name of an alias", param="name")
+
     def check_free(self, name: str) -> None:
         """Raise InvalidRequest unless `name` is legal and not in use, so that a new checkpoint may take it."""
         self._check_others(name)
@@ -96,8 +103,5 @@ class NameRules:
 
     def _check_others(self, name: str) -> None:
         """Raise if `name` is not a legal adapter name, or belongs to the base, an alias or the trained adapter."""
-        self._registry.check(name)
-        self.check_reserved(name)
-        if name in self._aliases:
-            raise Conflict(f"{name!r} is the name of an alias", param="name")
+        self.check_elsewhere(name)
         self.check_untrained(name)

@@ -12,10 +12,10 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from msgspec import structs
 
@@ -24,11 +24,12 @@ from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.prompted import Prompted
-from mlx_tandem.log import log, log_exception
+from mlx_tandem.log import log
 from mlx_tandem.training.atropos.feed import Feed
 from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.live.jobs import Jobs
 from mlx_tandem.training.live.reporting import Reporting, said
+from mlx_tandem.training.live.tasks import Tasks
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
 from mlx_tandem.training.store import manifests
@@ -45,9 +46,6 @@ from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats
 
 PACE_SECONDS = 300.0
 """Length in seconds of the window in which updates per second are measured."""
-
-MOST_TASKS = 256
-"""Most tasks that score in the background. Above it, requests wait until their own task has ended."""
 
 
 class Serving(ABC):
@@ -69,6 +67,8 @@ class Serving(ABC):
         self._named_versions: dict[str, int] = {}  # the same of the checkpoints that are served, by name
         self._switched: tuple[AdapterRef, str] | None = None
         self.swaps = 0
+        self.published = asyncio.Event()
+        """Set whenever the trained adapter's name has come to stand for another version."""
 
     # -- versions -----------------------------------------------------------------------------------------------
 
@@ -82,6 +82,7 @@ class Serving(ABC):
         ref = self._front.models.made(self._name, source, info, number)
         if ref != before:
             self.swaps += 1
+            self.published.set()
             log("adapter published", adapter=ref.label, digest=ref.digest)
         return ref
 
@@ -301,12 +302,13 @@ def _sampled(answer: Answer) -> Sampled:
     )
 
 
-class Learning(Serving):
+class Learning(Serving, Tasks):
     """The learner of a server, with its jobs and its tasks in the background, on the front's event loop."""
 
     def __init__(self, front: Front, clock: Callable[[], float] = time.time):
         """Create the learner, which `bring_up` starts. `clock` returns the time in Unix seconds."""
-        super().__init__(front)
+        Serving.__init__(self, front)
+        Tasks.__init__(self)
         self.clock = clock
         self.reporting = Reporting(front.config, front.tokenizer.decode, partial(said, front.tokenizer))
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
@@ -320,7 +322,6 @@ class Learning(Serving):
         self.outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
         """The numbers of this server's updates, by their outcomes."""
         self._pace: deque[tuple[float, int]] = deque()  # (time, number of updates until then)
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._was_up = False
         self._closed = False
 
@@ -372,37 +373,12 @@ class Learning(Serving):
             return
         self._closed = True
         await self.jobs.close()
-        ended = [*self._tasks, *([] if self._feeding is None else [self._feeding])]
-        for task in ended:
-            task.cancel()
-        await asyncio.gather(*ended, return_exceptions=True)
+        if self._feeding is not None:
+            self._feeding.cancel()
+            await asyncio.gather(self._feeding, return_exceptions=True)
+        await self.cancel()
         await self.learner.close()
         await asyncio.to_thread(self.reporting.close)
-
-    async def settled(self) -> None:
-        """Wait until all tasks in the background have ended."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-    async def later(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Start `work` in the background. Wait until it has ended if more than MOST_TASKS tasks run there."""
-        task = self.spawn(work)
-        if len(self._tasks) > MOST_TASKS:
-            await asyncio.wait({task})
-
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start `work` in the background and return its task. Its errors are logged."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        """Forget a task that has ended, and log its error if it failed."""
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log_exception("work in the background failed", error)
 
     @property
     def stats(self) -> EngineStats:

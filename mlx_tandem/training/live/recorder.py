@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from mlx_tandem.engine.learning import Truncation
 from mlx_tandem.errors import TandemError
@@ -14,12 +14,13 @@ from mlx_tandem.log import log
 from mlx_tandem.training.draws import truncation
 from mlx_tandem.training.open_trajectories import Beginning, Exchange
 from mlx_tandem.training.trajectories import Trajectory, is_across, new_id
-from mlx_tandem.types import SamplingParams
+from mlx_tandem.types import AdapterRef, SamplingParams
 
 if TYPE_CHECKING:
-    from mlx_tandem.training.live.learning import Learning
     from mlx_tandem.training.online.arms import Pair
-    from mlx_tandem.training.rewards import Scoring
+    from mlx_tandem.training.online.prompts import Prompt
+    from mlx_tandem.training.open_trajectories import OpenTrajectory
+    from mlx_tandem.training.rewards import RewardPool, Scoring
 
 Outcome = dict[str, Any]
 """The members that a reply adds to a choice for learning.
@@ -34,6 +35,70 @@ Reason = Literal["stale", "no_score", "empty", "storage_error", "superseded"]
 stale: the versions that made it are too old. no_score: the reward function gave it no score. empty: it has no tokens.
 storage_error: the database could not be written. superseded: another request has gone on with its trajectory meanwhile.
 """
+
+
+class Later(Protocol):
+    """Trajectories whose rewards come later."""
+
+    def get(self, id: str) -> OpenTrajectory:
+        """Return a trajectory without a reward. Raises NotFound and Conflict."""
+
+    async def keep(self, answers: Sequence[tuple[str, Beginning | None, Exchange]]) -> None:
+        """Keep answers until their rewards come. Raises TandemError."""
+
+    async def reward(self, id: str, reward: float | None, turn_rewards: Sequence[float] = ()) -> bool:
+        """Take a trajectory with its reward; return whether it is fresh enough to be learned from."""
+
+
+class Learner(Protocol):
+    """Whoever takes scored completions: the learner of this server, or the way to that of another machine."""
+
+    @property
+    def rewards(self) -> RewardPool:
+        """The workers that score."""
+
+    @property
+    def later(self) -> Later | None:
+        """The trajectories whose rewards come later; None where there are none."""
+
+    def is_stale(self, versions: Sequence[int]) -> bool:
+        """Return whether a completion by these versions is too old already."""
+
+    async def add(self, trajectories: Sequence[Trajectory], size: int = 0) -> frozenset[str]:
+        """Take scored completions; return the ids of those that are dropped since they are too old."""
+
+    def choose(self, asked: AdapterRef) -> Pair | None:
+        """Return the versions that answer a prompt which is collected; None: the one that was asked for."""
+
+    def wait(self, prompt: Prompt, rewards: Sequence[float], n: int, pair: Pair) -> None:
+        """Have a prompt answered by the pair's second version, too."""
+
+    def record_prompt(
+        self, prompt: tuple[int, ...], scoring: Scoring, params: SamplingParams, text: str = "", *, alone: bool = False
+    ) -> None:
+        """Keep a prompt that may be answered again to have more to compare with."""
+
+
+class Collecting(Protocol):
+    """A server's interface for collecting completions."""
+
+    clock: Callable[[], float]
+
+    @property
+    def learner(self) -> Learner:
+        """Whoever takes what is collected."""
+
+    async def later(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Start `work` in the background."""
+
+    async def settled(self) -> None:
+        """Wait until everything that `later` has started has ended."""
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of these tokens without control tokens."""
+
+    def version_of(self, ref: AdapterRef | None) -> int | None:
+        """Return the number of the trained adapter's version; 0 for the base, None for others."""
 
 
 class Continued(NamedTuple):
@@ -84,7 +149,7 @@ class Collect:
 class Recorder:
     """The recorder of one request, which scores and collects the choices once all have ended."""
 
-    def __init__(self, learning: Learning, collect: Collect, prompts: Sequence[Sequence[int]], n: int):
+    def __init__(self, learning: Collecting, collect: Collect, prompts: Sequence[Sequence[int]], n: int):
         """Prepare for a request with `n` choices of each of the `prompts`, which are token ids."""
         self._learning = learning
         self._collect = collect
@@ -128,7 +193,8 @@ class Recorder:
 
     async def _keep(self, ids: Sequence[str], said: Sequence[Answer]) -> list[Outcome]:
         """Keep the choices until their rewards come, or score the only one as the end of a trajectory."""
-        collect, learner = self._collect, self._learning.learner
+        collect, later = self._collect, self._learning.learner.later
+        assert later is not None
         going = collect.going
         dropped: dict[str, Reason] = {
             id: reason for id, a in zip(ids, said, strict=True) if (reason := self._doomed(a))
@@ -137,15 +203,15 @@ class Recorder:
         try:
             if going is None:
                 begun = self._beginnings([i for i, _, _ in kept])
-                await learner.later.keep([(id, begun[i // self._n], self._exchange(i, a)) for i, id, a in kept])
-            elif len(learner.later.get(going.id).pieces) == going.exchanges:
-                await learner.later.keep([(going.id, None, self._exchange(i, a)) for i, _, a in kept])
+                await later.keep([(id, begun[i // self._n], self._exchange(i, a)) for i, id, a in kept])
+            elif len(later.get(going.id).pieces) == going.exchanges:
+                await later.keep([(going.id, None, self._exchange(i, a)) for i, _, a in kept])
             else:
                 dropped = dict.fromkeys(ids, "superseded")
             if going is None or collect.later or dropped:
                 return [_collected(id if going is None else going.id, dropped.get(id)) for id in ids]
             (score,) = await self._scores(said)
-            fresh = score is None or await learner.later.reward(going.id, score)
+            fresh = score is None or await later.reward(going.id, score)
         except TandemError as e:  # Serving continues without the database.
             log("trajectories not kept", error=e.message)
             return [_collected(id, "storage_error") for id in ids]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import asdict, replace
@@ -316,7 +316,7 @@ class Learner:
         A version lies in a checkpoint, or a state and the updates after it lead to it. None names the accepted version,
         or the newest one before this one.
         """
-        names = await asyncio.to_thread(self._before) if to is None else [to]
+        names = await asyncio.to_thread(_before, self) if to is None else [to]
         for name in names:
             folder, digest = await asyncio.to_thread(self.find, name)
             way = None if folder else await self.states.way(digest)
@@ -346,6 +346,27 @@ class Learner:
         log.warning("rolled back", extra={"fields": {"version": ref.version}})
         return ref
 
+    async def adopt(self, number: int, write: Callable[[str], Awaitable[None]]) -> AdapterRef:
+        """Go on from other weights, which are served as version `number` if that is new; the optimiser stays as it is.
+
+        `write` puts the weights into the folder that it gets, where the trainer has been saved. Raises EngineError,
+        StorageError.
+        """
+        folder = await self.states.new()
+        await self.client.save_trainer(self.trainer.name, folder)
+        await write(folder)
+        self._is_open = False  # until both sides tell the same story again
+        await self.trainer.open(folder)
+        info = await self.client.publish_trainer(self.trainer.name)
+        self.versions.count_from(number - 1)
+        ref = self.versions.publish(info)
+        self.ledger.counters.trial.begin(None)
+        self.judging.validation.present = None
+        self.ledger.drop_pending()
+        await self.saver.keep()  # from here on it is durable
+        self._is_open = True
+        return ref
+
     async def switch(self, to: str) -> AdapterRef:
         """Serve a version; the trainer goes on with its own. Raises NotFound."""
         folder, digest = await asyncio.to_thread(self.find, to)
@@ -353,20 +374,21 @@ class Learner:
         info = known.info if known is not None else await self.client.load_adapter(AdapterSource(folder))
         return self.versions.show(info, folder)
 
-    def _before(self) -> list[str]:
-        """Return what may be gone back to when nobody says to what, best first: the accepted version, else those before
-        this one.
-        """
-        head, accepted = self.versions.head, self.judging.accepted
-        at = self.versions.last + 1 if head is None else head.ref.version
-        if accepted is not None and accepted.version != at:
-            return [str(accepted.version)]
-        older = sorted((v.ref.version for v in self.versions if v.ref.version < at), reverse=True)
-        return [str(number) for number in older] or ["0"]
-
     def find(self, to: str) -> tuple[str, str]:
         """Return folder (empty: there is none) and digest of what `to` names. Raises NotFound."""
         return self.versions.find(to, self.trainer.name, self.ledger.checkpoints, self.ledger.listed)
+
+
+def _before(learner: Learner) -> list[str]:
+    """Return what may be gone back to when nobody says to what, best first: the accepted version, else those before
+    this one.
+    """
+    head, accepted = learner.versions.head, learner.judging.accepted
+    at = learner.versions.last + 1 if head is None else head.ref.version
+    if accepted is not None and accepted.version != at:
+        return [str(accepted.version)]
+    older = sorted((v.ref.version for v in learner.versions if v.ref.version < at), reverse=True)
+    return [str(number) for number in older] or ["0"]
 
 
 def _twin(listed: Sequence[CheckpointInfo], digest: str, step: int) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ __all__ = ["OnlineLearner", "Sampled", "Serving", "TrainingStatus", "UpdateRepor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Alone = Callable[[Callable[[], Coroutine[Any, Any, Any]]], Awaitable[Any]]
 
 LAST_SAVE_SECONDS = 30.0
 """Time for a last checkpoint, which saves the next start from computing updates again."""
@@ -60,6 +61,8 @@ class OnlineLearner:
         self.later = Later(self._learner.ledger, self.add, clock)
         self._loop = Loop(config, client, self._learner, self._alone, self._compare, self._sample)
         self.lacking, self.waits = self._loop.lacking, partial(_waits, self._learner)
+        self.export = partial(_export, self._learner, self._alone)
+        self.adopt = partial(_adopt, self._learner, self._alone)
         self._work: set[asyncio.Task[Any]] = set()
         self.folder = self._learner.ledger.folder
         self._closed = False
@@ -322,6 +325,30 @@ class OnlineLearner:
             if group:
                 await self._keep(group, len(group))
         return bool(chosen)
+
+
+async def _adopt(learner: Learner, alone: Alone, number: int, write: Callable[[str], Awaitable[None]]) -> None:
+    """Go on from the weights that `write` puts into the folder that it gets, as version `number` if that is new.
+
+    Raises EngineError, StorageError.
+    """
+    await alone(lambda: learner.adopt(number, write))
+
+
+async def _export(learner: Learner, alone: Alone, digest: str, folder: str) -> bool:
+    """Write the adapter that the trainer is now into an empty folder if its content is `digest`; return whether it was.
+
+    Raises EngineError, StorageError.
+    """
+
+    async def work() -> bool:
+        head = learner.versions.head
+        if head is None or head.ref.digest != digest:
+            return False
+        await learner.client.save_trainer(learner.trainer.name, folder, optimizer=False)
+        return True
+
+    return bool(await alone(work))
 
 
 def _waits(learner: Learner, id: str) -> Trajectory | None:

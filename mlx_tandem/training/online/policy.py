@@ -50,7 +50,7 @@ class PolicyTrainer:
         await self.open("" if served is None else self._states.path(served))
         info = await self._client.publish_trainer(self.name)
         self._versions.count_from(highest)
-        number, digest = (1, "") if served is None else (served.version, served.digest)
+        number, digest = (min(highest, 1), "") if served is None else (served.version, served.digest)
         first = self._versions.begin(info, folders.get(info.digest, ""), self._same(number, digest, info))
         if way.base is not None and way.base is not served:
             await self.open(self._states.path(way.base))

@@ -46,13 +46,19 @@ class Database:
         self._lock = threading.Lock()
 
     @staticmethod
-    def open(folder: Path, held: Callable[[], bool] = lambda: True) -> Database:
+    def open(
+        folder: Path,
+        held: Callable[[], bool] = lambda: True,
+        *,
+        name: str = NAME,
+        migrations: Sequence[str] = MIGRATIONS,
+    ) -> Database:
         """Return the database in `folder`, made or brought to this version's tables where that is needed.
 
-        `held` returns whether this process still has the folder's lock. Raises StorageError when the file is damaged,
-        or was written by a newer version.
+        `held` returns whether this process still has the folder's lock. `migrations` are those of the file `name`.
+        Raises StorageError when the file is damaged, or was written by a newer version.
         """
-        path = folder.resolve() / NAME
+        path = folder.resolve() / name
         with files.storage(path):
             if not path.exists():
                 files.create(path, b"")
@@ -63,7 +69,7 @@ class Database:
                 for pragma in (*PRAGMAS, "journal_mode = WAL", f"journal_size_limit = {WAL_BYTES}"):
                     connection.execute(f"PRAGMA {pragma}")
                 _check_whole(path, connection)
-                _migrate(path, connection)
+                _migrate(path, connection, migrations)
                 return Database(path, connection, held)
             except BaseException:
                 connection.close()
@@ -82,7 +88,7 @@ class Database:
                     raise StorageError(
                         f"{path} has older tables: start a server with this folder once, which renews them"
                     )
-                _check_version(path, connection)
+                _check_version(path, connection, MIGRATIONS)
             except BaseException:
                 connection.close()
                 raise
@@ -234,7 +240,7 @@ def _errors(path: Path) -> Iterator[None]:
 def damaged(path: Path, what: str) -> StorageError:
     """Return the error of a database that is not as it was written, which says what to do."""
     return StorageError(
-        f"{path} is damaged: {what}. Restore it, with the files {NAME}-wal and {NAME}-shm beside it, from a copy, or "
+        f"{path} is damaged: {what}. Restore it, with {path.name}-wal and {path.name}-shm beside it, from a copy, or "
         "move the three away to begin with the newest checkpoint and no trajectories",
         code="store_damaged",
     )
@@ -250,19 +256,19 @@ def _version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _check_version(path: Path, connection: sqlite3.Connection) -> None:
+def _check_version(path: Path, connection: sqlite3.Connection, migrations: Sequence[str]) -> None:
     version = _version(connection)
-    if version > len(MIGRATIONS):
+    if version > len(migrations):
         raise StorageError(
             f"{path} was written by a newer version of mlx-tandem (tables of version {version}; this one knows "
-            f"{len(MIGRATIONS)}): use that version, or another folder",
+            f"{len(migrations)}): use that version, or another folder",
             code="unknown_format",
         )
 
 
-def _migrate(path: Path, connection: sqlite3.Connection) -> None:
+def _migrate(path: Path, connection: sqlite3.Connection, migrations: Sequence[str]) -> None:
     """Bring the tables to this version's, each migration whole or not at all."""
-    _check_version(path, connection)
-    for number in range(_version(connection), len(MIGRATIONS)):
-        script = f"BEGIN IMMEDIATE; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;"
+    _check_version(path, connection, migrations)
+    for number in range(_version(connection), len(migrations)):
+        script = f"BEGIN IMMEDIATE; {migrations[number]} PRAGMA user_version = {number + 1}; COMMIT;"
         connection.executescript(script)

@@ -10,7 +10,7 @@ from mlx_tandem.cli.bench.figures import figures, ratios
 from mlx_tandem.cli.bench.stats import median, spread
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.timeline import Timeline
-from mlx_tandem.cli.http import Events
+from mlx_tandem.http_client import Events
 
 
 def event(text: str | None = None, **more: object) -> bytes:

@@ -175,7 +175,7 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         (
             "zzzzqq: 1",
             "known are: model, cache, disk, scheduler, speculation, lora, duty, engine, server, adapters, "
-            "adapter_root, aliases, rl_training, tinker, checkpointing",
+            "adapter_root, aliases, rl_training, tinker, cluster, checkpointing",
         ),
         ("server: {port: 70000}", "'server.port' is 70000: it must lie between 0 and 65535"),
         ("cache: {memory_fraction: .nan}", "'cache.memory_fraction' is nan"),

@@ -235,6 +235,10 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--enable-tinker --tinker-dir t", "tinker.dir", "t"),
     ("--enable-tinker --tinker-lease-s 9", "tinker.lease_s", 9.0),
     ("--enable-rl-training --keep-n-checkpoints 9", "checkpointing.keep_n_checkpoints", 9),
+    ("--share-model --host 0.0.0.0 --api-key k", "cluster.share", True),
+    ("--share-model --host 0.0.0.0 --api-key k --federate 3", "cluster.trainers", 3),
+    ("--connect-to node1:8000", "cluster.connect_to", "node1:8000"),
+    ("--connect-to node1:8000 --cluster-dir d", "cluster.dir", "d"),
 ]
 
 

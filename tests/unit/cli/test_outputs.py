@@ -42,6 +42,8 @@ FOLDERS = {
     "train rl --checkpoint-dir": "train rl --port 0 --checkpoint-dir {}",
     "serve --tinker-dir": "serve --port 0 --enable-tinker --tinker-dir {}",
     "train rl --tinker-dir": "train rl --port 0 --enable-tinker --tinker-dir {}",
+    "serve --cluster-dir": "serve --port 0 --host 0.0.0.0 --api-key k --share-model --cluster-dir {}",
+    "train rl --cluster-dir": "train rl --port 0 --connect-to localhost:1 --cluster-dir {}",
     "serve --ssd-cache-dir": "serve --port 0 --ssd-cache-dir {}",
     "train rl --ssd-cache-dir": "train rl --port 0 --ssd-cache-dir {}",
     "train sft --adapter-out": "train sft lessons.jsonl --adapter-out {}",

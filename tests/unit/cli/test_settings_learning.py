@@ -18,7 +18,7 @@ from mlx_tandem.cli.app import app
 from mlx_tandem.cli.flags import MODES
 from mlx_tandem.cli.options import PANELS
 from mlx_tandem.cli.settings import SettingsError, build
-from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, RLTrainingConfig, TinkerConfig
+from mlx_tandem.config import CheckpointingConfig, ClusterConfig, Config, DutyConfig, RLTrainingConfig, TinkerConfig
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.manifests import Manifest
 
@@ -27,6 +27,7 @@ SECTIONS = {
     "duty": DutyConfig,
     "rl_training": RLTrainingConfig,
     "tinker": TinkerConfig,
+    "cluster": ClusterConfig,
     "checkpointing": CheckpointingConfig,
 }
 
@@ -369,3 +370,46 @@ def test_kernels_of_adapters_are_made_ready_at_start_where_learning_is_configure
     assert build(
         None, {"model": "m", "enable_rl_training": True, "scoring_function": "exact_match"}
     ).engine.lora.prepare
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"share_model": True, "connect_to": "a:1"}, "'cluster.share' and 'cluster.connect_to' exclude each other"),
+        ({"share_model": True, "enable_rl_training": True}, "tandem train rl --connect-to HOST:PORT"),
+        ({"connect_to": "ftp://a"}, "'cluster.connect_to' is 'ftp://a'; it must be HOST:PORT"),
+        ({"connect_to": "http://a:1/path"}, "it must be HOST:PORT"),
+        ({"connect_to": "a:99999999"}, "it must be HOST:PORT"),
+    ],
+)
+def test_parts_of_several_machines_that_exclude_each_other(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        build(None, options)
+    assert says in str(refused.value)
+
+
+def test_a_leader_that_only_its_own_machine_reaches_says_what_to_type(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(None, {"share_model": True})
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "export TANDEM_HOST=0.0.0.0 TANDEM_API_KEY=$(openssl rand -hex 24)" in said
+    monkeypatch.setenv("TANDEM_HOST", "0.0.0.0")
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
+    config = build(None, {"share_model": True})
+    assert (config.server.host, config.server.api_key) == ("0.0.0.0", "secret")
+    assert build(None, {"host": "::1"}).server.host == "::1"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_server_whose_answers_are_learned_from_elsewhere_draws_no_siblings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = build(None, {"connect_to": "node1:8000", "scoring_function": "gsm8k"})
+    assert (config.rl_training.siblings, config.rl_training.scoring_function) == (0, "gsm8k")
+    assert (config.engine.model.path, config.adapters) == ("", ())  # those of the leader
+    assert capsys.readouterr().err == ""
+    build(None, {"cluster_dir": "d"})
+    assert capsys.readouterr().err == (
+        "tandem: warning: --cluster-dir has no effect without --share-model or --connect-to\n"
+    )

@@ -62,7 +62,9 @@ def front(pair: Any = None, learns: bool = True, found: Any = None, **training: 
             rl_training=RLTrainingConfig(enabled=True, **training),
         ),
         check_learning=check_learning,
+        check_collecting=check_learning,
         learning=learning if learns else None,
+        collecting=learning if learns else None,
         models=SimpleNamespace(registry=SimpleNamespace(entry=entry)),
     )
 

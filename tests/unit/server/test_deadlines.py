@@ -41,6 +41,7 @@ def reply(chunk: int = 0, cost: tuple[float, ...] = (), **server: float) -> Any:
         metrics=Metrics(),
         client=SimpleNamespace(check_ready=lambda: info),
         learning=None,
+        collecting=None,
     )
     prompted = Prompted(PROMPTS, [None, None], SamplingParams(max_tokens=4))
     plan: Any = SimpleNamespace(renderer=SimpleNamespace(id="the-id"), prompted=prompted, collect=None)

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_tandem.cli.demo.server import started_server
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.result import Failed, Figures, Outcome
-from mlx_tandem.cli.http import Connection
+from mlx_tandem.http_client import Connection
 
 POLL_SECONDS = 0.5
 """Seconds between two readings of the clocks."""

@@ -1,5 +1,4 @@
-"""A small HTTP/1.1 client on asyncio for the command line, lean enough to share two cores with the server it
-measures.
+"""A small HTTP/1.1 client on asyncio, lean enough to share two cores with a server that the command line measures.
 
 One connection carries one request at a time and is kept alive if the server allows. `on_body` gets the pieces of the
 body as they arrive, so that a caller who counts events pays for nothing else.
@@ -69,11 +68,15 @@ class Connection(asyncio.Protocol):
     async def request(
         self, method: str, path: str, body: object = None, on_body: Callable[[bytes], None] | None = None
     ) -> int:
-        """Send one request and return its status once the whole body has arrived. Raise HttpError if that fails."""
-        payload = b"" if body is None else json.dumps(body).encode()
+        """Send one request and return its status once the whole body has arrived. Raise HttpError if that fails.
+
+        A body of bytes is sent as it is, any other one as JSON.
+        """
+        media = "application/octet-stream" if isinstance(body, bytes) else "application/json"
+        payload = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: {self._address}\r\n{self._headers}"
         if body is not None:
-            head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n"
+            head += f"Content-Type: {media}\r\nContent-Length: {len(payload)}\r\n"
         if self._transport is None or self._transport.is_closing():
             try:
                 await asyncio.get_running_loop().create_connection(lambda: self, self._host, self._port, ssl=self._tls)

@@ -1,0 +1,158 @@
+"""Joining a leader: its base model is found on this machine, and what a trainer begins with is fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from mlx_tandem import demo, limits
+from mlx_tandem.cli import hub
+from mlx_tandem.cli.console import fail, say, warn
+from mlx_tandem.config import Config
+from mlx_tandem.errors import TandemError
+from mlx_tandem.training.cluster import bases
+from mlx_tandem.training.cluster.client import LeaderClient, Refused, Unreachable
+from mlx_tandem.training.cluster.fetching import fetch
+from mlx_tandem.training.cluster.folder import ClusterFolder
+from mlx_tandem.training.cluster.joining import JOINED, Joined
+from mlx_tandem.training.cluster.wire import Adapter, Base, Feed, Version
+from mlx_tandem.training.store.database import NAME as LEARNING
+
+RETRY = 1.0
+"""Seconds between two attempts to reach a leader that this machine has never joined."""
+
+MODELS = Path("models")
+"""Folder in which the leader's base is looked for by its name."""
+
+
+def join(config: Config, key: str) -> Config:
+    """Return the settings with the leader's base, and for a trainer with the adapter that it begins with.
+
+    Wait for a leader that does not answer, unless this machine has joined it before. End the process with one line and
+    status 1 if the leader refuses, or its base is not here.
+    """
+    cluster = config.cluster
+    folder = ClusterFolder(cluster.dir)
+    try:
+        client = LeaderClient(cluster.connect_to, key)
+        folder.lock()
+    except TandemError as e:
+        fail(e.message)
+    try:
+        before = folder.read(JOINED, Joined)
+        if before is not None and before.url != client.url:
+            before = None
+        joined = _joined(config, client, folder, before)
+    except TandemError as e:
+        fail(e.message)
+    finally:
+        folder.close()
+    names = config.server.served_model_names or joined.base.names
+    config = replace(
+        config,
+        engine=replace(config.engine, model=replace(config.engine.model, path=joined.model)),
+        server=replace(config.server, served_model_names=names),
+        rl_training=replace(config.rl_training, adapter=joined.base.adapter),
+    )
+    if joined.beginning is None:
+        return config
+    return replace(
+        config,
+        adapters=(*config.adapters, (joined.base.adapter, str(folder.version(joined.beginning.digest)))),
+        rl_training=replace(config.rl_training, init_from=joined.base.adapter),
+    )
+
+
+def _joined(config: Config, client: LeaderClient, folder: ClusterFolder, before: Joined | None) -> Joined:
+    """Return what is known of the leader now, which is written down."""
+    found = _ask(client, before)
+    if found is None:
+        assert before is not None
+        warn(f"{client.url} does not answer; this server goes on with what it has from there")
+        return before
+    base, feed = found
+    joined = Joined(client.url, base, _model(config, base, before))
+    trained = next((adapter for adapter in feed.adapters if adapter.name == base.adapter), None)
+    if config.rl_training.enabled and trained is not None:
+        newest = max(version.number for version in trained.versions)
+        joined = replace(joined, newest=newest, beginning=_beginning(config, client, folder, trained, before))
+    folder.write(JOINED, joined)
+    return joined
+
+
+def _ask(client: LeaderClient, before: Joined | None) -> tuple[Base, Feed] | None:
+    """Return the leader's base and adapters; None if it does not answer and was joined before."""
+
+    async def asked() -> tuple[Base, Feed]:
+        return await client.base(), await client.feed()
+
+    told = False
+    while True:
+        try:
+            return asyncio.run(asked())
+        except Refused as e:
+            key = "; set its key by TANDEM_API_KEY or --api-key-file" if e.status == 401 else ""
+            fail(f"{e}{key} (--connect-to)")
+        except Unreachable as e:
+            if before is not None:
+                return None
+            if not told:
+                say(f"waiting for the leader: {e}")
+            told = True
+        time.sleep(RETRY)
+
+
+def _model(config: Config, base: Base, before: Joined | None) -> str:
+    """Return the folder of the leader's base on this machine. End the process if there is none."""
+    given = config.engine.model.path
+    if given:
+        try:
+            folder = hub.find(given, "model").folder
+        except hub.HubError as e:
+            fail(str(e))
+        if bases.digest(folder) != base.sha256:
+            fail(f"{given} is not the leader's base model {base.name}: its files differ (--model)")
+        return str(folder)
+    for folder in _candidates(base, before):
+        if bases.digest(folder) == base.sha256:
+            return str(folder)
+    fail(
+        f"the leader's base model {base.id or base.name} is not on this machine: copy its folder to "
+        f"{MODELS / base.name}, or name it with --model-path FOLDER"
+    )
+
+
+def _candidates(base: Base, before: Joined | None) -> Iterator[Path]:
+    """Yield the folders in which the base may lie, the most likely one first; its hub id comes last."""
+    named = [MODELS / base.name] if limits.NAME.fullmatch(base.name) else []
+    for folder in (*([Path(before.model)] if before is not None else []), *named, demo.MODEL_PATH):
+        if folder.is_dir():
+            yield folder
+    if hub.ID.fullmatch(base.id):
+        try:
+            yield hub.find(base.id, "model").folder
+        except hub.HubError as e:
+            warn(str(e))
+
+
+def _beginning(
+    config: Config, client: LeaderClient, folder: ClusterFolder, trained: Adapter, before: Joined | None
+) -> Version | None:
+    """Return the version that a trainer begins with: the leader's current one, unless the trainer has begun before."""
+    own = {name for name, _ in config.adapters}
+    if before is not None:
+        return before.beginning
+    if config.rl_training.init_from or trained.name in own:
+        return None
+    if (Path(config.checkpointing.checkpoint_dir) / LEARNING).exists():
+        return None
+    version = next(version for version in trained.versions if version.number == trained.current)
+    try:
+        asyncio.run(fetch(client, folder, replace(trained, versions=(version,))))
+    except (Refused, Unreachable) as e:
+        fail(f"{e} (--connect-to)")
+    return version

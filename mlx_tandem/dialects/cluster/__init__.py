@@ -1,0 +1,1 @@
+"""This project's own dialect for several machines: what a leader says to followers and to a trainer."""

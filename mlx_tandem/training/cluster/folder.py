@@ -1,0 +1,193 @@
+"""The folder of a machine of the cluster: adapters by digest, files that are not whole yet, and what is known.
+
+`versions/DIGEST` is an adapter's folder. `parts/SHA256` is a file that is on its way or waits for its sibling. Names
+from other machines are checked by their types and never become other paths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from mlx_tandem import files
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.files import FolderLock
+from mlx_tandem.training.cluster.wire import CHUNK, File, Version
+from mlx_tandem.types import AdapterSource
+
+MOST_PARTS = 16
+"""Files that may be on their way at once."""
+
+Known = TypeVar("Known")
+
+
+class ClusterFolder:
+    """One folder, which this process holds from `lock` to `close`. Calls wait for the drive. Raises StorageError."""
+
+    def __init__(self, path: str):
+        """Prepare to use the folder at `path`, which `lock` makes if it is missing."""
+        self.path = Path(path).resolve()
+        self._lock: FolderLock | None = None
+
+    def lock(self) -> None:
+        """Take the folder, and clear away what a crash has left half done."""
+        with files.storage(self.path):
+            for name in ("versions", "parts"):
+                files.make_folder(self.path / name)
+            self._lock = self._lock or FolderLock(self.path)
+            for path in (self.path / "versions").iterdir():
+                if path.name.startswith(".new-"):
+                    files.remove_tree(path)
+
+    @property
+    def held(self) -> bool:
+        """Whether the folder is still the one that was locked."""
+        return self._lock is not None and self._lock.held()
+
+    def close(self) -> None:
+        """Let go of the folder. A second call does nothing."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # -- what is known ----------------------------------------------------------------------------------------------
+
+    def read(self, name: str, kind: type[Known]) -> Known | None:
+        """Return what `write` has kept under a name; None if there is nothing that can be read."""
+        try:
+            return msgspec.json.decode((self.path / name).read_bytes(), type=kind)
+        except (OSError, msgspec.MsgspecError, RecursionError):
+            return None
+
+    def write(self, name: str, value: Struct | Collection[Struct]) -> None:
+        """Keep a value under a name."""
+        with files.storage(self.path / name):
+            files.replace(self.path / name, msgspec.json.encode(value))
+
+    # -- versions ---------------------------------------------------------------------------------------------------
+
+    def version(self, digest: str) -> Path:
+        """Return the folder of the version with this digest, which need not be there."""
+        return self.path / "versions" / digest
+
+    def source(self, digest: str) -> AdapterSource | None:
+        """Return the folder of a version; None if it is not there."""
+        path = self.version(digest)
+        return AdapterSource(str(path), str(self.path)) if path.is_dir() else None
+
+    def digests(self) -> list[str]:
+        """Return the digests of all versions that are there."""
+        with files.storage(self.path):
+            return sorted(p.name for p in (self.path / "versions").iterdir() if not p.name.startswith("."))
+
+    def assemble(self, version: Version) -> AdapterSource:
+        """Make the folder of a version of its files, all of which have to be whole. Raises InvalidRequest if not."""
+        new = self.new(version.digest)
+        with files.storage(new):
+            for file in version.files:
+                if self.received(file) < file.size:
+                    raise InvalidRequest(f"the file {file.sha256} is not there", param="version.files")
+                files.link_or_copy(self._part(file.sha256), new / file.name)
+            files.sync_folder(new)
+        source = self.commit(version.digest)
+        with files.storage(self.path):
+            for file in version.files:
+                files.remove_tree(self._part(file.sha256))
+        return source
+
+    def new(self, digest: str) -> Path:
+        """Make an empty folder for the files of a version, which `commit` gives its name."""
+        new = self.version(digest).with_name(f".new-{digest}")
+        with files.storage(new):
+            files.remove_tree(new)
+            files.DISK.mkdir(new)
+        return new
+
+    def commit(self, digest: str) -> AdapterSource:
+        """Let the folder from `new` be that of a version, in place of an earlier one."""
+        target = self.version(digest)
+        with files.storage(target):
+            files.remove_tree(target)
+            files.DISK.rename(target.with_name(f".new-{digest}"), target)
+            files.sync_folder(target.parent)
+        return AdapterSource(str(target), str(self.path))
+
+    def take_in(self, path: Path, digest: str) -> None:
+        """Let a folder beside the versions be that of a version."""
+        with files.storage(path):
+            files.remove_tree(self.new(digest))
+            files.DISK.rename(path, self.version(digest).with_name(f".new-{digest}"))
+        self.commit(digest)
+
+    def remove(self, digest: str) -> None:
+        """Remove the folder of a version."""
+        with files.storage(self.path):
+            files.remove_tree(self.version(digest))
+
+    # -- files on their way -----------------------------------------------------------------------------------------
+
+    def _part(self, sha256: str) -> Path:
+        return self.path / "parts" / sha256
+
+    def received(self, file: File) -> int:
+        """Return how many bytes of a file are there."""
+        try:
+            return self._part(file.sha256).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def append(self, file: File, offset: int, content: bytes) -> int:
+        """Write bytes of a file from `offset` on, and return how many are there now.
+
+        Bytes that are not the next ones change nothing. When the last ones come, the file is compared with its hash.
+        Raises InvalidRequest for a file that is not what it is called; nothing of it is kept. The file that was written
+        least recently goes when too many are on their way.
+        """
+        path, there = self._part(file.sha256), self.received(file)
+        if offset != there or not content:
+            return there
+        if len(content) > CHUNK or there + len(content) > file.size:
+            raise InvalidRequest(f"a file gets {CHUNK} bytes at once and {file.size} in all at most", param="offset")
+        with files.storage(path):
+            if not there:
+                self._make_room(path.parent)
+            with path.open("ab") as out:
+                out.write(content)
+            there += len(content)
+            if there == file.size:
+                files.sync_file(path)
+                if hash_file(path) != file.sha256:
+                    files.remove_tree(path)
+                    raise InvalidRequest(f"the file is not {file.sha256}: its bytes were changed", param="file")
+        return there
+
+    def _make_room(self, parts: Path) -> None:
+        """Remove the files that were written least recently until there is room for one more."""
+        there = sorted(parts.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for path in there[: max(0, len(there) - MOST_PARTS + 1)]:
+            files.remove_tree(path)
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe(folder: Path) -> tuple[File, ...]:
+    """Return the files of an adapter's folder that this process has written itself. Raises StorageError."""
+    with files.storage(folder):
+        return tuple(
+            File(path.name, path.stat().st_size, hash_file(path))  # type: ignore[arg-type]
+            for path in sorted(folder.iterdir())
+            if path.name in FILES
+        )
+
+
+FILES = frozenset({"adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"})
+"""Names of the files of an adapter."""

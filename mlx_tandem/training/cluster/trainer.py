@@ -1,0 +1,259 @@
+"""The trainer's side: it learns from the trajectories that a leader has, and publishes its versions there."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import platform
+from itertools import groupby
+from pathlib import Path
+from typing import NoReturn
+
+from msgspec import Struct, structs
+
+from mlx_tandem import files
+from mlx_tandem.adapters.formats import WEIGHTS
+from mlx_tandem.errors import InvalidRequest, TandemError
+from mlx_tandem.generation.front import Front
+from mlx_tandem.log import log
+from mlx_tandem.training.cluster.checks import check_items
+from mlx_tandem.training.cluster.client import LeaderClient, Refused, Trouble
+from mlx_tandem.training.cluster.fetching import fetch
+from mlx_tandem.training.cluster.folder import ClusterFolder, describe
+from mlx_tandem.training.cluster.follower import WAIT, again
+from mlx_tandem.training.cluster.joining import JOINED, Joined
+from mlx_tandem.training.cluster.wire import CHUNK, MOST_ITEMS, Adapter, Contribution, File, Item, Publication, Version
+from mlx_tandem.training.live.learning import Learning
+from mlx_tandem.training.store.records import GOOD
+from mlx_tandem.types import AdapterRef
+
+LOOK = 2.0
+"""Seconds between two looks whether the leader still serves what was published."""
+
+REST = 1.0
+"""Seconds between two signs of life while nothing is lacking for an update."""
+
+KEPT = 4
+"""Versions whose files are kept, so that the leader can be told to go back to them."""
+
+
+class TrainerStatus(Struct):
+    """Counts of a distant trainer since its start."""
+
+    role: str = "trainer"
+    leader: str = ""
+    trajectories: int = 0  # from the leader
+    refused: int = 0  # trajectories that could not be from this base
+    published: int = 0  # versions
+    version: int = 0  # that the leader serves of this trainer's; 0: none yet
+    error: str = ""  # of taking trajectories; empty since it was overcome
+    publishing_error: str = ""
+
+
+class Trainer:
+    """The trainer's side of one server that learns, on its event loop. `join` comes before its adapters are loaded,
+    `count` before its learner is brought up, and `bring_up` afterwards.
+    """
+
+    def __init__(self, front: Front, learning: Learning):
+        """Prepare to work for the leader that the settings name."""
+        config = front.config
+        self.folder = ClusterFolder(config.cluster.dir)
+        self._front, self._learning = front, learning
+        self._client = LeaderClient(config.cluster.connect_to, config.server.api_key)
+        self._name = config.rl_training.adapter
+        # The same after a restart, so that the leader does not take it for another trainer.
+        place = f"{platform.node()}\n{os.path.abspath(config.checkpointing.checkpoint_dir)}"
+        self._id = hashlib.blake2b(place.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+        self._taking, self._publishing = Trouble(self._client.url), Trouble(self._client.url)
+        self._status = TrainerStatus(leader=self._client.url)
+        self._base = self._queue = ""
+        self._newest = 0  # highest number that the leader had when this server joined it
+        self._after = 0  # number of the last trajectory that the learner has
+        self._leader = ""  # run of the leader
+        self._handed_in = -1  # the leader's version from which the last contribution was learned
+        self._began = 0  # number of updates when the round began
+        self._exported: dict[str, Version] = {}  # by digest, oldest first
+        self._tasks: list[asyncio.Task[NoReturn]] = []
+
+    async def join(self) -> None:
+        """Take the folder, and let what this server begins with have the number that it has on the leader."""
+        if self._base:
+            return
+        await asyncio.to_thread(self.folder.lock)
+        joined = await asyncio.to_thread(self.folder.read, JOINED, Joined)
+        assert joined is not None, "the command has written it"
+        self._base = joined.base.sha256
+        self._queue = "0" * 16  # of no leader
+        self._newest = joined.newest
+        if joined.beginning is not None:
+            self._learning.count_from(joined.beginning.number - 1)
+
+    def count(self) -> None:
+        """Give new versions numbers above those that the leader has."""
+        self._learning.count_from(self._newest)
+
+    async def bring_up(self) -> None:
+        """Begin to take trajectories and to publish. Later calls do nothing."""
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(again(self._take, self._taking)),
+                asyncio.create_task(again(self._publish, self._publishing)),
+            ]
+
+    async def close(self) -> None:
+        """End both. The leader keeps what was not taken."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.folder.close()
+
+    def status(self) -> TrainerStatus:
+        """Return the status for clients."""
+        return structs.replace(self._status, error=self._taking.error, publishing_error=self._publishing.error)
+
+    # -- trajectories -----------------------------------------------------------------------------------------------
+
+    async def _take(self) -> None:
+        """Take as many trajectories as are lacking for an update. What the leader is told next acknowledges them."""
+        lacking = self._learning.learner.lacking()
+        most = max(0, min(lacking or 0, MOST_ITEMS))
+        found = await self._client.take(self._id, self._queue, self._after, most, WAIT if most else 0.0)
+        if found.base != self._base:
+            raise Refused("the leader has another base model now: start this server again")
+        if found.queue != self._queue:
+            self._queue, self._after = found.queue, 0
+        await self._keep(found.items)
+        if found.items:
+            self._after = found.items[-1].number
+        elif not most:
+            await asyncio.sleep(REST)
+
+    async def _keep(self, items: tuple[Item, ...]) -> None:
+        """Give trajectories to the learner, which has them on the drive when this returns."""
+        info = self._front.client.check_ready()
+        good = []
+        for item in items:
+            try:
+                check_items([item], vocab_size=info.vocab_size, most_tokens=info.max_model_len)
+                good.append(item)
+            except InvalidRequest as e:
+                self._status.refused += 1
+                log("a trajectory of the leader is not learned from", logging.WARNING, reason=e.message)
+        for size, same in groupby(good, key=lambda item: item.size):
+            await self._learning.learner.add([item.trajectory for item in same], size)
+        self._status.trajectories += len(good)
+
+    # -- versions ---------------------------------------------------------------------------------------------------
+
+    async def _publish(self) -> None:
+        """Have the leader serve what this server serves of the trained adapter, and wait until that may differ.
+
+        Of several trainers, take part in rounds instead.
+        """
+        self._learning.published.clear()
+        feed = await self._client.feed()
+        there = next((adapter for adapter in feed.adapters if adapter.name == self._name), None)
+        if feed.trainers > 1:
+            if feed.leader != self._leader:  # one that was started again knows of no contribution
+                self._leader, self._handed_in = feed.leader, -1
+            await self._round(there)
+        elif (version := await self._version(self._learning.current())) is not None:
+            await self._show(version, there)
+        try:
+            async with asyncio.timeout(LOOK):
+                await self._learning.published.wait()
+        except TimeoutError:
+            return
+
+    async def _version(self, ref: AdapterRef | None) -> Version | None:
+        """Return a version with its files, which are written now if need be; None if the trainer has moved on."""
+        if ref is None:
+            return None
+        known = self._exported.get(ref.digest)
+        if known is not None and known.number == ref.version and self.folder.source(ref.digest) is not None:
+            return known
+        source = await asyncio.to_thread(self.folder.source, ref.digest)
+        if source is None:
+            new = await asyncio.to_thread(self.folder.new, ref.digest)
+            if not await self._learning.learner.export(ref.digest, str(new)):
+                return None
+            source = await asyncio.to_thread(self.folder.commit, ref.digest)
+        files = await asyncio.to_thread(describe, Path(source.path))
+        self._exported[ref.digest] = version = Version(ref.version, ref.digest, files)
+        while len(self._exported) > KEPT:
+            oldest = next(iter(self._exported))
+            del self._exported[oldest]
+            await asyncio.to_thread(self.folder.remove, oldest)
+        return version
+
+    async def _show(self, version: Version, there: Adapter | None) -> None:
+        """Have the leader, which serves `there` of the adapter, serve a version, unless it does."""
+        known = there is not None and version in there.versions
+        if there is None or not known or there.current != version.number:
+            if not known:
+                await self._upload(version)
+            await self._client.publish(Publication(self._id, self._base, self._name, version))
+            self._status.published += 1
+            log("published to the leader", adapter=f"{self._name}@{version.number}", digest=version.digest)
+        self._status.version = version.number
+
+    async def _round(self, there: Adapter | None) -> None:
+        """Take part in a round: begin with the version that the leader serves, learn, and hand in what was learned."""
+        if there is not None and there.current != self._status.version:
+            await self._begin_round(there)
+        elif self._handed_in != self._status.version or there is None:
+            updates = self._learning.learner.status().updates - self._began
+            if there is not None and updates < self._front.config.cluster.round_updates:
+                return
+            self._learning.learner.stop()
+            examples = sum(r.trajectories for r in list(self._learning.learner.history)[-updates:] if r.outcome in GOOD)
+            version = await self._version(self._learning.current())
+            if version is not None and (examples or there is None):
+                await self._upload(version)
+                given = (self._id, self._base, self._name, version, self._status.version, examples)
+                await self._client.contribute(Contribution(*given))
+                self._handed_in = self._status.version
+                self._status.published += 1
+            else:  # all of it was taken back
+                self._began += updates
+                self._learning.learner.start()
+
+    async def _begin_round(self, there: Adapter) -> None:
+        """Go on from the version that the leader serves, and learn."""
+        version = next(version for version in there.versions if version.number == there.current)
+        await fetch(self._client, self.folder, structs.replace(there, versions=(version,)))
+        weights = self.folder.version(version.digest) / WEIGHTS["peft"]
+
+        async def write(folder: str) -> None:
+            await asyncio.to_thread(files.replace, Path(folder) / WEIGHTS["peft"], weights.read_bytes())
+
+        await self._learning.learner.adopt(version.number, write)
+        self._status.version, self._began = version.number, self._learning.learner.status().updates
+        self._learning.learner.start()
+        log("round begins", adapter=f"{self._name}@{version.number}")
+
+    async def _upload(self, version: Version) -> None:
+        """Send what the leader does not have of the files of a version."""
+        for file in version.files:
+            await self._upload_file(self.folder.version(version.digest) / file.name, file)
+
+    async def _upload_file(self, path: Path, file: File) -> None:
+        there = await self._client.upload(file, 0, b"")
+        while there < file.size:
+            content = await asyncio.to_thread(_read, path, there)
+            now = await self._client.upload(file, there, content)
+            if now <= there:
+                raise Refused(f"the leader takes no bytes of {file.name} after {there}")
+            there = now
+
+
+def _read(path: Path, offset: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK)
+    except OSError as e:
+        raise TandemError(f"{path} cannot be read: {e.strerror}") from e
