@@ -14,6 +14,7 @@ from mlx_tandem.config import Config
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.atropos.client import check_url
 from mlx_tandem.training.metrics.writer import require
+from mlx_tandem.training.verifiers.environment import check as check_environment
 
 ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker")
 """Options that mean something whether or not the server trains an adapter by itself."""
@@ -132,6 +133,10 @@ def _check(config: Config) -> None:
         warn("'rl_training.kl_reference' has no effect without 'rl_training.kl_coef'")
     if training.atropos_url:
         check_url(training.atropos_url)
+    if training.verifiers:
+        check_environment(config)
+    elif training.verifiers_python:
+        warn("'rl_training.verifiers_python' has no effect without 'rl_training.verifiers'")
     require(training.report_to)
     _check_checkpoints(config)
 

@@ -128,9 +128,10 @@ class Feed:
 
     async def _take(self, group: ScoredData, info: EngineInfo) -> None:
         """Keep a group, or count it as refused. Raises TandemError if it could not be kept."""
-        bounds = {"vocab_size": info.vocab_size, "most_tokens": info.max_model_len}
         try:
-            made = trajectories(group, created=self._clock(), **bounds)
+            made = trajectories(
+                group, vocab_size=info.vocab_size, most_tokens=info.max_model_len, created=self._clock()
+            )
         except InvalidRequest as e:
             self.status.refused_groups += 1
             log("a group of Atropos is not learned from", logging.WARNING, reason=e.message, env_id=group.env_id)

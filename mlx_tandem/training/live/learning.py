@@ -41,6 +41,7 @@ from mlx_tandem.training.store.checkpoints import (
     Checkpoints,
 )
 from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.training.verifiers.environment import Environment
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams
 
 PACE_SECONDS = 300.0
@@ -309,7 +310,11 @@ class Learning(Serving):
         """The task that takes batches from Atropos, if the settings name its API."""
         if front.config.rl_training.atropos_url and front.config.engine.duty.mode != "inference_only":
             self.feed = Feed(front.config, front.client, self.learner, clock)
-        self._feeding: asyncio.Task[None] | None = None
+        self.environment: Environment | None = None
+        """The environment of verifiers that is played, if the settings name one."""
+        if front.config.rl_training.verifiers and front.config.engine.duty.mode != "inference_only":
+            self.environment = Environment(front.config, front.client, self.learner, self.current, clock)
+        self._feeding: list[asyncio.Task[None]] = []
         front.models.rules.is_checkpoint = self.is_checkpoint
         self.outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
         """The numbers of this server's updates, by their outcomes."""
@@ -349,7 +354,12 @@ class Learning(Serving):
             self._pace.append((self.clock(), self.learner.status().updates))
             self.learner.start()
             if self.feed is not None:
-                self._feeding = asyncio.create_task(self.feed.run())
+                self._feeding.append(asyncio.create_task(self.feed.run()))
+
+    def play(self, url: str) -> None:
+        """Start to play the environment, if there is one, against this server, which answers at `url`."""
+        if self.environment is not None:
+            self._feeding.append(asyncio.create_task(self.environment.run(url)))
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
         """Record a new checkpoint, then serve those in the folder."""
@@ -366,7 +376,7 @@ class Learning(Serving):
             return
         self._closed = True
         await self.jobs.close()
-        ended = [*self._tasks, *([] if self._feeding is None else [self._feeding])]
+        ended = [*self._tasks, *self._feeding]
         for task in ended:
             task.cancel()
         await asyncio.gather(*ended, return_exceptions=True)
