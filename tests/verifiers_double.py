@@ -3,8 +3,8 @@
 Names, arguments and fields are those of verifiers 0.4.0, with which `tests/clients/test_environments.py` runs where it
 is installed. `installed` lays the modules out in a folder, which then belongs on PYTHONPATH.
 
-`[env.taskset]` of a file says what happens: `id` is "sorting", whose tasks are numbers; `tasks`: how many there are;
-`answers`: "server", or token ids that nobody draws; `fails`: the reply of every task of this number is an error;
+`[env.taskset]` of a file says what happens: `id` begins with "sorting"; `tasks`: how many there are, which are numbers;
+`answers`: the server's, or token ids that nobody draws; `fails`: the reply of every task of this number is an error;
 `ends`: the program ends at this task.
 """
 
@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import random
+import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 MODULES = {
     "v1/configs/cli/eval.py": "EvalConfig",
     "v1/utils/loaders.py": "load_environment",
@@ -41,6 +43,15 @@ def installed(folder: Path, version: str = "0.4.0") -> Path:
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n")
     return folder
+
+
+def python(folder: Path) -> Path:
+    """A Python that has the package, made in `folder`."""
+    packages = os.pathsep.join((str(installed(folder / "packages")), str(ROOT)))
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    return program
 
 
 class EvalConfig:
@@ -110,7 +121,7 @@ def episode(*traces: Any, error: str = "") -> Any:
 class Env:
     def __init__(self, config: dict[str, Any]) -> None:
         self._options = config["taskset"]
-        if self._options["id"] != "sorting":
+        if not self._options["id"].startswith("sorting"):
             raise ModuleNotFoundError(f"taskset {self._options['id']!r} not found")
         self.taskset = Taskset(list(range(self._options.get("tasks", 4))))
         self._rewards = itertools.cycle((1.0, 0.0))
@@ -143,8 +154,7 @@ class Env:
         return episode(found)
 
     def _answer(self, prompt: list[int], context: ModelContext) -> tuple[list[int], list[float]]:
-        answers = self._options["answers"]
-        if answers != "server":
+        if answers := self._options.get("answers"):
             return answers, [-0.5] * len(answers)
         body = {
             "model": context.model,

@@ -133,6 +133,11 @@ def _check(config: Config) -> None:
         warn("'rl_training.kl_reference' has no effect without 'rl_training.kl_coef'")
     if training.atropos_url:
         check_url(training.atropos_url)
+        if training.atropos_api:
+            raise InvalidRequest(
+                "'rl_training.atropos_api' makes this server Atropos' API, and 'rl_training.atropos_url' names one "
+                "elsewhere: give one of them"
+            )
     if training.verifiers:
         check_environment(config)
     elif training.verifiers_python:
@@ -189,7 +194,7 @@ def _scored(config: Config) -> Config:
     if not training.environment:
         return config
     if training.environment not in names:
-        if training.atropos_url:
+        if training.atropos_url or training.atropos_api:
             return config  # a label: Atropos' environment scores
         warn(f"'rl_training.environment' has no effect here: '{training.environment}' is no scoring function")
         return config

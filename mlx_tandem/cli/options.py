@@ -379,6 +379,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "URL",
         ),
         Option(
+            "rl_training.atropos_api",
+            "--atropos-api",
+            "Be Atropos' trajectory API as well, to which environments post what is learned from.",
+        ),
+        Option(
             "rl_training.verifiers",
             "--environment",
             "Environment of verifiers to play and learn from: a taskset's id, or a TOML file as vf-eval takes it.",

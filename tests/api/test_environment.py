@@ -11,8 +11,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.commands import ROOT, free_port, running
-from tests.verifiers_double import installed
+from tests.commands import free_port, running
+from tests.verifiers_double import python
 from tests.waiting import until
 
 SMALL = ["--max-model-len", "1024", "--num-blocks", "512", "--lora-rank", "4"]
@@ -20,7 +20,6 @@ SORTING = """
 num_rollouts = 4
 [env.taskset]
 id = "sorting"
-answers = "server"
 fails = 3
 """
 
@@ -34,10 +33,6 @@ def players() -> dict[int, int]:
 
 def test_an_environment_is_played_and_learned_from(tmp_path: Path):
     (tmp_path / "sorting.toml").write_text(SORTING)
-    packages = os.pathsep.join((str(installed(tmp_path / "packages")), str(ROOT)))
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
-    python.chmod(0o700)
     port = free_port()
 
     def get(path: str) -> str:
@@ -52,7 +47,7 @@ def test_an_environment_is_played_and_learned_from(tmp_path: Path):
     words = [sys.executable, "-m", "mlx_tandem", "train", "rl", "--environment", "sorting.toml", *SMALL]
     words += [
         "--environment-python",
-        str(python),
+        str(python(tmp_path)),
         "--port",
         str(port),
         "--update-frequency",

@@ -25,7 +25,9 @@ from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.log import log, log_exception
+from mlx_tandem.training.atropos.client import Client
 from mlx_tandem.training.atropos.feed import Feed
+from mlx_tandem.training.atropos.hub import Hub, OwnTrainer
 from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.live.jobs import Jobs
 from mlx_tandem.training.live.reporting import Reporting, said
@@ -306,13 +308,17 @@ class Learning(Serving):
         self.reporting = Reporting(front.config, front.tokenizer.decode, partial(said, front.tokenizer))
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
+        training, trains = front.config.rl_training, front.config.engine.duty.mode != "inference_only"
+        self.hub = Hub() if training.atropos_api and trains else None
+        """Atropos' trajectory API, if this server is it."""
         self.feed: Feed | None = None
-        """The task that takes batches from Atropos, if the settings name its API."""
-        if front.config.rl_training.atropos_url and front.config.engine.duty.mode != "inference_only":
-            self.feed = Feed(front.config, front.client, self.learner, clock)
+        """The task that takes batches from Atropos' API, if there is one here or elsewhere."""
+        if trains and (self.hub is not None or training.atropos_url):
+            source = Client(training.atropos_url) if self.hub is None else OwnTrainer(self.hub)
+            self.feed = Feed(front.config, front.client, self.learner, source, clock)
         self.environment: Environment | None = None
         """The environment of verifiers that is played, if the settings name one."""
-        if front.config.rl_training.verifiers and front.config.engine.duty.mode != "inference_only":
+        if training.verifiers and trains:
             self.environment = Environment(front.config, front.client, self.learner, self.current, clock)
         self._feeding: list[asyncio.Task[None]] = []
         front.models.rules.is_checkpoint = self.is_checkpoint
