@@ -154,7 +154,9 @@ async def run() -> None:
     lines = asyncio.StreamReader(MOST_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), asked)
     settings = json.loads(await lines.readline())
-    config = read(settings["environment"], settings["url"], settings["tokenizer"])
+    environment = settings["environment"]
+    sys.path.append(str(Path(environment).resolve().parent) if environment.endswith(".toml") else os.getcwd())
+    config = read(environment, settings["url"], settings["tokenizer"])
     player = Player(config, settings["rollouts"], say)
     async with player.env.serving():
         say({"ready": importlib.metadata.version("verifiers")})
@@ -171,7 +173,6 @@ async def run() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(os.getcwd())  # environments beside the file that names them
     try:
         asyncio.run(run())
     except Exception as e:
