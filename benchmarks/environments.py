@@ -12,8 +12,8 @@ is a server with its own seed, and one of these ways by which its environment pl
 - atropos-api: `--atropos-api`, so that the environment posts to the server itself
 
 The reward is measured apart from what the environment says: before the first update and after every `EVERY` updates, by
-the share of right answers to 64 other questions, 4 answers each at temperature 1. A run ends at 0.85 in a row `WINDOW`
-times, or after `--updates`. With shuffled rewards each answer gets the score of another one; those runs do all updates.
+the share of right answers to 128 other questions, 4 answers each at temperature 1. A run ends when it is 0.85, or after
+`--updates`. With shuffled rewards each answer gets the score of another one; those runs do `CONTROL` updates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import contextlib
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,10 +41,10 @@ from mlx_tandem.cli.outputs import argument
 
 PLAYED = Path(__file__).resolve().parents[1] / "tests" / "clients" / "environments"
 QUIET = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-QUESTIONS, EXAM, ANSWERS = 256, 64, 4
+QUESTIONS, EXAM, ANSWERS = 256, 128, 4
 BATCH = 64
-EVERY = 4
-WINDOW = 2
+EVERY = 3
+CONTROL = 12
 WANTED = 0.85
 WAYS = ("verifiers", "run-api", "atropos-api")
 
@@ -152,14 +151,13 @@ async def learned(
             await asyncio.sleep(0.5)
             continue
         curve.append((done, await examined(url, exam)))
-        arrived = all(share >= WANTED for _, share in curve[-WINDOW:])
-        if done >= updates or (arrived and not shuffled):
+        if done >= updates or (curve[-1][1] >= WANTED and not shuffled):
             break
     fed = status["environment"] or status["atropos"]
     counts = ("trajectories", "refused_groups", "failed_episodes", "without_logprobs", "error")
     return {
         "before": before,
-        "after": statistics.fmean(share for _, share in curve[-WINDOW:]),
+        "after": curve[-1][1],
         "updates": curve[-1][0],
         "curve": curve,
         "taken": {name: fed[name] for name in counts if name in fed},
@@ -184,7 +182,14 @@ def main() -> None:
         for way in args.ways.split(","):
             for seed, shuffled in [*((seed, False) for seed in range(args.seeds)), (0, True)]:
                 runs.append(
-                    run(way, seed, shuffled=shuffled, pythons=pythons, updates=args.updates, scratch=Path(scratch))
+                    run(
+                        way,
+                        seed,
+                        shuffled=shuffled,
+                        pythons=pythons,
+                        scratch=Path(scratch),
+                        updates=CONTROL if shuffled else args.updates,
+                    )
                 )
                 results.add(runs=runs)
     results.finish(runs=runs)
