@@ -5,7 +5,7 @@ is installed. `installed` lays the modules out in a folder, which then belongs o
 
 `[env.taskset]` of a file says what happens: `id` begins with "sorting"; `tasks`: how many there are, which are numbers;
 `answers`: the server's, or token ids that nobody draws; `fails`: the reply of every task of this number is an error;
-`ends`: the program ends at this task.
+`ends`: the program ends at this task; `hangs`: this task has no end.
 """
 
 from __future__ import annotations
@@ -140,6 +140,8 @@ class Env:
     async def run_slot(self, slot: int, context: ModelContext, gate: asyncio.Semaphore) -> Any:
         if slot == self._options.get("ends"):
             os._exit(3)
+        if slot == self._options.get("hangs"):
+            await asyncio.Event().wait()
         if slot == self._options.get("fails"):
             return episode(error="the server said 503")
         prompt = [3, 4 + slot]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +165,25 @@ def test_the_program_is_started_again_and_its_last_words_are_said(double: Path, 
     made = played(wrong, learner, lambda made: made.status.error)
     assert made.status.error.endswith("1; it said last: ModuleNotFoundError: taskset 'shorting' not found")
     assert made.status.state == "failed"
+
+
+def test_the_program_ends_in_the_middle_of_a_round_when_its_server_is_gone(double: Path):
+    config = settings(double, answers=[5, 6], hangs=1)
+    told = {"environment": config.rl_training.verifiers, "url": "http://127.0.0.1:9", "tokenizer": "x", "rollouts": 2}
+    with subprocess.Popen(
+        [sys.executable, "-P", player.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdin is not None and program.stdout is not None
+        print(json.dumps(told), file=program.stdin, flush=True)
+        assert json.loads(program.stdout.readline()) == {"ready": "0.4.0"}
+        print(json.dumps({"model": "policy@1", "episodes": 8}), file=program.stdin, flush=True)
+        for _ in range(3):
+            assert "group" in json.loads(program.stdout.readline())
+        program.stdin.close()
+        try:
+            assert program.wait(60) == 0
+        finally:
+            program.kill()
 
 
 @pytest.mark.parametrize("lacking", [None, 0, -5])
