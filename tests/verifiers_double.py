@@ -60,7 +60,7 @@ class EvalConfig:
         return SimpleNamespace(
             env=data["env"],
             client=SimpleNamespace(**data["client"]),
-            sampling=data["sampling"],
+            sampling=data.get("sampling", {}),
             select=SimpleNamespace(limit=data.get("select", {}).get("limit")),
             num_rollouts=data.get("num_rollouts", 1),
             max_concurrent=data.get("max_concurrent", 128),

@@ -27,8 +27,8 @@ MOST_BYTES = 1 << 20
 KEY = "TANDEM_API_KEY"
 """The environment variable that has the server's key."""
 
-PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""How tokens are drawn where the environment's file says nothing: from the adapter's own distribution."""
+DRAWN = ("temperature", "top_p", "top_k", "min_p")
+"""What is told of how tokens were drawn. The server draws from the whole distribution where the file says nothing."""
 
 
 def read(environment: str, url: str, tokenizer: str) -> Any:
@@ -40,8 +40,7 @@ def read(environment: str, url: str, tokenizer: str) -> Any:
     else:
         data = {"env": {"taskset": {"id": environment}}}
     client = {"type": "train", "base_url": f"{url}/v1", "renderer_model_name": tokenizer, "api_key_var": KEY}
-    sampling = PLAIN | {name: value for name, value in data.get("sampling", {}).items() if value is not None}
-    return EvalConfig.model_validate(data | {"model": "policy", "client": client, "sampling": sampling})
+    return EvalConfig.model_validate(data | {"model": "policy", "client": client})
 
 
 def tasks(taskset: Any, select: Any) -> Iterator[Any]:
@@ -75,7 +74,9 @@ def answers(trace: Any) -> list[dict[str, Any]]:
             "logprobs": [p if own else 1.0 for p, own in zip(branch.logprobs, mask, strict=True)],
             "score": trace.reward,
             "sampling": {
-                name: value for name, value in trace.agent.config.sampling.model_dump().items() if name in PLAIN
+                name: value
+                for name, value in trace.agent.config.sampling.model_dump().items()
+                if name in DRAWN and value is not None
             },
         })  # fmt: skip
     return found

@@ -62,7 +62,7 @@ def test_agents_are_compared_with_themselves_and_others_models_teach_nothing():
         judge = trace(own, reward=9.0, model="judge")
         shown = trace(own, reward=8.0)
         shown.agent.trainable = False
-        left = trace(own, reward=reward, name="left", sampling={"temperature": 0.7, "max_tokens": 5})
+        left = trace(own, reward=reward, name="left", sampling={"temperature": 0.7, "top_p": None, "max_tokens": 5})
         return episode(left, trace(own, reward=-reward, name="right"), judge, shown)
 
     left, right = player.groups([played(1.0), played(2.0)], "policy@1")
