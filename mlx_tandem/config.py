@@ -244,7 +244,10 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     validation_prompts: str = ""  # JSONL file of prompts that each version answers before it is published
     validation_answers: int = 4  # answers of a version to each validation prompt
     atropos_url: str = ""  # address of Atropos' trajectory API, from which batches are taken; empty: none
+    atropos_api: bool = False  # environments of Atropos post to this server, which is their trajectory API as well
     environment: str = ""  # name of a scoring function, or a label of what the environment of Atropos plays
+    verifiers: str = ""  # environment of verifiers that is played: a taskset's id, or a TOML file as vf-eval takes it
+    verifiers_python: str = ""  # the Python that has verifiers; empty: the server's own
 
 
 class TinkerConfig(Struct, frozen=True, forbid_unknown_fields=True):

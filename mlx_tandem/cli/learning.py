@@ -16,6 +16,7 @@ from mlx_tandem.server.keys import is_loopback
 from mlx_tandem.training.atropos.client import check_url
 from mlx_tandem.training.cluster.client import check_url as check_leader
 from mlx_tandem.training.metrics.writer import require
+from mlx_tandem.training.verifiers.environment import check as check_environment
 
 ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker")
 """Options that mean something whether or not the server trains an adapter by itself."""
@@ -171,6 +172,15 @@ def _check(config: Config) -> None:
         warn("'rl_training.kl_reference' has no effect without 'rl_training.kl_coef'")
     if training.atropos_url:
         check_url(training.atropos_url)
+        if training.atropos_api:
+            raise InvalidRequest(
+                "'rl_training.atropos_api' makes this server Atropos' API, and 'rl_training.atropos_url' names one "
+                "elsewhere: give one of them"
+            )
+    if training.verifiers:
+        check_environment(config)
+    elif training.verifiers_python:
+        warn("'rl_training.verifiers_python' has no effect without 'rl_training.verifiers'")
     require(training.report_to)
     _check_checkpoints(config)
 
@@ -223,7 +233,7 @@ def _scored(config: Config) -> Config:
     if not training.environment:
         return config
     if training.environment not in names:
-        if training.atropos_url:
+        if training.atropos_url or training.atropos_api:
             return config  # a label: Atropos' environment scores
         warn(f"'rl_training.environment' has no effect here: '{training.environment}' is no scoring function")
         return config

@@ -378,6 +378,23 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Address of Atropos' trajectory API (run-api), whose batches are learned from.",
             "URL",
         ),
+        Option(
+            "rl_training.atropos_api",
+            "--atropos-api",
+            "Be Atropos' trajectory API as well, to which environments post what is learned from.",
+        ),
+        Option(
+            "rl_training.verifiers",
+            "--environment",
+            "Environment of verifiers to play and learn from: a taskset's id, or a TOML file as vf-eval takes it.",
+            "ID",
+        ),
+        Option(
+            "rl_training.verifiers_python",
+            "--environment-python",
+            "Python of the virtual environment in which verifiers is installed (the server's own).",
+            "FILE",
+        ),
         Option("rl_training.update_frequency", "--update-frequency", "Completions per update (100)."),
         Option("rl_training.trajectory_buffer_size", "--trajectory-buffer-size", "Completions that are kept (1000)."),
         Option("rl_training.scoring_batch_size", "--scoring-batch-size", "Completions scored at once (32)."),

@@ -70,7 +70,7 @@ class Route:
     query: type[Struct] | None = None  # None: the query means nothing
     reads: Reads = "json"
     images: bool = False  # bodies may hold images, and be larger where the model reads them
-    media: Collection[str] = ()  # content types of JSON that are accepted besides application/json
+    media: Collection[str] = ()  # content types of JSON besides application/json; of `bytes`, those of the document
     prepare: Callable[[Any], Any] = lambda value: value  # applied to the decoded JSON before its types are checked
     status: int = 200  # HTTP status of a success, for the OpenAPI document
     errors: ErrorForm | None = None  # the form of errors; None: OpenAI's error object

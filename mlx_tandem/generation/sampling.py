@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Struct
@@ -75,11 +76,13 @@ def sampling_params(
     logprobs: int | None = None,
     max_tokens: tuple[str, Any] | None = None,
     echo: bool = False,
+    plain: bool = False,
 ) -> SamplingParams:
     """Return the engine's parameters for a prompt of `prompt` tokens. Raises InvalidRequest naming the field.
 
     `max_tokens` holds the name and the value of the field if the dialect has another field than `max_tokens` for it.
-    With `echo`, the prompt gets the same logprobs as its continuation.
+    With `echo`, the prompt gets the same logprobs as its continuation. With `plain`, what the request does not give is
+    what changes nothing, whatever the model's folder says.
     """
     check_logprobs(front, "prompt_logprobs", body.prompt_logprobs)
     field, asked = max_tokens or ("max_tokens", body.max_tokens)
@@ -92,7 +95,7 @@ def sampling_params(
     if least > most or (least and is_silent(body, echo)):
         raise InvalidRequest(f"min_tokens is {least} and {field} {most}", param="min_tokens")
     vocabulary = front.client.check_ready().vocab_size
-    numbers = _numbers(front, body)
+    numbers = _numbers(body, {} if plain else front.defaults)
     return SamplingParams(
         max_tokens=most,
         min_tokens=least,
@@ -111,8 +114,8 @@ def sampling_params(
     )
 
 
-def _numbers(front: Front, body: Sampling) -> dict[str, Any]:
-    """Return the values of NUMBERS that the request, or else the model's folder, gives."""
+def _numbers(body: Sampling, defaults: Mapping[str, float]) -> dict[str, Any]:
+    """Return the values of NUMBERS that the request, or else `defaults`, gives."""
     given = {name: getattr(body, name) for name in NUMBERS}
     penalty = given["repetition_penalty"]
     if type(penalty) in (int, float) and penalty == 0:
@@ -122,7 +125,7 @@ def _numbers(front: Front, body: Sampling) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
-            value = front.defaults.get(name)
+            value = defaults.get(name)
         if value is not None:
             numbers[name] = max(int(value), 0) if name == "top_k" else float(value)
     return numbers

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from mlx_tandem.training.atropos.feed import FeedStatus
     from mlx_tandem.training.live.learning import Learning
 
 
@@ -40,8 +39,7 @@ def families(learning: Learning) -> Iterator[Metric]:
         "kind",
         learner.rewards.failures.items(),
     )
-    if learning.feed is not None:
-        yield from _atropos(learning.feed.status)
+    yield from _played(learning)
     yield _counter("tandem_training_publishes", "Versions published.", status.publishes)
     yield _counter(
         "tandem_training_rollbacks", "Times that training went back to an earlier version.", status.rollbacks
@@ -76,14 +74,26 @@ def families(learning: Learning) -> Iterator[Metric]:
     yield _counter("mlx_parallm_checkpoint_saves", "Checkpoints written.", status.checkpoint_saves)
 
 
-def _atropos(fed: FeedStatus) -> Iterator[Metric]:
-    """Yield the counters of what came from Atropos."""
-    for name, text, count in (
-        ("batches", "Batches taken from Atropos, this server.", fed.batches),
-        ("trajectories", "Trajectories taken from Atropos, this server.", fed.trajectories),
-        ("refused_groups", "Groups of Atropos that could not be learned from, this server.", fed.refused_groups),
-    ):
-        yield _counter(f"tandem_training_atropos_{name}", text, count)
+def _played(learning: Learning) -> Iterator[Metric]:
+    """Yield the counters of what came from environments of Atropos and of verifiers, each if the server has one."""
+    if learning.feed is not None:
+        fed = learning.feed.status
+        for name, text, count in (
+            ("batches", "Batches taken from Atropos, this server.", fed.batches),
+            ("trajectories", "Trajectories taken from Atropos, this server.", fed.trajectories),
+            ("refused_groups", "Groups of Atropos that could not be learned from, this server.", fed.refused_groups),
+        ):
+            yield _counter(f"tandem_training_atropos_{name}", text, count)
+    if learning.environment is not None:
+        status = learning.environment.status
+        for name, text, count in (
+            ("rounds", "Rounds of the environment, this server.", status.rounds),
+            ("episodes", "Episodes of the environment, this server.", status.episodes),
+            ("failed_episodes", "Its episodes that ended with an error, this server.", status.failed_episodes),
+            ("trajectories", "Trajectories of the environment, this server.", status.trajectories),
+            ("refused_groups", "Its groups that could not be learned from, this server.", status.refused_groups),
+        ):
+            yield _counter(f"tandem_training_environment_{name}", text, count)
 
 
 BAD = ("rolled_back", "refused")

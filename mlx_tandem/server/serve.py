@@ -105,6 +105,7 @@ class Server(uvicorn.Server):
         )
         self._front = front
         self._port = 0 if server.uds else sock.getsockname()[1]
+        self._url = "" if server.uds else _url(sock)
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -135,6 +136,8 @@ class Server(uvicorn.Server):
             gc.collect()
             gc.freeze()
             self._on_ready(self._front, self._port)
+            if self._front.learning is not None:
+                self._front.learning.play(self._url)
             await self._front.client.wait_dead()
         except TandemError as e:
             self.failure = e
@@ -184,3 +187,10 @@ class Server(uvicorn.Server):
         await front.close()
         await front.client.drain(1.0)
         self.should_exit = True
+
+
+def _url(sock: socket.socket) -> str:
+    """Return an address at which programs on this machine reach the server that listens on `sock`."""
+    host, port, *_ = sock.getsockname()
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -32,12 +32,11 @@ def front(model: Path = demo.MODEL_PATH, **server: Any) -> ServerFront:
     return ServerFront(Config(EngineConfig(ModelConfig(str(model))), ServerConfig(**server)), never)
 
 
-def asked(client: Any, peer: Peer, **body: Any) -> tuple[Request, Any]:
+def asked(client: Any, peer: Peer, path: str = "/v1/completions", **body: Any) -> tuple[Request, Any]:
     """What the engine is asked for by a completion, and its reply."""
     replies: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: replies.append(client.post("/v1/completions", json={"prompt": [300], "max_tokens": 4} | body))
-    )
+    own = {"prompt": [300], "max_tokens": 4} if path == "/v1/completions" else {}
+    thread = threading.Thread(target=lambda: replies.append(client.post(path, json=own | body)))
     thread.start()
     request = peer.hear(Submit).request
     peer.say(Output([Delta(request.id, 0, (301,), None, "stop")]))
@@ -100,6 +99,23 @@ def test_sampling_defaults_reach_the_engine(folders: Path) -> None:
         assert (params.temperature, params.top_p) == (0.5, 0.75)
         params = asked(client, peer, temperature=1.5)[0].params
         assert (params.temperature, params.top_p) == (1.5, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/inference/v1/generate", {"token_ids": [300], "sampling_params": {"max_tokens": 4}}),
+        ("/generate", {"prompt": {"prompt_token_ids": [300]}, "max_tokens": 4}),
+        ("/generate", {"input_ids": [300], "sampling_params": {"max_new_tokens": 4}}),
+        ("/generate/", {"prompts": [[300]], "max_tokens": 4}),
+    ],
+)
+def test_trainers_draw_from_the_whole_distribution_whatever_the_folder_says(
+    folders: Path, path: str, body: dict[str, Any]
+) -> None:
+    with scripted_server(generation_config=str(folders / "other")) as (client, peer, _):
+        params = asked(client, peer, path, **body)[0].params
+        assert (params.temperature, params.top_p) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("wrong", ["nowhere", "."])

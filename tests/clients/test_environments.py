@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from mlx_tandem import demo
 from tests.api.learns import learning_config
 from tests.atropos_api import Group, atropos_api, scored
+from tests.atropos_dialogue import dialogue, recorded
 from tests.commands import free_port, running
 from tests.serving import serving
 from tests.waiting import until
@@ -81,6 +84,18 @@ def real_api() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """A file of questions in the form of GSM8K's."""
+    draw, lines = random.Random(1), []
+    for _ in range(64):
+        digits = draw.sample(range(10), 4)
+        answer = "They go down.\n#### " + " ".join(map(str, sorted(digits, reverse=True)))
+        lines.append(json.dumps({"question": "Sort down: " + " ".join(map(str, digits)), "answer": answer}))
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    return str(tmp_path / "train.jsonl")
+
+
 def conversation(url: str, put: Callable[[Group], object]) -> list[object]:
     """What a trainer hears, while groups of four make batches of eight."""
     heard: list[object] = [ask(f"{url}/batch"), ask(f"{url}/info"), ask(f"{url}/register", {"batch_size": 8})[0]]
@@ -102,9 +117,19 @@ def test_the_double_of_the_api_says_what_atropos_says():
         assert conversation(api.url, api.put) == real
 
 
+def test_what_is_recorded_is_what_atropos_says():
+    def asked(method: str, path: str, body: Any) -> tuple[int, Any]:
+        reply = httpx.request(method, f"{url}{path}", json=body, timeout=30)
+        return reply.status_code, reply.json() if "json" in reply.headers["content-type"] else reply.text
+
+    with real_api() as url:
+        assert dialogue(asked) == recorded()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_an_environment_of_atropos_is_learned_from(kind: str, tmp_path: Path):
+@pytest.mark.parametrize("where", ["run-api", "own"])
+def test_an_environment_of_atropos_is_learned_from(kind: str, where: str, tmp_path: Path, data: str):
     _, python = beside("run-api")
     port = free_port()
     words = [sys.executable, "-m", "mlx_tandem", "serve", "--port", str(port), "--enable-rl-training"]
@@ -115,9 +140,12 @@ def test_an_environment_of_atropos_is_learned_from(kind: str, tmp_path: Path):
         found: dict[str, Any] = ask(f"{server}/v1/training/status")[1]
         return found
 
-    with real_api() as api, running([*words, "--atropos-url", api], port, tmp_path):
+    with contextlib.ExitStack() as stack:
+        api = stack.enter_context(real_api()) if where == "run-api" else server
+        words += ["--atropos-url", api] if where == "run-api" else ["--atropos-api"]
+        stack.enter_context(running(words, port, tmp_path))
         until(lambda: status()["atropos"]["state"] == "waiting")
-        given = {"API": api, "SERVER": server, "MODEL": str(demo.MODEL_PATH), "TYPE": kind}
+        given = {"API": api, "SERVER": server, "MODEL": str(demo.MODEL_PATH), "TYPE": kind, "DATA": data}
         with process([python, "sorting_atropos.py", "serve"], **given):
             until(lambda: status()["updates"] >= 2)
         fed = status()["atropos"]
@@ -126,12 +154,12 @@ def test_an_environment_of_atropos_is_learned_from(kind: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_an_environment_of_verifiers_is_learned_from(tmp_path: Path):
+def test_rollouts_of_verifiers_are_learned_from(tmp_path: Path, data: str):
     _, python = beside("vf-eval")
     with serving(learning_config(tmp_path)) as server:
         done = subprocess.run(
             [python, "sorting_verifiers.py", server.url, "policy", str(demo.MODEL_PATH), "2", "8"],
-            env=os.environ | QUIET, cwd=HERE, capture_output=True, text=True, check=True,
+            env=os.environ | QUIET | {"DATA": data}, cwd=HERE, capture_output=True, text=True, check=True,
         )  # fmt: skip
         made = json.loads(done.stdout.splitlines()[-1])
         assert len(made) == 16 and {t["reward"] for t in made} == {0.0, 1.0}
@@ -141,3 +169,24 @@ def test_an_environment_of_verifiers_is_learned_from(tmp_path: Path):
             assert len(each["logprobs"]) == len(each["token_ids"])
         report = server.client.post("/v1/training/update", json={"trajectories": made, "wait": True}).json()["report"]
         assert report["outcome"] == "published"
+
+
+@pytest.mark.slow
+def test_an_environment_of_verifiers_is_played_by_the_command(tmp_path: Path, data: str):
+    _, python = beside("vf-eval")
+    port = free_port()
+    words = [sys.executable, "-m", "mlx_tandem", "train", "rl", "--environment", str(HERE / "sorting.toml")]
+    words += ["--environment-python", python, "--port", str(port), "--update-frequency", "64"]
+    words += ["--learning-rate", "1e-3", "--max-model-len", "1024", "--num-blocks", "512"]
+    with running(words, port, tmp_path, os.environ | QUIET | {"DATA": data}):
+
+        def status() -> dict[str, Any]:
+            found: dict[str, Any] = ask(f"http://127.0.0.1:{port}/v1/training/status")[1]
+            return found
+
+        until(lambda: status()["environment"]["state"] != "starting")  # verifiers takes long to import
+        for updates in (1, 2):
+            until(lambda: status()["updates"] >= updates or status()["environment"]["error"])  # noqa: B023
+        played = status()["environment"]
+        assert (played["failed_episodes"], played["refused_groups"], played["error"]) == (0, 0, "")
+        assert played["trajectories"] >= 128 and 0 < played["reward"] <= 1 and status()["last_verdict"] == "ok"

@@ -48,6 +48,7 @@ from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.database import Database
 from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.rows import Rows
+from tests import verifiers_double
 from tests.commands import curl, free_port, running
 from tests.fake_hub import fake_hub
 from tests.tinker_server import let_go
@@ -218,7 +219,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "validation.jsonl").write_text(json.dumps(question), encoding="utf-8")
     for name in ("benchmarks", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "verifiers").mkdir()
+    verifiers_double.python(tmp_path / "verifiers")
+    (tmp_path / "verifiers" / "bin").symlink_to(tmp_path / "verifiers")
     for block in blocks():
+        if "[env.taskset]" in block.text:
+            (tmp_path / "sorting.toml").write_text(block.text, encoding="utf-8")
         if block.language == "yaml":
             (tmp_path / SETTINGS[block.page]).write_text(block.text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -41,10 +41,13 @@ async def policy(front: ServerFront, model: str | None, user: str | None = None)
 async def rollout(
     front: ServerFront, body: TokenSampling, model: Selection, prompts: Sequence[list[int]], param: str
 ) -> Prompted:
-    """Return the request that continues `prompts`, which the field `param` holds. Raises InvalidRequest."""
+    """Return the request that continues `prompts`, which the field `param` holds. Raises InvalidRequest.
+
+    The model's folder gives no defaults: a trainer takes what it did not ask for as drawn from the whole distribution.
+    """
     check_logprobs(front, "logprobs", body.logprobs)
     n, constraint = choices(front, body), constraint_of(body)
-    params = sampling_params(front, body, max(map(len, prompts)), param, logprobs=body.logprobs)
+    params = sampling_params(front, body, max(map(len, prompts)), param, logprobs=body.logprobs, plain=True)
     version = None if front.learning is None else front.learning.version_of(model.ref)
     return Prompted(
         prompts,

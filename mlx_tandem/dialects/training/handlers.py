@@ -116,6 +116,8 @@ async def status(front: ServerFront) -> dict[str, Any]:
     await front.client.refresh()
     found: dict[str, Any] = msgspec.to_builtins(front.learning.learner.status())
     found["atropos"] = None if front.learning.feed is None else front.learning.feed.describe()
+    environment = front.learning.environment
+    found["environment"] = None if environment is None else environment.describe()
     found["current_lora"] = front.learning.current_name()
     found["available_checkpoints"] = [n for n in found["available_checkpoints"] if not GUARDS.fullmatch(n)]
     return found

@@ -13,7 +13,8 @@ from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.log import log, log_exception
-from mlx_tandem.training.atropos.client import Client, NotRegistered, Unreachable, check_url
+from mlx_tandem.training.atropos.client import Client, NotRegistered, Unreachable
+from mlx_tandem.training.atropos.hub import OwnTrainer
 from mlx_tandem.training.atropos.scored import ScoredData, trajectories
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.types import EngineInfo
@@ -33,7 +34,7 @@ State = Literal["connecting", "waiting", "learning", "stopped"]
 class FeedStatus(Struct):
     """Counts of the feed since the server's start, with what it does now."""
 
-    url: str
+    url: str  # of the API; empty: this server is it
     state: State = "connecting"  # waiting: for a batch; learning: there is enough to learn from; stopped: with learning
     batch_size: int = 0  # sequences; 0: not registered yet
     batches: int = 0
@@ -56,12 +57,18 @@ def batch_size(update_frequency: int) -> int:
 class Feed:
     """One trainer of an Atropos API. `run` returns only when it is cancelled."""
 
-    def __init__(self, config: Config, engine: EngineClient, learner: OnlineLearner, clock: Callable[[], float]):
-        """Prepare to ask the API at `rl_training.atropos_url`. `clock` returns the time in Unix seconds."""
+    def __init__(
+        self,
+        config: Config,
+        engine: EngineClient,
+        learner: OnlineLearner,
+        source: Client | OwnTrainer,
+        clock: Callable[[], float],
+    ):
+        """Prepare to ask `source` for batches. `clock` returns the time in Unix seconds."""
         self._config, self._engine, self._learner, self._clock = config, engine, learner, clock
-        url = check_url(config.rl_training.atropos_url)
-        self._client = Client(url)
-        self.status = FeedStatus(url)
+        self._source = source
+        self.status = FeedStatus(config.rl_training.atropos_url.rstrip("/"))
         self._registered = False
         self._looks = 0
         self._left: list[ScoredData] = []  # groups of the last batch that are not kept yet
@@ -100,7 +107,7 @@ class Feed:
             self.status.state = "connecting"
             await self._register(info)
         if not self._left:
-            self._left = await self._client.batch() or []
+            self._left = list(await self._source.batch() or [])
             self.status.state = "waiting"
             self._count()
         while self._left:
@@ -111,7 +118,7 @@ class Feed:
     async def _register(self, info: EngineInfo) -> None:
         training, checkpointing = self._config.rl_training, self._config.checkpointing
         wanted = batch_size(training.update_frequency)
-        self.status.batch_size = await self._client.register(
+        self.status.batch_size = await self._source.register(
             wandb_group="",
             wandb_project="",
             batch_size=wanted,
@@ -128,9 +135,10 @@ class Feed:
 
     async def _take(self, group: ScoredData, info: EngineInfo) -> None:
         """Keep a group, or count it as refused. Raises TandemError if it could not be kept."""
-        bounds = {"vocab_size": info.vocab_size, "most_tokens": info.max_model_len}
         try:
-            made = trajectories(group, created=self._clock(), **bounds)
+            made = trajectories(
+                group, vocab_size=info.vocab_size, most_tokens=info.max_model_len, created=self._clock()
+            )
         except InvalidRequest as e:
             self.status.refused_groups += 1
             log("a group of Atropos is not learned from", logging.WARNING, reason=e.message, env_id=group.env_id)

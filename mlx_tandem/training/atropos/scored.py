@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
@@ -40,12 +40,15 @@ class ScoredData(Struct):
     env_id: int | None = None
 
 
-def trajectories(group: ScoredData, *, vocab_size: int, most_tokens: int, created: float) -> list[Trajectory]:
+def trajectories(
+    group: ScoredData, *, vocab_size: int, most_tokens: int, created: float, source: str = "atropos", version: int = 0
+) -> list[Trajectory]:
     """Return the group as trajectories that are compared with one another.
 
-    `most_tokens` bounds each sequence, and `created` is in Unix seconds. A sequence whose advantage is set to zero
-    counts in the mean, and nothing is learned from it. Where a drawn token has no logprob, those of the sequence are
-    computed again. Raises InvalidRequest for a group that cannot be learned from.
+    `most_tokens` bounds each sequence, and `created` is in Unix seconds. The name of the group begins with `source`;
+    `version` of the trained adapter has drawn all of it, 0: nobody knows which one. A sequence whose advantage is set
+    to zero counts in the mean, and nothing is learned from it. Where a drawn token has no logprob, those of the
+    sequence are computed again. Raises InvalidRequest for a group that cannot be learned from.
     """
     n = len(group.tokens)
     for name in ("masks", "scores"):
@@ -53,11 +56,14 @@ def trajectories(group: ScoredData, *, vocab_size: int, most_tokens: int, create
             raise InvalidRequest(f"{name} has {len(getattr(group, name))} entries for {n} sequences", param=name)
     if group.images and any(group.images if isinstance(group.images, list) else [group.images]):
         raise InvalidRequest("images cannot be learned from", param="images")
-    name = f"atropos-{secrets.token_hex(12)}"
-    return [_trajectory(group, i, name, vocab_size, most_tokens, created) for i in range(n)]
+    name = f"{source}-{secrets.token_hex(12)}"
+    return [
+        structs.replace(found, group=name, created=created, versions=(version,) * len(found.tokens) if version else ())
+        for found in (_trajectory(group, i, vocab_size, most_tokens) for i in range(n))
+    ]
 
 
-def _trajectory(group: ScoredData, i: int, name: str, vocab_size: int, most_tokens: int, created: float) -> Trajectory:
+def _trajectory(group: ScoredData, i: int, vocab_size: int, most_tokens: int) -> Trajectory:
     tokens = limits.check_token_ids(tuple(group.tokens[i]), vocab_size, f"tokens[{i}]")
     trained = _trained(tokens, group.masks[i], f"masks[{i}]")
     if len(tokens) > most_tokens:
@@ -72,16 +78,15 @@ def _trajectory(group: ScoredData, i: int, name: str, vocab_size: int, most_toke
     zero = own.get("set_advantage_to_zero") is True
     return Trajectory(
         id=new_id(),
-        group=name,
+        group="",
         prompt=tokens[:first],
         tokens=tokens[first:end],
         logprobs=logprobs,
         model_logprobs=(),
-        versions=(),  # Atropos names none
+        versions=(),
         temperature=params.temperature,
         reward=float(limits.check("reward", group.scores[i], f"scores[{i}]")),
         external=not logprobs,
-        created=created,
         metadata={} if group.env_id is None else {"env_id": group.env_id},
         truncation=truncation(params),
         mask=(0,) * len(mask) if zero else () if all(mask) else mask,

@@ -25,7 +25,9 @@ from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.log import log
+from mlx_tandem.training.atropos.client import Client
 from mlx_tandem.training.atropos.feed import Feed
+from mlx_tandem.training.atropos.hub import Hub, OwnTrainer
 from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.live.jobs import Jobs
 from mlx_tandem.training.live.reporting import Reporting, said
@@ -42,6 +44,7 @@ from mlx_tandem.training.store.checkpoints import (
     Checkpoints,
 )
 from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.training.verifiers.environment import Environment
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams
 
 PACE_SECONDS = 300.0
@@ -313,11 +316,19 @@ class Learning(Serving, Tasks):
         self.reporting = Reporting(front.config, front.tokenizer.decode, partial(said, front.tokenizer))
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
+        training, trains = front.config.rl_training, front.config.engine.duty.mode != "inference_only"
+        self.hub = Hub() if training.atropos_api and trains else None
+        """Atropos' trajectory API, if this server is it."""
         self.feed: Feed | None = None
-        """The task that takes batches from Atropos, if the settings name its API."""
-        if front.config.rl_training.atropos_url and front.config.engine.duty.mode != "inference_only":
-            self.feed = Feed(front.config, front.client, self.learner, clock)
-        self._feeding: asyncio.Task[None] | None = None
+        """The task that takes batches from Atropos' API, if there is one here or elsewhere."""
+        if trains and (self.hub is not None or training.atropos_url):
+            source = Client(training.atropos_url) if self.hub is None else OwnTrainer(self.hub)
+            self.feed = Feed(front.config, front.client, self.learner, source, clock)
+        self.environment: Environment | None = None
+        """The environment of verifiers that is played, if the settings name one."""
+        if training.verifiers and trains:
+            self.environment = Environment(front.config, front.client, self.learner, self.current, clock)
+        self._feeding: list[asyncio.Task[None]] = []
         front.models.rules.is_checkpoint = self.is_checkpoint
         self.outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
         """The numbers of this server's updates, by their outcomes."""
@@ -356,7 +367,12 @@ class Learning(Serving, Tasks):
             self._pace.append((self.clock(), self.learner.status().updates))
             self.learner.start()
             if self.feed is not None:
-                self._feeding = asyncio.create_task(self.feed.run())
+                self._feeding.append(asyncio.create_task(self.feed.run()))
+
+    def play(self, url: str) -> None:
+        """Start to play the environment, if there is one, against this server, which answers at `url`."""
+        if self.environment is not None:
+            self._feeding.append(asyncio.create_task(self.environment.run(url)))
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
         """Record a new checkpoint, then serve those in the folder."""
@@ -373,9 +389,9 @@ class Learning(Serving, Tasks):
             return
         self._closed = True
         await self.jobs.close()
-        if self._feeding is not None:
-            self._feeding.cancel()
-            await asyncio.gather(self._feeding, return_exceptions=True)
+        for task in self._feeding:
+            task.cancel()
+        await asyncio.gather(*self._feeding, return_exceptions=True)
         await self.cancel()
         await self.learner.close()
         await asyncio.to_thread(self.reporting.close)

@@ -1,14 +1,16 @@
 """An environment of Atropos that plays without end.
 
-python sorting_atropos.py serve   with API, SERVER and MODEL in the environment: two addresses and the base's folder
+python sorting_atropos.py serve   with API, SERVER and MODEL in the environment: two addresses and the base's folder;
+                                  DATA as sorting_data.py says
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import random
 from typing import Any
 
+import sorting_data
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 
 API, SERVER, MODEL = (os.environ[name] for name in ("API", "SERVER", "MODEL"))
@@ -41,17 +43,17 @@ class Sorting(BaseEnv):
         return env, [server]
 
     async def setup(self) -> None:
-        self.draw = random.Random()
+        self.rows = itertools.cycle(sorting_data.rows())
 
-    async def get_next_item(self) -> tuple[int, ...]:
-        return tuple(self.draw.sample(range(10), 4))
+    async def get_next_item(self) -> tuple[str, str]:
+        return next(self.rows)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    async def collect_trajectories(self, item: tuple[int, ...]) -> tuple[ScoredDataGroup, list[Any]]:
-        messages = [{"role": "user", "content": "Sort down: " + " ".join(map(str, item))}]
-        answer = " ".join(map(str, sorted(item, reverse=True)))
+    async def collect_trajectories(self, item: tuple[str, str]) -> tuple[ScoredDataGroup, list[Any]]:
+        question, answer = item
+        messages = [{"role": "user", "content": question}]
         group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             n = self.config.group_size
@@ -60,7 +62,7 @@ class Sorting(BaseEnv):
                 group["tokens"].append(node.tokens)
                 group["masks"].append(node.masked_tokens)
                 group["inference_logprobs"].append(node.logprobs)
-                group["scores"].append(float(choice.message.content.strip() == answer))
+                group["scores"].append(sorting_data.score(choice.message.content, answer))
         return group, []
 
 

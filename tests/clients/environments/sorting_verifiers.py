@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import sys
 from collections.abc import Iterable
 
+import sorting_data
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.clients import ModelContext
@@ -27,18 +27,13 @@ class Data(vf.TaskData):
 class Sorting(vf.Task[Data]):
     @vf.reward
     async def exact(self, trace: vf.Trace) -> float:
-        return float((trace.last_reply or "").strip() == self.data.answer)
+        return sorting_data.score(trace.last_reply or "", self.data.answer)
 
 
 class SortingTaskset(vf.Taskset[Sorting]):
-    INFINITE = True
-
     def load(self) -> Iterable[Sorting]:
-        draw = random.Random()
-        while True:
-            digits = draw.sample(range(10), 4)
-            answer = " ".join(map(str, sorted(digits, reverse=True)))
-            yield Sorting(Data(prompt="Sort down: " + " ".join(map(str, digits)), answer=answer), self.config.task)
+        return [Sorting(Data(prompt=question, answer=answer), self.config.task) for question, answer in
+                sorting_data.rows()]  # fmt: skip
 
 
 class OneTurn(vf.Harness[vf.HarnessConfig]):
@@ -65,7 +60,7 @@ def trajectory(trace: vf.Trace) -> dict[str, object]:
         "prompt_token_ids": branch.token_ids[:first],
         "token_ids": branch.token_ids[first:],
         "mask": [int(own) for own in branch.sampled_mask[first:]],
-        "logprobs": [min(p, 0.0) for p in branch.logprobs[-sum(branch.sampled_mask) :]],
+        "logprobs": [min(p, 0.0) for p in branch.logprobs[first:]],
         "reward": trace.reward,
     }
 

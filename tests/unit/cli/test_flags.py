@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mlx_tandem.cli.app import app
 from mlx_tandem.cli.flags import FLAGS, SPELLINGS, Refused, translate
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
+from tests.verifiers_double import installed
 
 Run = Callable[[str], Config]
 
@@ -27,10 +29,17 @@ def command() -> Any:
     return get_command(app)
 
 
+@pytest.fixture(scope="module")
+def verifiers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of packages, with verifiers among them."""
+    return str(installed(tmp_path_factory.mktemp("packages")))
+
+
 @pytest.fixture
-def serve(command: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
+def serve(command: Any, verifiers: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The settings that a command line comes to: everything but the serving."""
     seen: list[Config] = []
+    monkeypatch.setenv("PYTHONPATH", verifiers)
 
     def record(file: Path | None, settings: dict[str, object], defaults: Any, *, called_as: str, verbose: bool) -> None:
         seen.append(build(file, settings, defaults))
@@ -223,6 +232,13 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
         "--enable-rl-training --atropos-url http://localhost:8001",
         "rl_training.atropos_url",
         "http://localhost:8001",
+    ),
+    ("--enable-rl-training --atropos-api", "rl_training.atropos_api", True),
+    ("--enable-rl-training --environment wordle", "rl_training.verifiers", "wordle"),
+    (
+        f"--enable-rl-training --environment wordle --environment-python {sys.executable}",
+        "rl_training.verifiers_python",
+        sys.executable,
     ),
     ("--enable-rl-training --validation-prompts v.jsonl", "rl_training.validation_prompts", "v.jsonl"),
     ("--enable-rl-training --metrics-file m.jsonl", "rl_training.metrics_file", "m.jsonl"),

@@ -21,6 +21,8 @@ from mlx_tandem.engine.messages import Occupancy
 from mlx_tandem.generation.metrics import OTHER, Metrics
 from mlx_tandem.server import learning_metrics
 from mlx_tandem.server.prometheus import LABELLED_MODELS, render
+from mlx_tandem.training.atropos.feed import FeedStatus
+from mlx_tandem.training.verifiers.environment import Status
 from mlx_tandem.types import AdapterInfo, DiskStats, EngineStats
 
 CONFIG = Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))))
@@ -205,7 +207,10 @@ def test_each_family_of_learning_has_its_own_number() -> None:
         swaps=14,
         updates_per_second=lambda: 0.5,
         outcomes=Counter(published=15),
-        feed=None,
+        feed=SimpleNamespace(status=FeedStatus("", batches=24, trajectories=25, refused_groups=26)),
+        environment=SimpleNamespace(
+            status=Status("x", rounds=27, episodes=28, failed_episodes=29, trajectories=30, refused_groups=31)
+        ),
     )
     found = {
         (s.name, *s.labels.values()): s.value for family in learning_metrics.families(learning) for s in family.samples
@@ -220,6 +225,14 @@ def test_each_family_of_learning_has_its_own_number() -> None:
         ("tandem_training_groups_skipped_total",): 5,
         ("tandem_training_updates_total", "published"): 15,
         ("tandem_training_reward_failures_total", "raised"): 13,
+        ("tandem_training_atropos_batches_total",): 24,
+        ("tandem_training_atropos_trajectories_total",): 25,
+        ("tandem_training_atropos_refused_groups_total",): 26,
+        ("tandem_training_environment_rounds_total",): 27,
+        ("tandem_training_environment_episodes_total",): 28,
+        ("tandem_training_environment_failed_episodes_total",): 29,
+        ("tandem_training_environment_trajectories_total",): 30,
+        ("tandem_training_environment_refused_groups_total",): 31,
         ("tandem_training_publishes_total",): 6,
         ("tandem_training_rollbacks_total",): 7,
         ("tandem_training_checkpoint_saves_total",): 8,

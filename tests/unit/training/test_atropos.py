@@ -193,7 +193,7 @@ def fed(api: Any, learner: Learner, done: Callable[[Feed], object], monkeypatch:
     training = RLTrainingConfig(enabled=True, update_frequency=6, atropos_url=f"{api.url}/")
     config = Config(EngineConfig(ModelConfig(path="")), rl_training=training)
     engine: Any = SimpleNamespace(check_ready=lambda: SimpleNamespace(vocab_size=10, max_model_len=6))
-    feed = Feed(config, engine, cast(Any, learner), lambda: 5.0)
+    feed = Feed(config, engine, cast(Any, learner), Client(f"{api.url}/"), lambda: 5.0)
 
     async def run() -> None:
         task = asyncio.create_task(feed.run())

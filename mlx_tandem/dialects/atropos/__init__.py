@@ -1,0 +1,1 @@
+"""Atropos' trajectory API, for environments that post to this server."""

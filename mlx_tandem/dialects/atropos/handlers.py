@@ -1,0 +1,160 @@
+"""The handlers of Atropos' trajectory API."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.dialects.route import Received
+from mlx_tandem.errors import Forbidden, InvalidRequest, NotFound, TooLarge, UnsupportedMedia
+from mlx_tandem.strict_json import decode
+from mlx_tandem.training.atropos.client import NotRegistered
+from mlx_tandem.training.atropos.hub import EnvironmentBody, Group, Hub, Registration
+
+MOST_UNPACKED = 64 << 20
+"""Most bytes of a body after decompression."""
+
+GZIP = 16 + zlib.MAX_WBITS
+"""What tells zlib that data has gzip's header."""
+
+T = TypeVar("T")
+
+
+class EnvironmentId(Struct):
+    """The number of an environment."""
+
+    env_id: int
+
+
+def _hub(front: ServerFront) -> Hub:
+    """Return the API. Raises NotFound on a server that does not have it."""
+    hub = None if front.learning is None else front.learning.hub
+    if hub is None:
+        raise NotFound("Atropos' trajectory API is switched off: start the server with --atropos-api")
+    return hub
+
+
+def _unpacked(body: Received, kind: type[T]) -> T:
+    """Return a JSON body, which may be compressed with gzip. Raises UnsupportedMedia, TooLarge, InvalidRequest."""
+    if body.media != "application/json":
+        raise UnsupportedMedia("Content-Type must be application/json")
+    if body.encoding not in ("identity", "gzip"):
+        raise UnsupportedMedia("Content-Encoding must be gzip, if there is one")
+    content = body.content
+    if body.encoding == "gzip":
+        unpacking = zlib.decompressobj(GZIP)
+        try:
+            content = unpacking.decompress(content, MOST_UNPACKED)
+        except zlib.error as e:
+            raise InvalidRequest("the body is no whole gzip data") from e
+        if unpacking.unconsumed_tail:
+            raise TooLarge(f"the body is over the limit of {MOST_UNPACKED} bytes when it is unpacked")
+        if not unpacking.eof:
+            raise InvalidRequest("the body is no whole gzip data")
+    return decode(content, kind)
+
+
+def register(front: ServerFront, body: Registration) -> bytes:
+    """Register a trainer; return its number, which has up to 128 bits."""
+    return b'{"uuid":%d}' % _hub(front).register(body)
+
+
+def register_env(front: ServerFront, body: EnvironmentBody) -> dict[str, Any]:
+    """Register an environment; return its number and what the trainer has said of itself."""
+    hub = _hub(front)
+    joined = hub.join(body)
+    if joined is None or hub.trainer is None:
+        return {"status": "wait for trainer to start"}
+    env_id, name = joined
+    return {
+        "status": "success",
+        "env_id": env_id,
+        "wandb_name": name,
+        "checkpoint_dir": hub.trainer.checkpoint_dir,
+        "starting_step": hub.step,
+        "checkpoint_interval": hub.trainer.save_checkpoint_interval,
+        "num_steps": hub.trainer.num_steps,
+    }
+
+
+def disconnect_env(front: ServerFront, body: EnvironmentId) -> dict[str, str]:
+    """Record that an environment has gone."""
+    try:
+        _hub(front).leave(body.env_id)
+    except NotFound as e:
+        return {"status": "failure", "error": e.message}
+    return {"status": "success"}
+
+
+def wandb_info(front: ServerFront) -> dict[str, str | None]:
+    """Return the group and project of the trainer's run."""
+    trainer = _hub(front).trainer
+    if trainer is None:
+        return {"group": None, "project": None}
+    return {"group": trainer.wandb_group, "project": trainer.wandb_project}
+
+
+def info(front: ServerFront) -> dict[str, int]:
+    """Return how many sequences a batch has, and how many tokens a sequence may have."""
+    trainer = _hub(front).trainer
+    if trainer is None:
+        return {"batch_size": -1, "max_token_len": -1}
+    return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
+
+
+def batch(front: ServerFront) -> dict[str, Any]:
+    """Take the next batch."""
+    try:
+        return {"batch": _hub(front).take()}
+    except NotRegistered:
+        return {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+
+
+def status(front: ServerFront) -> dict[str, int]:
+    """Return how many batches were taken, and how many groups wait."""
+    hub = _hub(front)
+    return {"current_step": hub.step, "queue_size": hub.queue_size}
+
+
+def status_env(front: ServerFront, body: EnvironmentId) -> dict[str, float]:
+    """Return the numbers by which an environment paces itself."""
+    return _hub(front).pace(body.env_id)
+
+
+def scored_data(front: ServerFront, body: Received) -> dict[str, Any]:
+    """Take a group."""
+    waiting = _hub(front).put(_unpacked(body, Group))
+    return {"status": "received"} if waiting is None else {"status": "buffered", "buffer_size": waiting}
+
+
+def scored_data_list(front: ServerFront, body: Received) -> dict[str, Any]:
+    """Take several groups."""
+    hub = _hub(front)
+    groups = _unpacked(body, list[Group])
+    buffered = [waiting for waiting in map(hub.put, groups) if waiting is not None]
+    found: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
+    return found | ({"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {})
+
+
+def latest_example(front: ServerFront) -> Any:
+    """Return the group that came last, or one of nothing."""
+    latest = _hub(front).latest
+    names = (
+        "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
+        "messages", "images",
+    )  # fmt: skip
+    return {name: [] for name in names} if latest is None else latest
+
+
+def reset_data(front: ServerFront) -> str:
+    """Forget the trainer, the environments and all groups."""
+    _hub(front).reset()
+    return "Reset successful"
+
+
+def refuse_browser(front: ServerFront) -> None:
+    """Raise Forbidden: a page that a browser shows could have it ask for anything by GET."""
+    raise Forbidden("browsers may not take or drop what environments have posted")

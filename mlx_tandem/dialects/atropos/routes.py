@@ -1,0 +1,30 @@
+"""The routes of Atropos' trajectory API."""
+
+from __future__ import annotations
+
+from mlx_tandem.dialects.atropos import handlers
+from mlx_tandem.dialects.route import Route
+from mlx_tandem.training.atropos.hub import EnvironmentBody, Registration
+
+BROWSER = "sec-fetch-site"
+"""A header that every browser sends, and no program."""
+
+JSON = ("application/json",)
+"""The content type of groups, which may be compressed."""
+
+ROUTES = (
+    Route("POST", "/register", handlers.register, Registration),
+    Route("POST", "/register-env", handlers.register_env, EnvironmentBody),
+    Route("POST", "/disconnect-env", handlers.disconnect_env, handlers.EnvironmentId),
+    Route("GET", "/wandb_info", handlers.wandb_info),
+    Route("GET", "/info", handlers.info),
+    Route("GET", "/batch", handlers.refuse_browser, header=BROWSER),
+    Route("GET", "/batch", handlers.batch),
+    Route("GET", "/status", handlers.status),
+    Route("GET", "/status-env", handlers.status_env, handlers.EnvironmentId),
+    Route("POST", "/scored_data", handlers.scored_data, reads="bytes", media=JSON),
+    Route("POST", "/scored_data_list", handlers.scored_data_list, reads="bytes", media=JSON),
+    Route("GET", "/latest_example", handlers.latest_example),
+    Route("GET", "/reset_data", handlers.refuse_browser, header=BROWSER),
+    Route("GET", "/reset_data", handlers.reset_data),
+)
