@@ -180,6 +180,7 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     enabled: bool = False
     adapter: str = "policy"  # the name whose versions are trained and published
+    adapters: dict[str, dict[str, Any]] = {}  # where several are trained: each with its settings in place of these
     init_from: str = ""  # name of the adapter to begin with; empty: a fresh one, which changes nothing
     lora_rank: int = 16
     lora_alpha: float = 32.0
@@ -245,6 +246,11 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     validation_answers: int = 4  # answers of a version to each validation prompt
     atropos_url: str = ""  # address of Atropos' trajectory API, from which batches are taken; empty: none
     environment: str = ""  # name of a scoring function, or a label of what the environment of Atropos plays
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The names of all adapters that are trained, the default one first."""
+        return tuple(dict.fromkeys((self.adapter, *self.adapters)))
 
 
 class TinkerConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,12 +13,12 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 
 if TYPE_CHECKING:
-    from mlx_tandem.training.live.learning import Learning
+    from mlx_tandem.training.live.learners import Learners
     from mlx_tandem.training.tinker.service import Tinker
 
 
 class ServerFront(Front):
-    """A front with a store of responses, and with a learner and Tinker's API if its settings ask for them.
+    """A front with a store of responses, and with learners and Tinker's API if its settings ask for them.
 
     `learning` is None on a server that does not learn by itself, and `tinker` on one without Tinker's API.
     """
@@ -31,22 +31,22 @@ class ServerFront(Front):
         on_progress: Callable[[StartProgress], None] | None = None,
         times: KeptTimes | None = None,
     ) -> None:
-        """Load the tokenizer and the template, and create the learner. Raises NotFound and ModelError."""
+        """Load the tokenizer and the template, and create the learners. Raises NotFound and ModelError."""
         super().__init__(config, launch, on_progress=on_progress, times=times)
         self.responses = ResponseStore()
-        self.learning: Learning | None = None
+        self.learning: Learners | None = None
         self.tinker: Tinker | None = None
         if config.tinker.enabled:
             from mlx_tandem.training.tinker.service import Tinker
 
             self.tinker = Tinker(self)
         if config.rl_training.enabled:
-            from mlx_tandem.training.live.learning import Learning  # Its imports take time and memory.
+            from mlx_tandem.training.live.learners import Learners  # Its imports take time and memory.
 
-            self.learning = Learning(self)
+            self.learning = Learners(self)
 
     async def bring_up(self) -> None:
-        """Tell a new engine about the adapters, then bring its trainer to the learner's state."""
+        """Tell a new engine about the adapters, then bring its trainers to the learners' state."""
         if self.tinker is not None:
             self.tinker.start()
         if self.learning is None:
@@ -57,7 +57,7 @@ class ServerFront(Front):
         await self.learning.bring_up()
 
     async def close(self) -> None:
-        """End the learner, the sessions of Tinker's clients, and the worker processes."""
+        """End the learners, the sessions of Tinker's clients, and the worker processes."""
         if self.tinker is not None:
             await self.tinker.close()
         if self.learning is not None:
@@ -72,8 +72,8 @@ class ServerFront(Front):
             )
         return self.tinker
 
-    def check_learning(self, what: str, param: str | None = None) -> Learning:
-        """Return the learner. Raises InvalidRequest (`learning_disabled`) about `what` on a server without one."""
+    def check_learning(self, what: str, param: str | None = None) -> Learners:
+        """Return the learners. Raises InvalidRequest (`learning_disabled`) about `what` on a server without one."""
         if self.learning is None:
             raise InvalidRequest(
                 f"{what} needs a server that learns: start it with --enable-rl-training",

@@ -37,7 +37,8 @@ class Reply:
         self._choices = plan.prompted.choices
         self._recorder: Recorder | None = None
         if plan.collect is not None and front.learning is not None:
-            self._recorder = Recorder(front.learning, plan.collect, plan.prompted.prompts, plan.prompted.n)
+            learning = front.learning.of(plan.collect.adapter)
+            self._recorder = Recorder(learning, plan.collect, plan.prompted.prompts, plan.prompted.n)
         self._began = time.monotonic()
         self._observe = front.metrics.inter_token.observe
         # When the first and the last token were read from the stream, in seconds of the monotonic clock.

@@ -58,6 +58,7 @@ class Talk(NamedTuple):
 class Collect:
     """A request's task for learning. At least one of `keep` and `shown` is set."""
 
+    adapter: str  # whose learner takes the choices
     keep: bool  # the choices become trajectories
     shown: bool  # the reply waits for the scores and shows them
     scoring: Scoring
