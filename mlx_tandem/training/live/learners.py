@@ -85,10 +85,8 @@ class Learners:
 
     async def lost(self) -> str:
         """Return what is wrong with the folder to which learning writes; empty: nothing."""
-        for each in self:
-            if error := await each.learner.folder.error():
-                return error
-        return ""
+        errors = await asyncio.gather(*(each.learner.folder.error() for each in self))
+        return next(filter(None, errors), "")
 
     # -- life -----------------------------------------------------------------------------------------------------
 

@@ -235,7 +235,10 @@ async def test_the_folder_belongs_to_all_of_them_until_the_last_has_closed(tmp_p
 
 
 def test_each_has_its_own_settings_and_its_own_folder(tmp_path: Path) -> None:
-    policy, coder, writer = own_settings(of_all(tmp_path))
+    whole = config(tmp_path, adapters=ADAPTERS, atropos_url="http://localhost:8001")
+    policy, coder, writer = own_settings(whole)
+    addresses = [each.config.rl_training.atropos_url for each in (policy, coder, writer)]
+    assert addresses == ["http://localhost:8001", "", ""], "what comes from there has one learner"
     assert [each.name for each in (policy, coder, writer)] == ["policy", "coder", "writer"]
     assert [each.config.rl_training.learning_rate for each in (policy, coder, writer)] == [0.5, 0.25, 0.5]
     assert writer.config.rl_training.algorithm == "dr_grpo" and policy.config.rl_training.algorithm == "grpo"

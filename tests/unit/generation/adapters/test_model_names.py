@@ -125,21 +125,28 @@ def test_what_one_trained_adapter_has_lost_says_nothing_of_another(engine: Told)
     models = Models(Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))), rl_training=training), client)
     asyncio.run(models.bring_up())
     for name in ("policy", "coder"):
-        for digest in ("d1", f"{name}-2"):
+        for digest in ("d1", f"{name}-2", f"{name}-3"):
             models.made(name, None, info(digest))
     models.saved("policy", "first", SAVED, info("d1"))
     assert models.registry.entry("coder@1").source is None, "the checkpoint may go without asking the other one"
     asyncio.run(models.bring_up())
-    models.expect("policy", [2])
-    models.expect("coder", [2, 3])
-    models.made("policy", None, info("policy-2"))
+    models.made("policy", None, info("policy-3"))
     asyncio.run(models.drop_lost("policy"))
-    for label in ("coder@2", "coder@3"):
+    with pytest.raises(NotFound):
+        selected(models, "policy@2")
+    for label in ("coder@2", "coder"):
         with pytest.raises(EngineUnavailable):
             selected(models, label)
-    models.made("coder", None, info("coder-2"))
+    models.expect("coder", [4])
+    asyncio.run(models.drop_lost("policy"))
+    with pytest.raises(EngineUnavailable):
+        selected(models, "coder@4")
+    models.made("coder", None, info("coder-3"))
     asyncio.run(models.drop_lost("coder"))
-    assert selected(models, "coder") == "coder@2"
+    assert selected(models, "coder") == "coder@3"
+    for label in ("coder@2", "coder@4"):
+        with pytest.raises(NotFound):
+            selected(models, label)
     for name in ("policy", "coder"):
         with pytest.raises(Conflict, match=f"'{name}' is trained by this server"):
             models.rules.check_untrained(name)
