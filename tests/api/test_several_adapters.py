@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,25 @@ def test_the_command_line_knows_them(server: RunningServer, folder: Path) -> Non
     assert done.stdout == "back at coder@2\n", done.stderr
     wrong = tandem("learn", "watch", "nobody", "--url", server.url)
     assert wrong.returncode == 1 and "'nobody' is not trained by this server" in wrong.stderr
+
+
+def test_watching_one_of_them(server: RunningServer) -> None:
+    """Without a name the default one is shown, with a line for each other."""
+
+    def first(count: int, *words: str) -> list[str]:
+        command = [sys.executable, "-m", "mlx_tandem", "learn", "watch", *words, "--url", server.url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(count)]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        return lines
+
+    default, twin, coder = first(3)
+    assert default.startswith("policy@")
+    assert twin.startswith("also twin@") and coder.endswith("watch it with: tandem learn watch coder\n")
+    line, update = first(2, "coder")
+    assert line.startswith("coder@") and update.startswith("step 1 ")
 
 
 def test_a_server_that_was_killed_goes_on_with_each_of_them(tmp_path: Path) -> None:

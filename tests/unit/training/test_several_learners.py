@@ -21,7 +21,7 @@ from mlx_tandem.training.own_settings import Own, own_settings
 from mlx_tandem.training.store.shared import SharedDatabase
 from mlx_tandem.training.trajectories import Trajectory
 from tests.unit.learning_fakes import Client, Killed, Points, Server, config, died, group
-from tests.unit.online_side import on_a_loop
+from tests.unit.online_side import full_drive, on_a_loop
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
@@ -211,6 +211,24 @@ async def test_one_that_fails_stops_no_other(tmp_path: Path) -> None:
     process.learners["policy"].stop()
     running = {name: each.status().running for name, each in process.learners.items()}
     assert running == {"policy": False, "coder": True, "writer": True}
+    await process.close()
+
+
+@on_a_loop
+async def test_a_full_drive_delays_all_of_them_and_changes_nothing(tmp_path: Path) -> None:
+    """They share one file: what it does not take is acknowledged to nobody, and each goes on when there is room."""
+    expected = {name: await alone(tmp_path / "alone", name) for name in ADAPTERS}
+    process = Process(own_settings(of_all(tmp_path / "together")))
+    await process.bring_up()
+    await process.teach("policy")
+    with full_drive():
+        for name in ("coder", "writer"):
+            with pytest.raises(StorageError, match="full"):
+                await process.learners[name].add(lesson(name, 0), 2)
+        assert await process.learners["coder"].folder.error() == "", "the folder is there"
+        assert [each.status().updates for each in process.learners.values()] == [UPDATES, 0, 0]
+    await asyncio.gather(*map(process.teach, ADAPTERS))
+    assert {name: process.found(name) for name in ADAPTERS} == expected
     await process.close()
 
 
