@@ -16,6 +16,7 @@ from mlx_tandem import files, limits
 from mlx_tandem.config import Config, RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.explain import explain
+from mlx_tandem.training.store.database import NAME as DATABASE
 
 PLACE = "rl_training.adapters"
 
@@ -106,13 +107,20 @@ def _merged(training: RLTrainingConfig, name: str) -> RLTrainingConfig:
 
 def _folder(root: Path, name: str, *, default: bool) -> Path:
     """Return the folder of an adapter's checkpoints. One that has learned stays where it is."""
-    own = root / name
-    if default and not (own / files.LOCK).is_file():
-        return root
-    prefix = f".state-{name}-"
-    if not own.exists() and any(p.name.removeprefix(prefix).isdigit() for p in root.glob(f"{prefix}*")):
+    own, prefix = root / name, f".state-{name}-"
+    is_other_s = (own / DATABASE).exists()  # a whole folder of another server, whose name is this adapter's by chance
+    has_learned = (own / files.LOCK).is_file() and not is_other_s
+    is_in_root = any(p.name.removeprefix(prefix).isdigit() for p in root.glob(f"{prefix}*"))
+    if default:
+        return own if has_learned and not is_in_root else root
+    if is_in_root and not has_learned:
         raise InvalidRequest(
             f"'{name}' has learned in {root} as the default adapter: set 'rl_training.adapter' to it, or name another "
+            "folder with 'checkpointing.checkpoint_dir'"
+        )
+    if is_other_s:
+        raise InvalidRequest(
+            f"{own}, the folder of '{name}', has a {DATABASE} of its own and belongs to another server: name another "
             "folder with 'checkpointing.checkpoint_dir'"
         )
     return own

@@ -106,8 +106,13 @@ class Learners:
             await each.settled()
 
     async def close(self) -> None:
-        """Cancel all jobs and tasks and end the learners. The next start continues from the database."""
-        await asyncio.gather(*(each.close() for each in self))
+        """Cancel all jobs and tasks and end the learners. The next start continues from the database.
+
+        All of them are closed before the first error of one is raised.
+        """
+        ended = await asyncio.gather(*(each.close() for each in self), return_exceptions=True)
+        for error in filter(None, ended):
+            raise error
 
     def _is_checkpoint(self, name: str) -> bool:
         return any(each.is_checkpoint(name) for each in self)

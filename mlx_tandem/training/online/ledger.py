@@ -63,8 +63,8 @@ class Ledger:
         """The update that has begun and not ended."""
         self.unsaved = 0
         """Updates whose step stands and that no state of the trainer holds."""
-        self.folder = Folder()
-        """The watch that notices when the database is no longer there."""
+        self.folder = Folder(self.checkpoints)
+        """The watch that notices when the database or the checkpoints are no longer there."""
         self._database: Database | None = None
         self._writer: Writer | None = None
         self._saving: asyncio.Task[CheckpointInfo] | None = None

@@ -301,7 +301,11 @@ class Checkpoints:
     def _locked(self) -> None:
         if self._lock is None:
             raise RuntimeError("the folder is not locked")
-        if not self._lock.held():
+        self.check()
+
+    def check(self) -> None:
+        """Raise StorageError unless the folder is still the one that `lock` has taken, or none was taken."""
+        if self._lock is not None and not self._lock.held():
             raise StorageError(
                 f"{self.folder} was removed or replaced while it was in use: bring it back, or restart the server"
             )

@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from mlx_tandem import files
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import EngineDied, InvalidRequest, ModelError, TandemError
@@ -110,9 +111,8 @@ def lesson(name: str, number: int) -> list[Trajectory]:
 
 async def alone(folder: Path, name: str) -> tuple[Any, ...]:
     """What an adapter learns in a server that trains no other."""
-    training = msgspec.structs.replace(
-        next(own.config.rl_training for own in own_settings(of_all(folder)) if own.name == name)
-    )
+    several = own_settings(of_all(folder / "none"))
+    training = next(own.config.rl_training for own in several if own.name == name)
     single = msgspec.structs.replace(of_all(folder / name), rl_training=training)
     process = Process(own_settings(single))
     await process.bring_up()
@@ -233,6 +233,18 @@ async def test_a_full_drive_delays_all_of_them_and_changes_nothing(tmp_path: Pat
 
 
 @on_a_loop
+async def test_a_folder_of_one_that_is_removed_is_noticed(tmp_path: Path) -> None:
+    process = Process(own_settings(of_all(tmp_path)))
+    await process.bring_up()
+    await asyncio.gather(*map(process.teach, ADAPTERS))
+    files.remove_tree(tmp_path / "coder")
+    errors = {name: await each.folder.error() for name, each in process.learners.items()}
+    assert "coder was removed or replaced" in errors.pop("coder")
+    assert errors == {"policy": "", "writer": ""}
+    await asyncio.gather(*(each.close() for each in process.learners.values()), return_exceptions=True)
+
+
+@on_a_loop
 async def test_the_folder_belongs_to_all_of_them_until_the_last_has_closed(tmp_path: Path) -> None:
     own = own_settings(of_all(tmp_path))
     process = Process(own)
@@ -310,5 +322,13 @@ async def test_what_was_learned_is_found_again_whichever_adapter_is_the_default(
     await process.bring_up()
     assert process.found("coder")[:3] == expected
     await process.close()
+    other = tmp_path / "another" / "coder"
+    other.mkdir(parents=True)
+    for file in (".lock", "learning.db"):
+        (other / file).touch()
+    (only,) = own_settings(config(other.parent, adapter="coder"))
+    assert Path(only.config.checkpointing.checkpoint_dir) == other.parent, "another server's folder is left alone"
+    with pytest.raises(InvalidRequest, match=r"coder, the folder of 'coder', has a learning\.db of its own"):
+        own_settings(of_all(other.parent))
     with pytest.raises(InvalidRequest, match=r"'policy' has learned in .* as the default adapter"):
         own_settings(config(tmp_path, adapter="coder", adapters={"coder": {}, "policy": {}}))
