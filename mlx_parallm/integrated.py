@@ -143,4 +143,4 @@ class RLIntegratedServer:
 
     @staticmethod
     def _learner(front: ServerFront) -> OnlineLearner:
-        return front.check_learning("the training loop").learner
+        return front.check_learning("the training loop").default.learner

@@ -180,6 +180,7 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     enabled: bool = False
     adapter: str = "policy"  # the name whose versions are trained and published
+    adapters: dict[str, dict[str, Any]] = {}  # where several are trained: each with its settings in place of these
     init_from: str = ""  # name of the adapter to begin with; empty: a fresh one, which changes nothing
     lora_rank: int = 16
     lora_alpha: float = 32.0
@@ -248,6 +249,11 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     environment: str = ""  # name of a scoring function, or a label of what the environment of Atropos plays
     verifiers: str = ""  # environment of verifiers that is played: a taskset's id, or a TOML file as vf-eval takes it
     verifiers_python: str = ""  # the Python that has verifiers; empty: the server's own
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The names of all adapters that are trained, the default one first."""
+        return tuple(dict.fromkeys((self.adapter, *self.adapters)))
 
 
 class TinkerConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,6 +29,8 @@ from mlx_tandem.generation.front import Front
 from mlx_tandem.training.live.learning import Learning
 from mlx_tandem.training.live.recorder import Collect, Recorder
 from mlx_tandem.training.online.serving import Sampled
+from mlx_tandem.training.own_settings import own_settings
+from mlx_tandem.training.store.shared import SharedDatabase
 from mlx_tandem.training.trajectories import new_id, same_prompt
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams, TokenLogprob
 
@@ -275,7 +277,8 @@ class SimulatedLearning(Learning):
     """The learning side of a server, whose answers the simulated engine makes."""
 
     def __init__(self, front: Front, engine: Engine, clock: Callable[[], float]) -> None:
-        super().__init__(front, clock)
+        (own,) = own_settings(front.config)
+        super().__init__(front, own, SharedDatabase(own.database), clock)
         self._engine = engine
 
     def encode(self, prompt: Any) -> tuple[int, ...]:
@@ -299,6 +302,7 @@ class Server:
         tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
         front = SimpleNamespace(config=config, client=self.engine, models=self.models, tokenizer=tokenizer)
         self.learning = SimulatedLearning(cast(Front, front), self.engine, clock)
+        self.models.rules.is_checkpoint = self.learning.is_checkpoint
 
     async def bring_up(self) -> None:
         """Do what the front does when an engine is ready."""
@@ -315,6 +319,7 @@ class Server:
         params = SamplingParams(2, temperature=1.0, seed=seed)
         said = [_answer(s, k) for k, s in enumerate(self.engine.answers(prompt, n, seed, pair.first if pair else ref))]
         collect = Collect(
+            adapter=POLICY,
             keep=True,
             shown=False,
             scoring=learner.rewards.check("exact_match", {"answer": "right"}),

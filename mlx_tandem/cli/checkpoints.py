@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -57,6 +58,7 @@ def rollback(
         typer.Argument(metavar="TO", help="A version's number or a checkpoint; if absent the last good one."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed where there is no terminal.")] = False,
+    adapter: Annotated[str | None, typer.Option(help="The adapter; if absent, the server's default one.")] = None,
     url: Url = URL,
     api_key: Key = None,
     api_key_file: KeyFile = None,
@@ -64,17 +66,18 @@ def rollback(
 ) -> None:
     """Make a running server go back to a version, which it serves and trains from then on. Without --yes, ask first."""
     server = Server(url, api_key, api_key_file, cacert)
+    query = "" if adapter is None else f"?adapter={quote(adapter, safe='')}"
     if not yes:
-        _confirm(server, to)
-    done = ask(server, "POST", "/v1/training/rollback", {} if to is None else {"to": to})
+        _confirm(server, to, query)
+    done = ask(server, "POST", f"/v1/training/rollback{query}", {} if to is None else {"to": to})
     print(f"back at {done['current_lora']}")
 
 
-def _confirm(server: Server, to: str | None) -> None:
+def _confirm(server: Server, to: str | None, query: str) -> None:
     """Ask the user whether a server shall go back. If not, end the process with one line and status 1."""
     if not sys.stdin.isatty():
         fail("a rollback changes what is served and trained: without a terminal to ask on, confirm it with --yes")
-    status = ask(server, "GET", "/v1/training/status")
+    status = ask(server, "GET", f"/v1/training/status{query}")
     now, where = status.get("current_lora") or "the base", "the last good version" if to is None else to
     if not typer.confirm(f"{server.url} serves and trains {now}. Go back to {where}?", err=True):
         fail("nothing was changed")

@@ -73,6 +73,9 @@ def export(
 
 @learn.command("watch", cls=Command)
 def watch(
+    adapter: Annotated[
+        str | None, typer.Argument(metavar="ADAPTER", help="Its name; if absent, the server's default one.")
+    ] = None,
     url: Url = URL,
     interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
     api_key: Key = None,
@@ -96,7 +99,7 @@ def watch(
     shown = Screen(console) if console.is_terminal else Lines()
 
     async def follow() -> None:
-        async for status, history in looks(url, key, interval, cacert):
+        async for status, history in looks(url, key, interval, cacert, adapter):
             shown.show(status, history)
 
     try:

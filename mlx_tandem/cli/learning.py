@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from mlx_tandem.server.keys import is_loopback
 from mlx_tandem.training.atropos.client import check_url
 from mlx_tandem.training.cluster.client import check_url as check_leader
 from mlx_tandem.training.metrics.writer import require
+from mlx_tandem.training.own_settings import own_settings
 from mlx_tandem.training.verifiers.environment import check as check_environment
 
 ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker")
@@ -35,8 +36,13 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
     """
     if config.engine.duty.inference + config.engine.duty.training <= 0:
         raise InvalidRequest("one of 'duty.inference' and 'duty.training' must be above 0")
+    if config.rl_training.enabled:
+        config = _scored(config)
+        own = [each.config for each in own_settings(config)]
+    else:
+        own = []
     if config.tinker.enabled:
-        config = _with_tinker(config)
+        config = _with_tinker(config, own)
     elif not config.rl_training.enabled and config.engine.duty.mode == "training_only":
         raise InvalidRequest(
             "the mode is training_only, but nothing is trained: "
@@ -49,10 +55,17 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
     if config.adapters or config.adapter_root or trains or is_one_of_several:
         config = _prepared(config)
     _warn(config, options)
-    if not config.rl_training.enabled:
+    if not own:
         return _relaying(config) if is_one_of_several else config
-    _check(config)
-    return _with_room(_scored(config))
+    for each in own:
+        try:
+            _check(each)
+        except InvalidRequest as e:
+            where = f"the adapter '{each.rl_training.adapter}': " if len(own) > 1 else ""
+            raise InvalidRequest(f"{where}{e.message}") from None
+    _check_checkpoints(config)
+    _check_files(own)
+    return _with_room(config, own)
 
 
 def _check_cluster(config: Config) -> None:
@@ -64,6 +77,11 @@ def _check_cluster(config: Config) -> None:
         raise InvalidRequest(
             "'cluster.share' and 'rl_training.enabled' exclude each other: a leader's adapter is trained by another "
             "process, tandem train rl --connect-to HOST:PORT"
+        )
+    if cluster.connect_to and len(config.rl_training.trained) > 1 and config.rl_training.enabled:
+        raise InvalidRequest(
+            "'rl_training.adapters' names several adapters, and a trainer for another machine trains one: start one "
+            "trainer for each adapter"
         )
     if config.engine.lora.max_loras == 0:
         raise InvalidRequest("'lora.max_loras' is 0, which leaves no room on the device for adapters of other machines")
@@ -99,9 +117,9 @@ def _warn(config: Config, options: Mapping[str, object]) -> None:
             warn(f"{flag} has no effect without --enable-rl-training or --enable-tinker")
 
 
-def _with_tinker(config: Config) -> Config:
+def _with_tinker(config: Config, trained: Sequence[Config]) -> Config:
     """Return the settings with memory reserved for the trainers of Tinker's clients. Raise InvalidRequest for settings
-    under which these clients could not train or sample.
+    under which these clients could not train or sample. `trained` are those of the adapters that the server trains.
     """
     replace, duty, lora, tinker = msgspec.structs.replace, config.engine.duty, config.engine.lora, config.tinker
     if duty.mode == "inference_only":
@@ -113,11 +131,11 @@ def _with_tinker(config: Config) -> Config:
             f"'tinker.rank' is {tinker.rank}, over 'lora.max_lora_rank', {lora.max_lora_rank}: what is trained could "
             "not be sampled from"
         )
-    own = 1 if config.rl_training.enabled else 0
+    ranks = [each.rl_training.lora_rank for each in trained]
     duty = replace(
         duty,
-        trainer_rank=max(duty.trainer_rank, tinker.rank, config.rl_training.lora_rank * own),
-        trainers=max(duty.trainers, tinker.trainers + own),
+        trainer_rank=max(duty.trainer_rank, tinker.rank, *ranks),
+        trainers=max(duty.trainers, tinker.trainers + len(trained)),
         trains_head=True,
     )
     return replace(config, engine=replace(config.engine, duty=duty))
@@ -182,40 +200,73 @@ def _check(config: Config) -> None:
     elif training.verifiers_python:
         warn("'rl_training.verifiers_python' has no effect without 'rl_training.verifiers'")
     require(training.report_to)
-    _check_checkpoints(config)
+    _check_scoring(config)
 
 
 def _check_checkpoints(config: Config) -> None:
     """Refuse names of adapters that belong to checkpoints, existing ones or those that get their name automatically."""
     from mlx_tandem.training.store.checkpoints import AUTOMATIC, Checkpoints
 
-    folder = config.checkpointing.checkpoint_dir
-    there = {info.name.casefold() for info in Checkpoints(Path(folder), 1).list()}
+    trained = config.rl_training.trained
     named = [
-        (config.rl_training.adapter, "rl_training.adapter"),
+        *((name, "rl_training.adapters" if len(trained) > 1 else "rl_training.adapter") for name in trained),
         *((name, "adapters") for name, _ in config.adapters),
         *((name, "aliases") for name, _ in config.aliases),
     ]
-    for name, setting in named:
-        if name.casefold() in there or AUTOMATIC.fullmatch(name.casefold()):
+    for own in own_settings(config):
+        folder, prefix = own.config.checkpointing.checkpoint_dir, own.prefix.casefold()
+        there = {info.name.casefold() for info in Checkpoints(Path(folder), 1).list()}
+        for name, setting in named:
+            if not name.casefold().startswith(prefix):
+                continue
+            rest = name.casefold()[len(prefix) :]
+            if rest in there or AUTOMATIC.fullmatch(rest):
+                raise InvalidRequest(
+                    f"'{name}' in '{setting}' is the name of a checkpoint: give it another name, or name another "
+                    f"folder than {folder} with --checkpoint-dir"
+                    if rest in there
+                    else f"'{name}' in '{setting}' is a name that checkpoints get by themselves: give it another name"
+                )
+
+
+def _check_files(own: Sequence[Config]) -> None:
+    """Refuse a file of metrics that several adapters would write."""
+    named: dict[str, str] = {}
+    for training in (each.rl_training for each in own):
+        other = named.setdefault(training.metrics_file, training.adapter)
+        if training.metrics_file and other != training.adapter:
             raise InvalidRequest(
-                f"'{name}' in '{setting}' is the name of a checkpoint: give it another name, or name another folder "
-                f"than {folder} with --checkpoint-dir"
-                if name.casefold() in there
-                else f"'{name}' in '{setting}' is a name that checkpoints get by themselves: give it another name"
+                f"'{other}' and '{training.adapter}' have the same 'metrics_file', {training.metrics_file}: give each "
+                "its own under 'rl_training.adapters', or none ('')"
             )
 
 
-def _with_room(config: Config) -> Config:
-    """Return the settings with memory reserved for the trainer, and for that of the reference."""
-    replace, duty, training = msgspec.structs.replace, config.engine.duty, config.rl_training
+def _with_room(config: Config, own: Sequence[Config]) -> Config:
+    """Return the settings with memory reserved for the trainers of these adapters, and for those of references."""
+    replace, duty = msgspec.structs.replace, config.engine.duty
+    trained = [each.rl_training for each in own]
     if not duty.trainer_rank:
-        duty = replace(duty, trainer_rank=training.lora_rank)
-    if training.kl_coef and training.kl_reference != "base":
-        duty = replace(duty, trainers=max(duty.trainers, 2 + config.tinker.trainers * config.tinker.enabled))
-    if training.steps_per_update > 1:
+        duty = replace(duty, trainer_rank=max(training.lora_rank for training in trained))
+    several = sum(training.steps_per_update > 1 for training in trained)
+    references = sum(bool(training.kl_coef) and training.kl_reference != "base" for training in trained)
+    # `several_steps` keeps the state before several steps of one trainer; the room of another trainer has that, too.
+    count = len(trained) + references + max(several - 1, 0)
+    if count > 1:
+        duty = replace(duty, trainers=max(duty.trainers, count + config.tinker.trainers * config.tinker.enabled))
+    if several:
         duty = replace(duty, several_steps=True)
     return replace(config, engine=replace(config.engine, duty=duty))
+
+
+def _check_scoring(config: Config) -> None:
+    """Refuse a scoring function that nobody knows."""
+    from mlx_tandem.training.rewards import LATER, RewardPool
+
+    names, training = [*RewardPool(config.rl_training).names, LATER], config.rl_training
+    if training.scoring_function and training.scoring_function not in names:
+        raise InvalidRequest(
+            f"'rl_training.scoring_function' is '{training.scoring_function}'; known are: {', '.join(names)}"
+        )
 
 
 def _scored(config: Config) -> Config:
@@ -223,16 +274,9 @@ def _scored(config: Config) -> Config:
     from mlx_tandem.training.rewards import LATER, RewardPool
 
     training = config.rl_training
-    names = [*RewardPool(training).names, LATER]
-    if training.scoring_function:
-        if training.scoring_function not in names:
-            raise InvalidRequest(
-                f"'rl_training.scoring_function' is '{training.scoring_function}'; known are: {', '.join(names)}"
-            )
+    if training.scoring_function or not training.environment:
         return config
-    if not training.environment:
-        return config
-    if training.environment not in names:
+    if training.environment not in [*RewardPool(training).names, LATER]:
         if training.atropos_url or training.atropos_api:
             return config  # a label: Atropos' environment scores
         warn(f"'rl_training.environment' has no effect here: '{training.environment}' is no scoring function")

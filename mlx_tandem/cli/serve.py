@@ -130,16 +130,7 @@ def _check_names(config: Config) -> None:
 def _check_files(config: Config) -> None:
     """Check the server's files and folders whose faults would otherwise show only once the model is loaded."""
     if config.rl_training.enabled:
-        prompts, folder = config.rl_training.validation_prompts, Path(config.checkpointing.checkpoint_dir)
-        if prompts and not Path(prompts).is_file():
-            fail(f"there is no file {prompts} for --validation-prompts")
-        if folder.exists() and not folder.is_dir():
-            fail(f"{folder} is not a folder; name another one with --checkpoint-dir")
-        with _about("--checkpoint-dir"):
-            files.check_usable(folder)
-        if config.rl_training.metrics_file:
-            with _about("--metrics-file"):
-                files.check_writable(Path(config.rl_training.metrics_file))
+        _check_learning(config)
     if config.tinker.enabled:
         with _about("--tinker-dir"):
             files.check_usable(Path(config.tinker.dir))
@@ -151,6 +142,25 @@ def _check_files(config: Config) -> None:
 
         with _about("--ssd-cache-dir"):
             open_folder(config.engine.disk).close()
+
+
+def _check_learning(config: Config) -> None:
+    """Check the files and folders of each adapter that is trained."""
+    from mlx_tandem.training.own_settings import own_settings
+
+    root = Path(config.checkpointing.checkpoint_dir)
+    for own in (each.config for each in own_settings(config)):
+        prompts, folder = own.rl_training.validation_prompts, Path(own.checkpointing.checkpoint_dir)
+        if prompts and not Path(prompts).is_file():
+            fail(f"there is no file {prompts} for --validation-prompts")
+        for each in dict.fromkeys((root, folder)):
+            if each.exists() and not each.is_dir():
+                fail(f"{each} is not a folder; name another one with --checkpoint-dir")
+            with _about("--checkpoint-dir"):
+                files.check_usable(each)
+        if own.rl_training.metrics_file:
+            with _about("--metrics-file"):
+                files.check_writable(Path(own.rl_training.metrics_file))
 
 
 @contextlib.contextmanager
@@ -284,17 +294,20 @@ def _images(info: EngineInfo) -> str:
 
 def _learning(config: Config) -> str:
     """Return the line that says what is trained; empty if nothing is."""
-    training, duty = config.rl_training, config.engine.duty
-    if not training.enabled:
+    duty = config.engine.duty
+    if not config.rl_training.enabled:
         return ""
+    from mlx_tandem.training.own_settings import own_settings
+
+    own = [each.config.rl_training for each in own_settings(config)]
+    trained = [f"{each.adapter} (rank {each.lora_rank}, {each.algorithm})" for each in own]
     share = {
         "inference_only": "collected, but not trained (inference_only)",
         "training_only": "training comes first (training_only)",
         "inference_and_training": f"{100 * duty.training / (duty.inference + duty.training):.0f} % of the device",
     }
     return (
-        f"  learning  {training.adapter} (rank {training.lora_rank}, {training.algorithm}); {share[duty.mode]}; "
-        f"checkpoints in {config.checkpointing.checkpoint_dir}\n"
+        f"  learning  {', '.join(trained)}; {share[duty.mode]}; checkpoints in {config.checkpointing.checkpoint_dir}\n"
     )
 
 

@@ -30,8 +30,14 @@ from mlx_tandem.printable import printable
 SECTIONS = ("model", "cache", "disk", "scheduler", "speculation", "lora", "duty")
 """Parts of the engine's settings that are sections of their own in the file."""
 
+TRAINED = "rl_training.adapters"
+"""Place of the adapters that are trained, each with settings of `rl_training` in place of the common ones."""
+
 _SCIENTIFIC = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 """Pattern of a number such as 1e-3, which YAML 1.1 takes for a text because it has no point."""
+
+_REWARDS = re.compile(rf"rl_training\.rewards\.|{re.escape(TRAINED)}\.[^.]+(\.[^.]+)?\.rewards\.")
+"""Pattern of places of settings of rewards. An adapter's name may have points."""
 
 OTHER_NAMES = {
     "model.base_model_path": "model.path",
@@ -177,6 +183,8 @@ def _check_keys(tree: dict[Any, Any], known: Mapping[str, Any], place: str) -> N
         inner = known[key]
         if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
             inner = get_type_hints(inner)
+        if where == TRAINED and isinstance(value, dict):
+            inner = dict.fromkeys(value, known)  # each adapter has the settings of the section
         if isinstance(inner, dict):
             if not isinstance(value, dict):
                 raise SettingsError(f"'{where}' must hold settings by name")
@@ -244,7 +252,7 @@ def _check(config: Config, options: Mapping[str, object]) -> None:
             raise SettingsError(f"alias '{name}': {e.message}") from None
     for place, text in _texts(msgspec.to_builtins(config) | {"adapters": dict(config.adapters)}):
         # Patterns and schemas of rewards may have lines.
-        if printable(text, len(text)) != text and not place.startswith("rl_training.rewards."):
+        if printable(text, len(text)) != text and not _REWARDS.match(place):
             raise SettingsError(f"'{_shown(place)}' must be UTF-8 text without control characters")
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote
 
 from mlx_tandem.cli.adapters import message_of
 from mlx_tandem.cli.demo import chart
@@ -47,11 +48,12 @@ class Gone(Exception):
 
 
 async def looks(
-    url: str, key: str, interval: float, cacert: str | None = None
+    url: str, key: str, interval: float, cacert: str | None = None, adapter: str | None = None
 ) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield a server's status and history again and again. Raises Gone.
 
-    `cacert` is a file of certificates to trust, as in `Connection.to`.
+    `adapter` is the trained adapter that is watched; None means the server's default one. `cacert` is a file of
+    certificates to trust, as in `Connection.to`.
 
     The history is requested only when the status says that something was learned since the last request.
     """
@@ -67,16 +69,17 @@ async def looks(
             raise Gone(f"{url} answered with {code}: {message_of(answer)}")
         return answer
 
+    query = "" if adapter is None else f"?adapter={quote(adapter, safe='')}"
     history: dict[str, Any] = {}
     seen: tuple[Any, ...] = ()
     try:
         while True:
-            status = await get(STATUS)
+            status = await get(STATUS + query)
             if not status.get("training_enabled"):
                 raise Gone(f"{url} does not learn: start it with --enable-rl-training")
             now = (status["step"], status["updates"], status["rollbacks"], status["last_update"])
             if now != seen:
-                history, seen = await get(HISTORY), now
+                history, seen = await get(HISTORY + query), now
             yield status, history
             await asyncio.sleep(interval)
     except HttpError as e:
@@ -105,7 +108,8 @@ class Lines:
     def show(self, status: Data, history: Data) -> None:
         """Print what is new since the last call."""
         if not self._said:
-            self._print(headline(status))
+            for line in (headline(status), *others(status)):
+                self._print(line)
         updates = history.get("updates", [])
         for update in updates[_overlap(self._printed, updates) :]:
             self._print(
@@ -152,7 +156,7 @@ def drawn(status: Data, history: Data, console: Console) -> Group:
     from rich.text import Text
 
     updates, width = history.get("updates", []), console.width
-    lines = [headline(status), guard(status)]
+    lines = [headline(status), *others(status), guard(status)]
     lines += [f"{name}: {status[name]}" for name in ("alarm", "reason", "advice") if status[name]]
     if updates and updates[-1]["reason"]:
         lines.append(f"step {updates[-1]['step']}: {updates[-1]['reason']}")
@@ -196,6 +200,16 @@ def headline(status: Data) -> str:
         f"{status['current_lora']} · {doing} · {status['updates']} updates · step {status['step']} · "
         f"rate {status['learning_rate']:.2g} · {status['buffered']} answers wait"
     )
+
+
+def others(status: Data) -> list[str]:
+    """Return a line for each other adapter that the server trains, if the status has a list of them."""
+    return [
+        f"also {each['current_lora'] or each['adapter']} · {each['updates']} updates · "
+        f"reward {each['mean_reward']:.3f} · watch it with: tandem learn watch {each['adapter']}"
+        for each in status.get("adapters", ())
+        if each["adapter"] != status["adapter"]
+    ]
 
 
 def guard(status: Data) -> str:

@@ -15,14 +15,15 @@ from mlx_tandem.generation.front import Front
 if TYPE_CHECKING:
     from mlx_tandem.training.cluster.follower import Follower
     from mlx_tandem.training.cluster.leader import Leader
+    from mlx_tandem.training.cluster.relay import Relay
     from mlx_tandem.training.cluster.trainer import Trainer
-    from mlx_tandem.training.live.learning import Learning
+    from mlx_tandem.training.live.learners import Learners
     from mlx_tandem.training.live.recorder import Collecting
     from mlx_tandem.training.tinker.service import Tinker
 
 
 class ServerFront(Front):
-    """A front with a store of responses, and with a learner, Tinker's API and other machines if its settings ask for
+    """A front with a store of responses, and with learners, Tinker's API and other machines if its settings ask for
     them.
 
     `learning` is None on a server that does not learn by itself, and `tinker` on one without Tinker's API. At most one
@@ -37,19 +38,19 @@ class ServerFront(Front):
         on_progress: Callable[[StartProgress], None] | None = None,
         times: KeptTimes | None = None,
     ) -> None:
-        """Load the tokenizer and the template, and create the learner. Raises NotFound and ModelError."""
+        """Load the tokenizer and the template, and create the learners. Raises NotFound and ModelError."""
         super().__init__(config, launch, on_progress=on_progress, times=times)
         self.responses = ResponseStore()
-        self.learning: Learning | None = None
+        self.learning: Learners | None = None
         self.tinker: Tinker | None = None
         if config.tinker.enabled:
             from mlx_tandem.training.tinker.service import Tinker
 
             self.tinker = Tinker(self)
         if config.rl_training.enabled:
-            from mlx_tandem.training.live.learning import Learning  # Its imports take time and memory.
+            from mlx_tandem.training.live.learners import Learners  # Its imports take time and memory.
 
-            self.learning = Learning(self)
+            self.learning = Learners(self)
         self.leader: Leader | None = None
         self.follower: Follower | None = None
         self.distant: Trainer | None = None
@@ -64,7 +65,7 @@ class ServerFront(Front):
         elif config.cluster.connect_to and self.learning is not None:
             from mlx_tandem.training.cluster.trainer import Trainer
 
-            self.distant = Trainer(self, self.learning)
+            self.distant = Trainer(self, self.learning.default)
 
     @property
     def cluster(self) -> Leader | Follower | Trainer | None:
@@ -72,13 +73,22 @@ class ServerFront(Front):
         return self.leader or self.follower or self.distant
 
     @property
-    def collecting(self) -> Collecting | None:
-        """What collects completions: the learner, or the way to that of another machine; None if nothing does."""
+    def relay(self) -> Relay | None:
+        """The way of collected completions to the machine that learns; None on a server that has none."""
         relaying = self.leader or self.follower
-        return self.learning if relaying is None else relaying.relay
+        return None if relaying is None else relaying.relay
+
+    @property
+    def collecting(self) -> Learners | Relay | None:
+        """What collects completions: the learners, or the way to that of another machine; None if nothing does."""
+        return self.relay or self.learning
+
+    def collector(self, adapter: str) -> Collecting | None:
+        """Return what collects the completions of an adapter; None if nothing does. Raises NotFound."""
+        return self.relay or (None if self.learning is None else self.learning.of(adapter))
 
     async def bring_up(self) -> None:
-        """Tell a new engine about the adapters, then bring its trainer to the learner's state."""
+        """Tell a new engine about the adapters, then bring its trainers to the learners' state."""
         if self.tinker is not None:
             self.tinker.start()
         if self.learning is not None:
@@ -94,7 +104,7 @@ class ServerFront(Front):
             await self.cluster.bring_up()
 
     async def close(self) -> None:
-        """End the work for other machines, the learner, the sessions of Tinker's clients, and the worker processes."""
+        """End the work for other machines, the learners, the sessions of Tinker's clients, and the worker processes."""
         if self.cluster is not None:
             await self.cluster.close()
         if self.tinker is not None:
@@ -119,12 +129,8 @@ class ServerFront(Front):
             )
         return self.leader
 
-    def check_collecting(self, what: str, param: str | None = None) -> Collecting:
-        """Return what collects completions. Raises InvalidRequest (`learning_disabled`) if nothing does."""
-        return self.collecting or self.check_learning(what, param)
-
-    def check_learning(self, what: str, param: str | None = None) -> Learning:
-        """Return the learner. Raises InvalidRequest (`learning_disabled`) about `what` on a server without one."""
+    def check_learning(self, what: str, param: str | None = None) -> Learners:
+        """Return the learners. Raises InvalidRequest (`learning_disabled`) about `what` on a server without one."""
         if self.learning is None:
             raise InvalidRequest(
                 f"{what} needs a server that learns: start it with --enable-rl-training",

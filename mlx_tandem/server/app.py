@@ -188,7 +188,7 @@ def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
         return get
 
     async def get_health(request: Request) -> ASGIApp:
-        lost = "" if front.learning is None else await front.learning.learner.folder.error()
+        lost = "" if front.learning is None else await front.learning.lost()
         status, full = health(front, lost)
         return _json(full if request.scope["key_shown"] else {"status": full["status"]}, status)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,12 +11,32 @@ if TYPE_CHECKING:
     from mlx_tandem.training.live.learning import Learning
 
 
-def families(learning: Learning) -> Iterator[Metric]:
-    """Yield all families. The counters of the learning loop continue over restarts of the server, except those
-    whose text says otherwise.
+def families(learners: Sequence[Learning]) -> Iterator[Metric]:
+    """Yield all families, with a label `adapter` where several adapters are trained.
+
+    The counters of the learning loop continue over restarts of the server, except those whose text says otherwise.
     """
+    stats = learners[0].stats
+    yield _counter("tandem_training_device_seconds", "Device time of learning, this engine.", stats.training_ms / 1e3)
+    yield _counter(
+        "tandem_serving_device_seconds", "Device time of users' requests, this engine.", stats.serving_ms / 1e3
+    )
+    if len(learners) == 1:
+        yield from _families(learners[0])
+        return
+    merged: dict[str, Metric] = {}
+    for learning in learners:
+        for family in _families(learning):
+            whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                whole.add_sample(sample.name, {"adapter": learning.name} | sample.labels, sample.value)
+    yield from merged.values()
+
+
+def _families(learning: Learning) -> Iterator[Metric]:
+    """Yield the families of one adapter, without a label for it."""
     learner = learning.learner
-    status, stats = learner.status(), learning.stats
+    status = learner.status()
     last = learner.history[-1] if learner.history else None
     dropped = {
         "stale": status.dropped_stale,
@@ -47,10 +67,6 @@ def families(learning: Learning) -> Iterator[Metric]:
     yield _counter("tandem_training_checkpoint_saves", "Checkpoints written.", status.checkpoint_saves)
     text = "Times that the trained name came to stand for a version, this server."
     yield _counter("tandem_training_swaps", text, learning.swaps)
-    yield _counter("tandem_training_device_seconds", "Device time of learning, this engine.", stats.training_ms / 1e3)
-    yield _counter(
-        "tandem_serving_device_seconds", "Device time of users' requests, this engine.", stats.serving_ms / 1e3
-    )
     for name, text, value in (
         ("buffered", "Trajectories that wait.", status.buffered),
         ("recovering", "Updates to compute again after a crash.", status.recovering),

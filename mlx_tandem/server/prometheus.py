@@ -160,7 +160,7 @@ class _Collector:
         if stats.disk is not None:
             yield from _disk_families(stats, stats.disk)
         if front.learning is not None:
-            yield from learning_metrics.families(front.learning)
+            yield from learning_metrics.families(tuple(front.learning))
         yield from _mlx_lm_server_families(front)
 
     def _arms(self) -> Iterator[Metric]:

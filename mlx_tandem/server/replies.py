@@ -36,8 +36,9 @@ class Reply:
         self._request_id = self._reply_id  # until the request's headers are known, which may have an id of the client
         self._choices = plan.prompted.choices
         self._recorder: Recorder | None = None
-        if plan.collect is not None and front.collecting is not None:
-            self._recorder = Recorder(front.collecting, plan.collect, plan.prompted.prompts, plan.prompted.n)
+        collecting = None if plan.collect is None else front.collector(plan.collect.adapter)
+        if plan.collect is not None and collecting is not None:
+            self._recorder = Recorder(collecting, plan.collect, plan.prompted.prompts, plan.prompted.n)
         self._began = time.monotonic()
         self._observe = front.metrics.inter_token.observe
         # When the first and the last token were read from the stream, in seconds of the monotonic clock.

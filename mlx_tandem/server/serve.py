@@ -137,7 +137,8 @@ class Server(uvicorn.Server):
             gc.freeze()
             self._on_ready(self._front, self._port)
             if self._front.learning is not None:
-                self._front.learning.play(self._url)
+                for learning in self._front.learning:
+                    learning.play(self._url)
             await self._front.client.wait_dead()
         except TandemError as e:
             self.failure = e

@@ -102,6 +102,7 @@ SHORT = {
     "benchmarks/publishes.py": [
         *("--publishes", "1", "--streams", "8", "--seconds", "0.05", "--repeats", "1", "--max-tokens", "4")
     ],
+    "benchmarks/learn_several.py": ["--updates", "1", "--answers", "4", "--words", "4", "--repeats", "1"],
     "benchmarks/train_together.py": ["--examples", "8", "--repeats", "1"],
     "benchmarks/disk_cache.py": ["--blocks", "4", "--block-kb", "64", "--repeats", "1", "--records", "100"],
     "benchmarks/step_parts.py": ["--batch", "2", "--context", "20", "--steps", "4", "--repeats", "1"],
@@ -147,8 +148,12 @@ SMALL = {"--max-model-len": "1024", "--num-blocks": "512"}
 LEAST = {"--max-model-len": "240", "--num-blocks": "64"}
 """Given to every server that only starts, but to those without any option or argument."""
 
-SETTINGS = {"training.md": "alone.yaml", "command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
-"""What the page calls the file that its yaml block is."""
+SETTINGS = {
+    "training.md": ("alone.yaml",),
+    "command-line.md": ("tandem.yaml",),
+    "learning.md": ("learning.yaml", "several.yaml"),
+}
+"""What the page calls the files that its yaml blocks are, in their order."""
 
 
 @dataclass(frozen=True)
@@ -225,10 +230,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for block in blocks():
         if "[env.taskset]" in block.text:
             (tmp_path / "sorting.toml").write_text(block.text, encoding="utf-8")
-        if block.language == "yaml":
-            (tmp_path / SETTINGS[block.page]).write_text(block.text, encoding="utf-8")
+    for page in SETTINGS:
+        write_settings(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def write_settings(page: str, folder: Path) -> None:
+    """Write the files that the yaml blocks of a page are."""
+    own = [block.text for block in blocks() if (block.page, block.language) == (page, "yaml")]
+    for name, text in zip(SETTINGS[page], own, strict=True):
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 @dataclass
@@ -253,6 +265,22 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with running([*TANDEM, "serve", "--port", str(port), "--adapter-root", ".", *options], port, where) as server:
         yield Served(port, where)
         assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`tandem serve` as the page has it that trains several adapters."""
+    where = tmp_path_factory.mktemp("several")
+    write_settings("learning.md", where)
+    port, small = free_port(), [w for pair in SMALL.items() for w in pair]
+    with running([*TANDEM, "serve", "--port", str(port), "--config", "./several.yaml", *small], port, where) as server:
+        yield Served(port, where)
+        assert server.stop() == 0
+
+
+def asks_several(words: list[str]) -> bool:
+    """Return whether a command asks the server that trains several adapters."""
+    return any("coder" in word for word in words)
 
 
 def shortened(words: list[str], options: list[str]) -> list[str]:
@@ -334,8 +362,9 @@ def of_a_reader(words: list[str]) -> bool:
 
 @pytest.mark.restarts
 @pytest.mark.parametrize("line", lines(lambda words: words[0] == "curl" and not of_a_reader(words)))
-def test_curl(line: str, served: Served) -> None:
+def test_curl(line: str, request: pytest.FixtureRequest) -> None:
     words = commands()[line]
+    served: Served = request.getfixturevalue("several" if asks_several(words) else "served")
     place, _, name = words[next(i for i, w in enumerate(words) if w.startswith("http"))].rpartition("/")
     put = ["curl", "-H", "Content-Type: application/json"]
     if place.endswith("/v1/adapters"):  # the page loads it in the same block

@@ -99,8 +99,8 @@ class Process:
         if suddenly:
             ledger = self.learner._learner.ledger
             self.learner.stop()
-            ledger.saved.database.close()
             ledger.checkpoints.close()
+            ledger.shared.close()
         else:
             await self.learner.close()
         await self.client.close()

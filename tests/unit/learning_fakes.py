@@ -180,7 +180,10 @@ class Client:
 class Server:
     """`Serving` over the real registry. A sampled answer is `answer(shift of the adapter)`."""
 
-    def __init__(self, client: Client, answer: Callable[[float], str] = lambda shift: "no") -> None:
+    def __init__(
+        self, client: Client, answer: Callable[[float], str] = lambda shift: "no", name: str = "policy"
+    ) -> None:
+        self.name = name
         self.registry = Registry()
         self.client, self.answer = client, answer
         self.retired: list[int] = []
@@ -191,11 +194,11 @@ class Server:
 
     def publish(self, info: AdapterInfo, source: AdapterSource | None, number: int = 0) -> AdapterRef:
         self.client.points()
-        return self.registry.publish("policy", source, info, number=number)
+        return self.registry.publish(self.name, source, info, number=number)
 
     def reserve(self, info: AdapterInfo, number: int = 0) -> AdapterRef:
         self.client.points()
-        return self.registry.reserve("policy", info, number)
+        return self.registry.reserve(self.name, info, number)
 
     def expect(self, numbers: Sequence[int]) -> None:
         self.expected = list(numbers)
@@ -204,10 +207,10 @@ class Server:
         self.expected = []
 
     def count_from(self, number: int) -> None:
-        self.registry.count_from("policy", number)
+        self.registry.count_from(self.name, number)
 
     def current(self) -> AdapterRef | None:
-        return self.registry.entry("policy").ref if self.registry.is_read("policy") else None
+        return self.registry.entry(self.name).ref if self.registry.is_read(self.name) else None
 
     async def retire(self, ref: AdapterRef) -> None:
         await asyncio.sleep(0)

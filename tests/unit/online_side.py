@@ -60,8 +60,7 @@ class Side:
         loop.set_default_executor(last)
         ledger = self.learner._learner.ledger
         ledger.checkpoints.close()
-        if ledger._database is not None:
-            ledger._database.close()
+        ledger.shared.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

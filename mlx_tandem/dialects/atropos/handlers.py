@@ -31,7 +31,7 @@ class EnvironmentId(Struct):
 
 def _hub(front: ServerFront) -> Hub:
     """Return the API. Raises NotFound on a server that does not have it."""
-    hub = None if front.learning is None else front.learning.hub
+    hub = None if front.learning is None else front.learning.default.hub
     if hub is None:
         raise NotFound("Atropos' trajectory API is switched off: start the server with --atropos-api")
     return hub

@@ -16,7 +16,7 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.adapters.model_names import Selection
 from mlx_tandem.strict_json import check_nested, dumps
 from mlx_tandem.training.draws import check_same
-from mlx_tandem.training.live.recorder import Collect, Talk
+from mlx_tandem.training.live.recorder import Collect, Collecting, Continued, Talk
 from mlx_tandem.training.trajectories import ACROSS, check_label, new_id, same_prompt
 from mlx_tandem.types import SamplingParams
 
@@ -59,13 +59,14 @@ def collect_fields(
     if not keep and not shown:
         return None
     field = "trajectory_id" if going is not None else "collect_trajectory" if keep else "scoring_function"
-    learning = front.check_collecting(field, field)
+    collecting = _collecting(front, model, going, field, keep=keep)
+    training, rewards = collecting.config.rl_training, collecting.learner.rewards
     if silent:
         raise InvalidRequest(f"{field} needs a completion, and max_tokens is 0", param=field)
-    function = body.scoring_function if shown else "later" if going else front.config.rl_training.scoring_function
+    function = body.scoring_function if shown else "later" if going else training.scoring_function
     if not function:
         raise InvalidRequest(
-            f"scoring_function is required, one of {', '.join(learning.learner.rewards.names)}: "
+            f"scoring_function is required, one of {', '.join(rewards.names)}: "
             "this server was started without one to take otherwise",
             param="scoring_function",
             code="missing_required_parameter",
@@ -76,19 +77,15 @@ def collect_fields(
             raise InvalidRequest("top_p must be over 0 where trajectories are collected", param="top_p")
         if going is not None:
             check_same(params, going.temperature, going.truncation)
-        if learning.version_of(model.ref) is None:
-            raise InvalidRequest(
-                f"trajectories are collected of {front.config.rl_training.adapter} and of the base", param=field
-            )
-    training = front.config.rl_training
     later = function == "later"
-    if later and learning.learner.later is None:
+    if later and collecting.learner.later is None:
         front.check_learning("scoring_function later", "scoring_function")
     if later and not keep:
         raise InvalidRequest("scoring_function later needs collect_trajectory", param="scoring_function")
-    scoring = learning.learner.rewards.check(function, metadata)
+    scoring = rewards.check(function, metadata)
     alone = later or (not training.siblings and training.group_size < 2)
     return Collect(
+        adapter=collecting.name,
         keep=keep,
         shown=shown and not later,
         scoring=scoring,
@@ -100,6 +97,29 @@ def collect_fields(
         later=later,
         talk=talk,
     )
+
+
+def _collecting(front: ServerFront, model: Selection, going: Continued | None, field: str, *, keep: bool) -> Collecting:
+    """Return what takes the answers of `model`, or scores them alone. Raises InvalidRequest.
+
+    A trajectory stays with the learner that has its beginning, whose adapter or the base goes on with it.
+    """
+    if front.relay is not None:
+        if keep and front.relay.version_of(model.ref) is None:
+            raise InvalidRequest(f"trajectories are collected of {front.relay.name} and of the base", param=field)
+        return front.relay
+    learners = front.check_learning(field, field)
+    found = learners.of_version(model.ref)
+    if going is not None:
+        owner = learners.keeping(going.id)
+        if model.ref is not None and found is not owner:
+            raise InvalidRequest(
+                f"this trajectory is one of {owner.name}: only it and the base go on with it", param=field
+            )
+        return owner
+    if found is None and keep:
+        raise InvalidRequest(f"trajectories are collected of {', '.join(learners.names)} and of the base", param=field)
+    return found or learners.default
 
 
 def _groups(
@@ -132,12 +152,13 @@ def _groups(
 def control_arm(front: ServerFront, body: Common, model: Selection, collect: Collect) -> tuple[Selection, Collect]:
     """Return the model that answers a request that is collected, and its task for learning.
 
-    Some requests for the trained adapter, without a version, are answered by its accepted version, and some by both.
+    Some requests for a trained adapter, without a version, are answered by its accepted version, and some by both.
     """
     asked = body.model if body.lora_adapter is None else body.lora_adapter
-    if not collect.compared or model.ref is None or model.arm is not None or asked != front.config.rl_training.adapter:
+    if not collect.compared or model.ref is None or model.arm is not None or asked != collect.adapter:
         return model, collect
-    pair = front.check_collecting("collect_trajectory").learner.choose(model.ref)
+    collecting = front.collector(collect.adapter)
+    pair = None if collecting is None else collecting.learner.choose(model.ref)
     if pair is None:
         return model, collect
     entry = front.models.registry.entry(pair.first.label)
@@ -145,15 +166,15 @@ def control_arm(front: ServerFront, body: Common, model: Selection, collect: Col
 
 
 def follows(front: ServerFront, body: Common, model: Selection) -> bool:
-    """Return whether the request continues under newer versions of the trained adapter when they are published."""
+    """Return whether the request continues under newer versions of its trained adapter when they are published."""
     if body.swap_policy != "inflight_keep":
         return False
-    front.check_learning("swap_policy inflight_keep", "swap_policy")
+    trained = front.check_learning("swap_policy inflight_keep", "swap_policy").names
     asked = body.model if body.lora_adapter is None else body.lora_adapter
-    trained = front.config.rl_training.adapter
-    if model.ref is None or model.ref.name != trained or "@" in (asked or ""):
+    if model.ref is None or model.ref.name not in trained or "@" in (asked or ""):
         raise InvalidRequest(
-            f"swap_policy inflight_keep is for requests to {trained}, without a version", param="swap_policy"
+            f"swap_policy inflight_keep is for requests to {' or '.join(trained)}, without a version",
+            param="swap_policy",
         )
     return True
 

@@ -48,7 +48,7 @@ async def text_prompt(front: ServerFront, body: CompletionBody, prompts: Sequenc
 def _kept(front: ServerFront, body: Common) -> tuple[Kept, Continued]:
     """Return the trajectory that the request goes on with. Raises NotFound, Conflict and InvalidRequest."""
     assert body.trajectory_id is not None
-    learner = front.check_learning("trajectory_id", "trajectory_id").learner
+    learner = front.check_learning("trajectory_id", "trajectory_id").keeping(body.trajectory_id).learner
     found = learner.later.get(body.trajectory_id)
     for field, wrong in (
         ("n", (body.n or 1) != 1),

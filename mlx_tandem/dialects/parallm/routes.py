@@ -5,11 +5,13 @@ from __future__ import annotations
 from mlx_tandem.dialects.parallm.perplexity import PerplexityBody, plan_perplexity
 from mlx_tandem.dialects.route import PLAIN, Route
 from mlx_tandem.dialects.training import handlers as training
-from mlx_tandem.dialects.training.bodies import CheckpointBody, SwitchBody
+from mlx_tandem.dialects.training.bodies import AdapterQuery, CheckpointBody, SwitchBody
 
 ROUTES = (
     Route("POST", "/v1/perplexity", plan_perplexity, PerplexityBody, reads="prompts"),
-    Route("POST", "/training/checkpoint", training.checkpoint, CheckpointBody, reads="steering", media=PLAIN),
-    Route("POST", "/model/switch-lora", training.switch, SwitchBody, reads="steering", media=PLAIN),
-    Route("GET", "/debug/training", training.debug),
+    Route(
+        "POST", "/training/checkpoint", training.checkpoint, CheckpointBody, AdapterQuery, reads="steering", media=PLAIN
+    ),
+    Route("POST", "/model/switch-lora", training.switch, SwitchBody, AdapterQuery, reads="steering", media=PLAIN),
+    Route("GET", "/debug/training", training.debug, query=AdapterQuery),
 )

@@ -7,6 +7,12 @@ from msgspec import Struct
 from mlx_tandem.training.external import External
 
 
+class AdapterQuery(Struct):
+    """The query of a route about one trained adapter. Without a name, the default one is meant."""
+
+    adapter: str | None = None
+
+
 class UpdateBody(Struct, forbid_unknown_fields=True):
     """The body of a request for an update."""
 

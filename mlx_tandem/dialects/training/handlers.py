@@ -12,6 +12,7 @@ import msgspec
 from mlx_tandem import limits
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.training.bodies import (
+    AdapterQuery,
     CheckpointBody,
     NoBody,
     RewardBody,
@@ -24,18 +25,25 @@ from mlx_tandem.training.external import Sent, check_external
 from mlx_tandem.training.store.checkpoints import GUARDS
 
 if TYPE_CHECKING:
+    from mlx_tandem.training.live.learning import Learning
     from mlx_tandem.training.online.serving import UpdateReport
 
 HISTORY = 200
 """Updates in the history that is sent."""
 
+SUMMARY = (
+    "running", "busy", "recovering", "reason", "current_lora", "version", "step", "updates", "buffered", "loss",
+    "mean_reward", "rollbacks", "last_update",
+)  # fmt: skip
+"""Fields of a status that the list of all adapters has."""
+
 WHAT = "this route"
 """The subject of the error on a server that does not learn."""
 
 
-async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, Any]]:
+async def update(front: ServerFront, query: AdapterQuery, body: UpdateBody) -> tuple[int, dict[str, Any]]:
     """Start an update; return the HTTP status and the job. The status is 202, or 200 after waiting with `wait`."""
-    learning = front.check_learning(WHAT)
+    learning = front.check_learning(WHAT).of(query.adapter)
     learner = learning.check_up()
     if body.checkpoint_name is not None:
         learning.check_checkpoint_name(body.checkpoint_name, "checkpoint_name")
@@ -69,14 +77,15 @@ async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, A
 
 async def reward(front: ServerFront, id: str, body: RewardBody) -> dict[str, Any]:
     """Give a trajectory its reward, with which it is learned from; return whether it was too old for that."""
-    learner = front.check_learning(WHAT).check_up()
+    learner = front.check_learning(WHAT).keeping(id).check_up()
     fresh = await learner.later.reward(id, body.reward, body.turn_rewards)
     return {"trajectory_id": id} | ({"status": "collected"} if fresh else {"status": "dropped", "dropped": "stale"})
 
 
 def trajectory(front: ServerFront, id: str) -> dict[str, Any]:
     """Return what is known of a trajectory whose reward is still missing."""
-    found = front.check_learning(WHAT).check_up().later.get(id)
+    learning = front.check_learning(WHAT).keeping(id)
+    found = learning.check_up().later.get(id)
     exchanges = found.exchanges
     return {
         "id": id,
@@ -87,23 +96,26 @@ def trajectory(front: ServerFront, id: str) -> dict[str, Any]:
         "versions": sorted({v for e in exchanges for v in e.versions}),
         "metadata": found.begun.metadata,
         "last_answer": int(found.touched),
-        "expires": int(found.touched + front.config.rl_training.open_trajectory_s),
+        "expires": int(found.touched + learning.config.rl_training.open_trajectory_s),
     }
 
 
 async def forget(front: ServerFront, id: str) -> dict[str, Any]:
     """Give up a trajectory that will have no reward; its siblings wait for it no longer."""
-    await front.check_learning(WHAT).check_up().later.forget(id)
+    await front.check_learning(WHAT).keeping(id).check_up().later.forget(id)
     return {"id": id, "object": "trajectory", "deleted": True}
 
 
 def job(front: ServerFront, id: str) -> dict[str, Any]:
     """Return the state of an update's job. Raises NotFound for an unknown id."""
-    return front.check_learning(WHAT).jobs.get(id).describe()
+    return front.check_learning(WHAT).job(id).describe()
 
 
-async def status(front: ServerFront) -> dict[str, Any]:
-    """Return the status of learning, or, on a server that does not learn, the fact that it is disabled."""
+async def status(front: ServerFront, query: AdapterQuery) -> dict[str, Any]:
+    """Return the status of learning, or, on a server that does not learn, the fact that it is disabled.
+
+    Where several adapters are trained and none is named, the status of the default one has a list of all.
+    """
     if front.learning is None:
         return {
             "training_enabled": False,
@@ -113,58 +125,74 @@ async def status(front: ServerFront) -> dict[str, Any]:
             "loss": None,
             "available_checkpoints": [],
         }
+    learning = front.learning.of(query.adapter)
     await front.client.refresh()
-    found: dict[str, Any] = msgspec.to_builtins(front.learning.learner.status())
-    found["atropos"] = None if front.learning.feed is None else front.learning.feed.describe()
-    environment = front.learning.environment
-    found["environment"] = None if environment is None else environment.describe()
-    found["current_lora"] = front.learning.current_name()
+    found = _status(learning)
+    if len(front.learning) > 1:
+        found["adapter"] = learning.name
+        if query.adapter is None:
+            found["adapters"] = [_summary(each) for each in front.learning]
+    return found
+
+
+def _status(learning: Learning) -> dict[str, Any]:
+    """Return the status of one adapter's learning."""
+    found: dict[str, Any] = msgspec.to_builtins(learning.learner.status())
+    found["atropos"] = None if learning.feed is None else learning.feed.describe()
+    found["environment"] = None if learning.environment is None else learning.environment.describe()
+    found["current_lora"] = learning.current_name()
     found["available_checkpoints"] = [n for n in found["available_checkpoints"] if not GUARDS.fullmatch(n)]
     return found
 
 
-def history(front: ServerFront) -> dict[str, Any]:
-    """Return the last updates, oldest first, and answers that they learned from."""
-    learning = front.check_learning(WHAT)
+def _summary(learning: Learning) -> dict[str, Any]:
+    """Return the most important parts of the status of one adapter's learning."""
+    whole = _status(learning)
+    return {"adapter": learning.name} | {field: whole[field] for field in SUMMARY}
+
+
+def history(front: ServerFront, query: AdapterQuery) -> dict[str, Any]:
+    """Return the last updates of an adapter, oldest first, and answers that they learned from."""
+    learning = front.check_learning(WHAT).of(query.adapter)
     updates = list(learning.learner.history)[-HISTORY:]
     return {"updates": msgspec.to_builtins(updates), "samples": msgspec.to_builtins(list(learning.reporting.samples))}
 
 
-async def start(front: ServerFront, body: NoBody) -> dict[str, Any]:
-    """Start the learning loop or let it continue; return the status."""
-    front.check_learning(WHAT).check_up().start()
-    return await status(front)
+async def start(front: ServerFront, query: AdapterQuery, body: NoBody) -> dict[str, Any]:
+    """Start the learning loop of an adapter or let it continue; return the status."""
+    front.check_learning(WHAT).of(query.adapter).check_up().start()
+    return await status(front, query)
 
 
-async def stop(front: ServerFront, body: NoBody) -> dict[str, Any]:
-    """Pause the learning loop; return the status."""
-    front.check_learning(WHAT).check_up().stop()
-    return await status(front)
+async def stop(front: ServerFront, query: AdapterQuery, body: NoBody) -> dict[str, Any]:
+    """Pause the learning loop of an adapter; return the status."""
+    front.check_learning(WHAT).of(query.adapter).check_up().stop()
+    return await status(front, query)
 
 
-async def checkpoint(front: ServerFront, body: CheckpointBody) -> dict[str, Any]:
+async def checkpoint(front: ServerFront, query: AdapterQuery, body: CheckpointBody) -> dict[str, Any]:
     """Save a checkpoint and return its name."""
-    learning = front.check_learning(WHAT)
+    learning = front.check_learning(WHAT).of(query.adapter)
     learner = learning.check_up()
     with learning.naming(body.name, "name"):
         return {"status": "saved", "checkpoint": await learner.checkpoint(body.name)}
 
 
-async def rollback(front: ServerFront, body: RollbackBody) -> dict[str, Any]:
+async def rollback(front: ServerFront, query: AdapterQuery, body: RollbackBody) -> dict[str, Any]:
     """Return serving and training to an earlier version."""
-    learning = front.check_learning(WHAT)
+    learning = front.check_learning(WHAT).of(query.adapter)
     learner = learning.check_up()
     with _naming("to"):
-        ref = await learner.rollback(None if body.to is None else _model_id(front, body.to, "to"))
+        ref = await learner.rollback(None if body.to is None else _model_id(learning, body.to, "to"))
     learning.switched(ref, ref.label)
     return {"status": "rolled_back", "current_lora": ref.label, "version": ref.version}
 
 
-async def switch(front: ServerFront, body: SwitchBody) -> dict[str, Any]:
-    """Serve another version under the trained adapter's name. Training continues unchanged."""
-    learning = front.check_learning(WHAT)
+async def switch(front: ServerFront, query: AdapterQuery, body: SwitchBody) -> dict[str, Any]:
+    """Serve another version under a trained adapter's name. Training continues unchanged."""
+    learning = front.check_learning(WHAT).of(query.adapter)
     learner = learning.check_up()
-    to = _model_id(front, body.version, "version")
+    to = _model_id(learning, body.version, "version")
     with _naming("version"):
         ref = await learner.switch(to)
     learning.switched(ref, to)
@@ -181,22 +209,24 @@ def _naming(param: str) -> Iterator[None]:
         raise
 
 
-def _model_id(front: ServerFront, given: str | int, param: str) -> str:
+def _model_id(learning: Learning, given: str | int, param: str) -> str:
     """Return a version's number or a checkpoint's name as text. A number may be given as NAME@NUMBER.
 
     NAME is then the trained adapter. Raises InvalidRequest naming `param`.
     """
     if isinstance(given, int):
         return str(limits.check("version", given, param))
-    return limits.check_name(given.removeprefix(f"{front.config.rl_training.adapter}@"), param)
+    return limits.check_name(given.removeprefix(f"{learning.name}@"), param)
 
 
-async def debug(front: ServerFront) -> dict[str, Any]:
-    """Return all details of learning: its status, the last updates, the failures of rewards, and the settings."""
+async def debug(front: ServerFront, query: AdapterQuery) -> dict[str, Any]:
+    """Return all details of an adapter's learning: status, last updates, failures of rewards, and settings."""
     config = front.config
-    found: dict[str, Any] = {"status": await status(front)}
+    found: dict[str, Any] = {"status": await status(front, query)}
     if front.learning is not None:
-        found["history"] = msgspec.to_builtins(list(front.learning.learner.history))
-        found["reward_failures"] = dict(front.learning.learner.rewards.failures)
+        learning = front.learning.of(query.adapter)
+        config = learning.config
+        found["history"] = msgspec.to_builtins(list(learning.learner.history))
+        found["reward_failures"] = dict(learning.learner.rewards.failures)
     settings = {"rl_training": config.rl_training, "checkpointing": config.checkpointing, "duty": config.engine.duty}
     return found | {"config": msgspec.to_builtins(settings)}

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from mlx_tandem.dialects.route import Route
 from mlx_tandem.dialects.training import handlers
-from mlx_tandem.dialects.training.bodies import CheckpointBody, NoBody, RewardBody, RollbackBody, UpdateBody
+from mlx_tandem.dialects.training.bodies import (
+    AdapterQuery,
+    CheckpointBody,
+    NoBody,
+    RewardBody,
+    RollbackBody,
+    UpdateBody,
+)
 
 ROUTES = (
-    Route("POST", "/v1/training/update", handlers.update, UpdateBody, status=202),
+    Route("POST", "/v1/training/update", handlers.update, UpdateBody, AdapterQuery, status=202),
     Route("GET", "/v1/training/jobs/{id}", handlers.job),
     Route("GET", "/v1/trajectories/{id}", handlers.trajectory),
     Route("POST", "/v1/trajectories/{id}/reward", handlers.reward, RewardBody),
     Route("DELETE", "/v1/trajectories/{id}", handlers.forget),
-    Route("GET", "/v1/training/status", handlers.status),
-    Route("GET", "/v1/training/history", handlers.history),
-    Route("POST", "/v1/training/start", handlers.start, NoBody, reads="steering"),
-    Route("POST", "/v1/training/stop", handlers.stop, NoBody, reads="steering"),
-    Route("POST", "/v1/training/checkpoint", handlers.checkpoint, CheckpointBody, reads="steering"),
-    Route("POST", "/v1/training/rollback", handlers.rollback, RollbackBody, reads="steering"),
+    Route("GET", "/v1/training/status", handlers.status, query=AdapterQuery),
+    Route("GET", "/v1/training/history", handlers.history, query=AdapterQuery),
+    Route("POST", "/v1/training/start", handlers.start, NoBody, AdapterQuery, reads="steering"),
+    Route("POST", "/v1/training/stop", handlers.stop, NoBody, AdapterQuery, reads="steering"),
+    Route("POST", "/v1/training/checkpoint", handlers.checkpoint, CheckpointBody, AdapterQuery, reads="steering"),
+    Route("POST", "/v1/training/rollback", handlers.rollback, RollbackBody, AdapterQuery, reads="steering"),
 )

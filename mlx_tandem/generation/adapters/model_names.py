@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -90,9 +90,9 @@ class Models:
         self.base_names = base_names(config)
         self.registry = Registry()
         self.aliases = Aliases()
-        cluster = config.cluster
-        is_trained = config.rl_training.enabled or cluster.share or cluster.connect_to
-        self._trained = config.rl_training.adapter if is_trained else None  # here or on another machine
+        training, cluster = config.rl_training, config.cluster
+        distant = (training.adapter,) if cluster.share or cluster.connect_to else ()  # trained on another machine
+        self._trained = frozenset(training.trained if training.enabled else distant)
         self.rules = NameRules(self.base_names, self.registry, self.aliases, self._trained)
         self._quota = AdapterQuota(config, self.registry)
         self._config = config
@@ -102,9 +102,9 @@ class Models:
         self._contents = EngineContents(self.registry, client)
         self.elsewhere = Elsewhere(self.rules, self.registry, self._contents, client)
         """The adapters that come from other machines."""
-        self._shelf: dict[str, AdapterSource] = {}  # folders of the trained adapter's saved versions, by label
+        self._shelves: dict[str, dict[str, AdapterSource]] = {}  # folders of trained adapters' saved versions, by label
         self._reread: set[str] = set()  # labels of the shelf's versions that were read for a request
-        self._expected: frozenset[str] = frozenset()  # labels from an earlier server that are being made again
+        self._expected: dict[str, frozenset[str]] = {}  # labels that are being made again, by trained adapter
         self._checkpoints = os.path.abspath(config.checkpointing.checkpoint_dir)
 
     # -- what a request means -----------------------------------------------------------------------------------
@@ -172,9 +172,9 @@ class Models:
                 raise EngineUnavailable(f"{entry.ref.label} is being made again")
             return entry
         except NotFound as e:
-            if model_id in self._expected:
+            if any(model_id in labels for labels in self._expected.values()):
                 raise EngineUnavailable(f"{model_id} is being made again") from None
-            source = self._shelf.get(model_id)
+            source = self.shelved(model_id)
             name = model_id.partition("@")[0] if source is None else model_id
             source = source or self._unread(name)
             if source is None:
@@ -182,7 +182,9 @@ class Models:
         try:
             await self._first_reads.wait(name, lambda: self._first_read(name, source))
         except (ModelError, NotFound) as e:
-            in_removal = os.path.dirname(source.path) == self._checkpoints and not os.path.isdir(source.path)
+            folder = os.path.dirname(source.path)
+            saved = self._checkpoints in (folder, os.path.dirname(folder))
+            in_removal = saved and not os.path.isdir(source.path)
             if isinstance(e, NotFound) or in_removal:
                 raise NotFound(f"{name!r} is no longer there", param="model", code="model_not_found") from None
             raise ModelError(f"adapter {name}: {e.message}", param="model", code=e.code) from e
@@ -323,24 +325,24 @@ class Models:
         self._quota.forget((ref,))
         await self._contents.let_go(ref.digest)
 
-    def saved(self, name: str, source: AdapterSource, info: AdapterInfo) -> None:
-        """Record that this content of the trained adapter also lies in a folder, and serve the folder as `name`."""
+    def saved(self, trained: str, name: str, source: AdapterSource, info: AdapterInfo) -> None:
+        """Record that this content of a trained adapter also lies in a folder, and serve the folder as `name`."""
         for entry in self.registry.holders(info.digest):
-            if entry.name == self._trained:
+            if entry.name == trained:
                 entry.source = source
         self._publish(name, source, info)
 
-    def shelve(self, versions: dict[str, AdapterSource]) -> None:
-        """Set the shelf: the checkpoints that hold versions of the trained adapter, by label. Each is read on use."""
-        self._shelf = versions
+    def shelve(self, trained: str, versions: Mapping[int, AdapterSource]) -> None:
+        """Set the shelf of a trained adapter: the checkpoints that hold versions of it. Each is read on use."""
+        self._shelves[trained] = {f"{trained}@{number}": source for number, source in versions.items()}
 
     def shelved(self, label: str) -> AdapterSource | None:
         """Return the checkpoint that holds the version with this label; None if there is none."""
-        return self._shelf.get(label)
+        return self._shelves.get(label.partition("@")[0], {}).get(label)
 
     async def unsaved(self, name: str, source: AdapterSource) -> None:
         """Forget the checkpoint `name`, whose folder `source` is gone, and the versions that only it had."""
-        for label in [label for label in self._reread if label not in self._shelf]:
+        for label in [label for label in self._reread if self.shelved(label) is None]:
             self._reread.discard(label)
             with contextlib.suppress(Conflict, NotFound):
                 await self.retire(self.registry.entry(label).ref)
@@ -351,15 +353,19 @@ class Models:
         if name in self.registry:
             await self._remove(name)
 
-    def expect(self, labels: Iterable[str]) -> None:
+    def expect(self, trained: str, numbers: Iterable[int]) -> None:
         """Answer requests for these versions with EngineUnavailable until `drop_lost`: they are being made again."""
-        self._expected = frozenset(labels)
+        self._expected[trained] = frozenset(f"{trained}@{number}" for number in numbers)
 
-    async def drop_lost(self) -> None:
-        """Forget the versions that were not made again after the engine had ended."""
-        self._expected = frozenset()
+    async def drop_lost(self, trained: str) -> None:
+        """Forget the versions of a trained adapter that were not made again after the engine had ended.
+
+        Those of other trained adapters may still be made again.
+        """
+        self._expected.pop(trained, None)
+        others = self._trained - {trained}
         for digest in list(self._contents.lost):
-            for entry in self.registry.holders(digest):
+            for entry in [e for e in self.registry.holders(digest) if e.name not in others]:
                 try:
                     await self.retire(entry.ref)
                 except Conflict:

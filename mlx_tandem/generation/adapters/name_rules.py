@@ -22,7 +22,7 @@ def base_names(config: Config) -> frozenset[str]:
 def check_settings(config: Config) -> None:
     """Raise InvalidRequest for an adapter or alias of the settings whose name is not allowed, before anything loads."""
     registry = Registry()
-    rules = NameRules(base_names(config), registry, Aliases(), None)
+    rules = NameRules(base_names(config), registry, Aliases(), frozenset())
     try:
         for name, path in config.adapters:
             what = f"adapter {name}"
@@ -39,15 +39,15 @@ def check_settings(config: Config) -> None:
 class NameRules:
     """The rules for new names on one server. Its checks raise InvalidRequest naming `name`."""
 
-    def __init__(self, base_names: frozenset[str], registry: Registry, aliases: Aliases, trained: str | None):
-        """Set up the rules. `trained` is the name of the adapter that the server trains; None if it trains none."""
+    def __init__(self, base_names: frozenset[str], registry: Registry, aliases: Aliases, trained: frozenset[str]):
+        """Set up the rules. `trained` are the names of the adapters that the server trains."""
         self._base_names = base_names
         self._reserved = frozenset(name.casefold() for name in base_names)
         self._registry = registry
         self._aliases = aliases
         self._trained = trained
         self.is_up = False
-        """Whether the settings' adapters are loaded. Until then, a folder may be loaded under the trained name."""
+        """Whether the settings' adapters are loaded. Until then, a folder may be loaded under a trained name."""
         self.is_checkpoint: Callable[[str], bool] = lambda name: False
         """A function that returns whether a name belongs to a checkpoint, so that nothing else may take it."""
 
@@ -72,8 +72,8 @@ class NameRules:
             raise Conflict(f"{name!r} is the name of a checkpoint of this server", param="name")
 
     def check_untrained(self, name: str) -> None:
-        """Raise Conflict when `name` is the name of the trained adapter."""
-        if name == self._trained and self.is_up:
+        """Raise Conflict when `name` is the name of a trained adapter."""
+        if name in self._trained and self.is_up:
             raise Conflict(f"{name!r} is trained by this server", param="name")
 
     def check_adapter(self, name: str) -> None:

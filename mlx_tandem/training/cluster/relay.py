@@ -56,7 +56,8 @@ class Relay(Tasks):
         self.clock = clock
         self.learner = Collector(front, queue)
         self._front = front
-        self._name = front.config.rl_training.adapter
+        self.config = front.config
+        self.name = front.config.rl_training.adapter
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of these tokens without control tokens."""
@@ -66,7 +67,7 @@ class Relay(Tasks):
         """Return the number of the trained adapter's version; 0 for the base, None for others."""
         if ref is None:
             return 0
-        return ref.version if ref.name == self._name else None
+        return ref.version if ref.name == self.name else None
 
     async def close(self) -> None:
         """End the tasks in the background and the workers."""

@@ -71,6 +71,10 @@ class Jobs:
         if job.error is not None:
             raise job.error
 
+    def __contains__(self, id: str) -> bool:
+        """Return whether there is a job with this id."""
+        return id in self._jobs
+
     def get(self, id: str) -> Job:
         """Return the job with this id. Raises NotFound."""
         try:

@@ -1,7 +1,7 @@
-"""Learning while serving: the online learner of a server, and its interface to the serving side.
+"""Learning while serving: the online learner of one adapter, and its interface to the serving side.
 
-The learner trains one adapter. The engine makes the versions of it, and this module publishes them without a folder.
-Only servers that learn import it.
+The engine makes the versions of the adapter, and this module publishes them without a folder. Only servers that learn
+import it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_tandem.errors import Conflict, InvalidRequest, NotFound, TandemError, r
 from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.front import Front
-from mlx_tandem.generation.prompted import Prompted
+from mlx_tandem.generation.prompted import CLIENT, Prompted
 from mlx_tandem.log import log
 from mlx_tandem.training.atropos.client import Client
 from mlx_tandem.training.atropos.feed import Feed
@@ -34,6 +34,7 @@ from mlx_tandem.training.live.reporting import Reporting, said
 from mlx_tandem.training.live.tasks import Tasks
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
+from mlx_tandem.training.own_settings import Own
 from mlx_tandem.training.store import manifests
 from mlx_tandem.training.store.checkpoints import (
     AUTOMATIC,
@@ -43,6 +44,7 @@ from mlx_tandem.training.store.checkpoints import (
     CheckpointInfo,
     Checkpoints,
 )
+from mlx_tandem.training.store.shared import SharedDatabase
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.training.verifiers.environment import Environment
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams
@@ -52,16 +54,19 @@ PACE_SECONDS = 300.0
 
 
 class Serving(ABC):
-    """The serving side as the learner uses it, on the front's event loop.
+    """The serving side as the learner of one adapter uses it, on the front's event loop.
 
     `swaps` counts how often the trained adapter's name has come to stand for another version since the start.
     """
 
-    def __init__(self, front: Front):
+    def __init__(self, front: Front, own: Own):
         """Begin without checkpoints: `read_checkpoints` and `list_checkpoints` find them."""
         self._front = front
-        self._name = front.config.rl_training.adapter
-        self._folder = os.path.abspath(front.config.checkpointing.checkpoint_dir)
+        self.config = own.config
+        """The settings of a server that trains this adapter alone."""
+        self.name = self._name = own.name
+        self._prefix = own.prefix
+        self._folder = os.path.abspath(own.config.checkpointing.checkpoint_dir)
         self._checkpoints: set[str] = set()  # names of the checkpoints that are served
         self._named: set[str] = set()  # names of all checkpoints, in lower case
         self._naming: set[str] = set()  # names, in lower case, of checkpoints that are being saved
@@ -95,11 +100,11 @@ class Serving(ABC):
 
     def expect(self, numbers: Sequence[int]) -> None:
         """Answer requests for these versions with EngineUnavailable until `recovered`: they are being made again."""
-        self._front.models.expect(f"{self._name}@{number}" for number in numbers)
+        self._front.models.expect(self._name, numbers)
 
     async def recovered(self) -> None:
         """Forget the versions that have not been made again."""
-        await self._front.models.drop_lost()
+        await self._front.models.drop_lost(self._name)
 
     def count_from(self, number: int) -> None:
         """Give new versions numbers above `number`, the last one that an earlier server gave."""
@@ -151,11 +156,13 @@ class Serving(ABC):
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def is_checkpoint(self, name: str) -> bool:
-        """Return whether a checkpoint has this name, or is being saved under it, or may be named so automatically.
+        """Return whether a checkpoint is served by this name, or is being saved to be, or may be automatically.
 
         Upper and lower case are not told apart, because many disks do not tell them apart in folder names.
         """
-        folded = name.casefold()
+        if not name.casefold().startswith(self._prefix.casefold()):
+            return False
+        folded = name.casefold()[len(self._prefix) :]
         return folded in self._named or folded in self._naming or AUTOMATIC.fullmatch(folded) is not None
 
     def check_checkpoint_name(self, name: str, param: str) -> None:
@@ -165,7 +172,7 @@ class Serving(ABC):
         if name.casefold() in self._named | self._naming:
             raise Conflict(f"there is a checkpoint {name[:64]!r}", param=param, code="checkpoint_exists")
         with renamed(name=param):
-            self._front.models.rules.check_free(name)
+            self._front.models.rules.check_free(f"{self._prefix}{name}")
 
     @contextlib.contextmanager
     def naming(self, name: str | None, param: str) -> Iterator[None]:
@@ -196,7 +203,7 @@ class Serving(ABC):
                 continue
             self._named_versions[each] = self.version_of(AdapterRef(each, 0, info.digest)) or 0
             if self._takes(each):
-                self._front.models.saved(each, source, info)
+                self._front.models.saved(self._name, f"{self._prefix}{each}", source, info)
 
     async def read_checkpoints(self) -> Sequence[CheckpointInfo]:
         """Return the checkpoints in the folder, and reserve their names."""
@@ -220,25 +227,25 @@ class Serving(ABC):
         names = {info.name for info in found}
         self._numbers = {info.digest: info.version for info in listed if info.version}
         self._named_versions = {info.name: info.version for info in found}
-        models.shelve({f"{self._name}@{i.version}": self._source(i.name) for i in listed if i.version})
+        models.shelve(self._name, {i.version: self._source(i.name) for i in listed if i.version})
         for info in found:
-            source = self._source(info.name)
+            source, served = self._source(info.name), f"{self._prefix}{info.name}"
             if info.name not in self._checkpoints:
                 if self._takes(info.name):
-                    models.registry.announce(info.name, source)
-            elif models.registry.is_read(info.name) and models.registry.entry(info.name).ref.digest != info.digest:
+                    models.registry.announce(served, source)
+            elif models.registry.is_read(served) and models.registry.entry(served).ref.digest != info.digest:
                 # The name now stands for other content, as "best" does after a better update.
-                models.saved(info.name, source, await self._front.client.load_adapter(source))
-            await _drop_replaced(models, info.name)
+                models.saved(self._name, served, source, await self._front.client.load_adapter(source))
+            await _drop_replaced(models, served)
         for name in before - names:
             self._checkpoints.discard(name)
-            await models.unsaved(name, self._source(name))
+            await models.unsaved(f"{self._prefix}{name}", self._source(name))
 
     def _takes(self, name: str) -> bool:
         """Return whether the checkpoint is served under its name, and record the name if it is."""
         try:
             if name not in self._checkpoints:
-                self._front.models.rules.check_free(name)
+                self._front.models.rules.check_free(f"{self._prefix}{name}")
         except InvalidRequest as e:
             log("checkpoint not served", checkpoint=name, reason=e.message)
             return False
@@ -280,7 +287,11 @@ class Serving(ABC):
             version=self.version_of(adapter) or 0,
             background=True,
         )
-        answers = await self._front.answers(prompted)
+        token = CLIENT.set(hash((self._name, "learning")))  # Learners take turns as clients do.
+        try:
+            answers = await self._front.answers(prompted)
+        finally:
+            CLIENT.reset(token)
         done = [_sampled(answer) for answer in answers.choices]
         return [done[k * n : (k + 1) * n] for k in range(len(prompts))]
 
@@ -306,30 +317,30 @@ def _sampled(answer: Answer) -> Sampled:
 
 
 class Learning(Serving, Tasks):
-    """The learner of a server, with its jobs and its tasks in the background, on the front's event loop."""
+    """The learner of one adapter, with its jobs and its tasks in the background, on the front's event loop."""
 
-    def __init__(self, front: Front, clock: Callable[[], float] = time.time):
+    def __init__(self, front: Front, own: Own, shared: SharedDatabase, clock: Callable[[], float] = time.time):
         """Create the learner, which `bring_up` starts. `clock` returns the time in Unix seconds."""
-        Serving.__init__(self, front)
+        Serving.__init__(self, front, own)
         Tasks.__init__(self)
+        config = own.config
         self.clock = clock
-        self.reporting = Reporting(front.config, front.tokenizer.decode, partial(said, front.tokenizer))
-        self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
+        self.reporting = Reporting(config, front.tokenizer.decode, partial(said, front.tokenizer))
+        self.learner = OnlineLearner(config, front.client, self, clock=clock, shared=shared)
         self.jobs = Jobs(clock)
-        training, trains = front.config.rl_training, front.config.engine.duty.mode != "inference_only"
+        training, trains = config.rl_training, config.engine.duty.mode != "inference_only"
         self.hub = Hub() if training.atropos_api and trains else None
         """Atropos' trajectory API, if this server is it."""
         self.feed: Feed | None = None
         """The task that takes batches from Atropos' API, if there is one here or elsewhere."""
         if trains and (self.hub is not None or training.atropos_url):
             source = Client(training.atropos_url) if self.hub is None else OwnTrainer(self.hub)
-            self.feed = Feed(front.config, front.client, self.learner, source, clock)
+            self.feed = Feed(config, front.client, self.learner, source, clock)
         self.environment: Environment | None = None
         """The environment of verifiers that is played, if the settings name one."""
         if training.verifiers and trains:
-            self.environment = Environment(front.config, front.client, self.learner, self.current, clock)
+            self.environment = Environment(config, front.client, self.learner, self.current, clock)
         self._feeding: list[asyncio.Task[None]] = []
-        front.models.rules.is_checkpoint = self.is_checkpoint
         self.outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
         """The numbers of this server's updates, by their outcomes."""
         self._pace: deque[tuple[float, int]] = deque()  # (time, number of updates until then)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from mlx_tandem.config import Config
 from mlx_tandem.engine.learning import Truncation
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.answers import Answer
@@ -82,6 +83,12 @@ class Learner(Protocol):
 class Collecting(Protocol):
     """A server's interface for collecting completions."""
 
+    name: str
+    """The name of the trained adapter."""
+
+    config: Config
+    """The settings of the trained adapter."""
+
     clock: Callable[[], float]
 
     @property
@@ -123,6 +130,7 @@ class Talk(NamedTuple):
 class Collect:
     """A request's task for learning. At least one of `keep` and `shown` is set."""
 
+    adapter: str  # whose learner takes the choices
     keep: bool  # the choices become trajectories
     shown: bool  # the reply waits for the scores and shows them
     scoring: Scoring

@@ -1,10 +1,11 @@
-"""Looking whether the folder of checkpoints and database is still there."""
+"""Looking whether the folders of checkpoints and database are still there."""
 
 from __future__ import annotations
 
 import asyncio
 
 from mlx_tandem.files import StorageError
+from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.database import Database
 
 LOOK_SECONDS = 0.2
@@ -12,15 +13,18 @@ LOOK_SECONDS = 0.2
 
 
 class Folder:
-    """The folder of a database, which is None until it has been opened. Belongs to one event loop."""
+    """The folders of a database, which is None until it has been opened, and of checkpoints. Belongs to one event
+    loop.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: Checkpoints) -> None:
         self.database: Database | None = None
+        self._checkpoints = checkpoints
         self._look: asyncio.Task[None] | None = None
         self._error = ""  # by the last look
 
     async def error(self) -> str:
-        """Return what is wrong with the folder; empty: nothing.
+        """Return what is wrong with the folders; empty: nothing.
 
         While the drive does not answer, the result is that of the last look which it has answered.
         """
@@ -34,6 +38,7 @@ class Folder:
         if database is not None and not database.is_closed:
             try:
                 await asyncio.to_thread(database.check)
+                await asyncio.to_thread(self._checkpoints.check)
             except StorageError as e:
                 error = "" if database.is_closed else e.message
         self._error = error

@@ -19,6 +19,10 @@ class Later:
     def __init__(self, ledger: Ledger, add: Add, clock: Callable[[], float]) -> None:
         self._ledger, self._add, self._clock = ledger, add, clock
 
+    def __contains__(self, id: str) -> bool:
+        """Return whether a trajectory waits here for its reward, or has had it."""
+        return id in self._ledger.waiting or self._ledger.buffer.knows(id)
+
     def get(self, id: str) -> OpenTrajectory:
         """Return a trajectory without a reward. Raises NotFound, and Conflict for one that has its reward."""
         if not self._ledger.is_open:

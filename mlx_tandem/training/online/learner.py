@@ -34,6 +34,7 @@ from mlx_tandem.training.online.versions import Versions
 from mlx_tandem.training.store.checkpoints import BEST, CheckpointInfo
 from mlx_tandem.training.store.records import GOOD, Began, Ended
 from mlx_tandem.training.store.rows import MOST_UPDATES
+from mlx_tandem.training.store.shared import SharedDatabase
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
@@ -47,9 +48,16 @@ class Learner:
     """Used by one task at a time; `OnlineLearner` sees to that."""
 
     def __init__(
-        self, config: Config, client: EngineClient, serving: Serving, rewards: Scorer, clock: Callable[[], float]
+        self,
+        config: Config,
+        client: EngineClient,
+        serving: Serving,
+        rewards: Scorer,
+        clock: Callable[[], float],
+        shared: SharedDatabase | None = None,
     ) -> None:
-        self.ledger = Ledger(config)
+        """Begin without a trainer. `shared` is the database; None: one that lies beside the checkpoints."""
+        self.ledger = Ledger(config, shared)
         self.versions = Versions(client, serving)
         self.states = States(self.ledger, config.rl_training.adapter)
         self.trainer = PolicyTrainer(config, client, self.versions, self.states)

@@ -25,6 +25,7 @@ from mlx_tandem.training.store.records import GOOD, Ended, Kept
 from mlx_tandem.training.store.rows import Rows
 from mlx_tandem.training.store.saved import Saved
 from mlx_tandem.training.store.schema import TrajectoryState
+from mlx_tandem.training.store.shared import SharedDatabase
 from mlx_tandem.training.trajectories import Buffer, Counts, DropReason, Trajectory, staleness
 
 log = logging.getLogger(__name__)
@@ -44,10 +45,13 @@ class Ledger:
     reads from the drive is what this one had in memory at a flush.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, shared: SharedDatabase | None = None) -> None:
+        """Begin with nothing. `shared` is the database; None: one that lies beside the checkpoints."""
         self._config = config
         checkpointing, training = config.checkpointing, config.rl_training
-        self.checkpoints = Checkpoints(Path(checkpointing.checkpoint_dir), checkpointing.keep_n_checkpoints)
+        folder = Path(checkpointing.checkpoint_dir)
+        self.checkpoints = Checkpoints(folder, checkpointing.keep_n_checkpoints)
+        self.shared = SharedDatabase(folder) if shared is None else shared
         self.listed: Sequence[CheckpointInfo] = ()
         """Newest first."""
         self.rows = Rows(training.adapter)
@@ -59,8 +63,8 @@ class Ledger:
         """The update that has begun and not ended."""
         self.unsaved = 0
         """Updates whose step stands and that no state of the trainer holds."""
-        self.folder = Folder()
-        """The watch that notices when the database is no longer there."""
+        self.folder = Folder(self.checkpoints)
+        """The watch that notices when the database or the checkpoints are no longer there."""
         self._database: Database | None = None
         self._writer: Writer | None = None
         self._saving: asyncio.Task[CheckpointInfo] | None = None
@@ -94,9 +98,10 @@ class Ledger:
         training = self._config.rl_training
         self.buffer, self.pending = Buffer(training.trajectory_buffer_size), None  # an attempt may have failed before
         self.waiting = OpenTrajectories(training.open_trajectories, training.open_trajectory_s)
-        await asyncio.to_thread(self.checkpoints.lock)
+        self._database = await asyncio.to_thread(self.shared.open)
         try:
-            self._database = await asyncio.to_thread(Database.open, self.checkpoints.folder, self.checkpoints.held)
+            same = self.checkpoints.folder == self.shared.folder
+            await asyncio.to_thread(self.checkpoints.lock, self.shared.lock if same else None)
             self._writer = Writer(self._database, lambda: _summary(self))
             found = await asyncio.to_thread(self.saved.run, Counters)
             manifest = await asyncio.to_thread(self.checkpoints.newest) if found is None else None
@@ -110,9 +115,7 @@ class Ledger:
             self.listed = await asyncio.to_thread(self.checkpoints.list)
             reports = await asyncio.to_thread(_reports, self)
         except BaseException:
-            self.checkpoints.close()
-            if self._database is not None:
-                self._database.close()
+            _release(self)
             raise
         self.folder.database = self._database
         self._is_open = True
@@ -333,7 +336,7 @@ class Ledger:
             if self._writer is not None:
                 await self._writer.close()
         finally:
-            self.checkpoints.close()
+            await asyncio.to_thread(_release, self)
 
     def put(self, *statements: Statement) -> None:
         """Put statements, and those about what has changed in the buffer."""
@@ -350,6 +353,14 @@ class Ledger:
         more += [self.rows.prune(self.counters.updates)] if changes.gone else []
         if more:
             _opened(self).put(*more)
+
+
+def _release(ledger: Ledger) -> None:
+    """Give up the folders. A second call does nothing."""
+    ledger.checkpoints.close()
+    if ledger._database is not None:
+        ledger._database = None
+        ledger.shared.close()
 
 
 def _read(ledger: Ledger) -> None:

@@ -29,6 +29,7 @@ from mlx_tandem.training.online.prompts import Prompt, Recorded
 from mlx_tandem.training.online.serving import Sampled, Serving, TrainingStatus, UpdateReport
 from mlx_tandem.training.rewards import RewardPool, Scoring
 from mlx_tandem.training.store.checkpoints import LATEST
+from mlx_tandem.training.store.shared import SharedDatabase
 from mlx_tandem.training.trajectories import DropReason, Trajectory, is_across
 from mlx_tandem.types import AdapterRef, SamplingParams
 
@@ -50,12 +51,19 @@ class OnlineLearner:
     """
 
     def __init__(
-        self, config: Config, client: EngineClient, serving: Serving, *, clock: Callable[[], float] = time.time
+        self,
+        config: Config,
+        client: EngineClient,
+        serving: Serving,
+        *,
+        clock: Callable[[], float] = time.time,
+        shared: SharedDatabase | None = None,
     ) -> None:
+        """Begin without a trainer. `shared` is the database; None: one that lies beside the checkpoints."""
         self.rewards = RewardPool(config.rl_training)
         self._config, self._training = config, config.rl_training
         self._client, self._serving, self._clock = client, serving, clock
-        self._learner = Learner(config, client, serving, self.rewards, clock)
+        self._learner = Learner(config, client, serving, self.rewards, clock, shared)
         self._recorded = Recorded()
         self._lock = asyncio.Lock()
         self.later = Later(self._learner.ledger, self.add, clock)

@@ -81,14 +81,18 @@ class Checkpoints:
         self.keep = keep
         self._ops = ops
         self._lock: FolderLock | None = None
+        self._is_lent = False
 
-    def lock(self) -> None:
+    def lock(self, taken: FolderLock | None = None) -> None:
         """Take the folder, made when it is not there, and clear away what a crash has left half done. Raises
         StorageError, with the number of the process that has it, when it is taken.
+
+        `taken` is the lock of this folder that the caller has already, and keeps after `close`.
         """
         with files.storage(self.folder):
             files.make_folder(self.folder, self._ops)
-            self._lock = FolderLock(self.folder)
+            self._lock = FolderLock(self.folder) if taken is None else taken
+            self._is_lent = taken is not None
             old_best = self.folder / f"{_OLD}{BEST}"
             if old_best.exists() and not (self.folder / BEST).exists():  # killed between the two renames of a new best
                 _rename(old_best, self.folder / BEST, self._ops)
@@ -103,7 +107,8 @@ class Checkpoints:
     def close(self) -> None:
         """Let go of the folder. Twice is once."""
         if self._lock is not None:
-            self._lock.release()
+            if not self._is_lent:
+                self._lock.release()
             self._lock = None
 
     def list(self) -> Sequence[CheckpointInfo]:
@@ -296,7 +301,11 @@ class Checkpoints:
     def _locked(self) -> None:
         if self._lock is None:
             raise RuntimeError("the folder is not locked")
-        if not self._lock.held():
+        self.check()
+
+    def check(self) -> None:
+        """Raise StorageError unless the folder is still the one that `lock` has taken, or none was taken."""
+        if self._lock is not None and not self._lock.held():
             raise StorageError(
                 f"{self.folder} was removed or replaced while it was in use: bring it back, or restart the server"
             )

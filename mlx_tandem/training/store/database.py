@@ -195,14 +195,13 @@ class Writer:
                 await asyncio.wait([self._work])
 
     async def close(self) -> None:
-        """Make what was put durable, or raise StorageError; either way the database is closed."""
+        """Make what was put durable, or raise StorageError; either way nothing is written afterwards."""
         try:
             self.put()
             await self.flush()
         finally:
             while self._work is not None:
                 await asyncio.wait([self._work])
-            await asyncio.to_thread(self._database.close)
 
     async def _write(self) -> None:
         groups = list(self._pending)

@@ -19,6 +19,7 @@ from mlx_tandem.cli.flags import MODES
 from mlx_tandem.cli.options import PANELS
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import CheckpointingConfig, ClusterConfig, Config, DutyConfig, RLTrainingConfig, TinkerConfig
+from mlx_tandem.training.own_settings import own_settings
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.manifests import Manifest
 
@@ -169,6 +170,61 @@ ON = "rl_training: {enabled: true}\n"
 def test_what_is_refused_says_why(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(said)):
         settings(tmp_path, text)
+
+
+SEVERAL = """
+rl_training:
+  enabled: true
+  learning_rate: 2e-5
+  adapters:
+    policy: {}
+    coder: {learning_rate: 1e-4, lora_rank: 32, kl_coef: 0.1, kl_reference: accepted}
+    sql.writer:
+      steps_per_update: 2
+      rewards: {lines: [{function: regex, options: {pattern: "a\\nb"}}]}
+      scoring_function: lines
+"""
+
+
+def test_several_adapters_are_trained_each_with_its_own_settings(tmp_path: Path) -> None:
+    config = settings(tmp_path, SEVERAL + f"checkpointing: {{checkpoint_dir: {tmp_path / 'kept'}}}")
+    own = {each.name: each.config.rl_training for each in own_settings(config)}
+    assert {name: each.learning_rate for name, each in own.items()} == {
+        "policy": 2e-5, "coder": 1e-4, "sql.writer": 2e-5
+    }  # fmt: skip
+    assert own["sql.writer"].scoring_function == "lines" and own["policy"].scoring_function == ""
+    duty = config.engine.duty
+    assert (duty.trainer_rank, duty.trainers, duty.several_steps) == (32, 4, True), "one is for a reference"
+    with_tinker = settings(tmp_path, SEVERAL + "tinker: {enabled: true, trainers: 2}").engine.duty
+    assert with_tinker.trainers == 6
+    line = serve._learning(config)
+    assert "policy (rank 16, grpo), coder (rank 32, grpo), sql.writer (rank 16, grpo)" in line
+
+
+@pytest.mark.parametrize(
+    ("adapters", "said"),
+    [
+        ("{coder: {}}", "'rl_training.adapters' does not name 'policy', the default adapter: add it there, or set"),
+        ("{policy: {lora_rnk: 1}}", "unknown setting 'rl_training.adapters.policy.lora_rnk'; did you mean 'lora_rank'"),
+        ("{policy: {enabled: true}}", "'rl_training.adapters.policy.enabled' belongs to the server"),
+        ("{policy: {lora_rank: 0}}", "'rl_training.adapters.policy.lora_rank' is 0: it must lie between 1 and"),
+        ("{policy: {lora_rank: many}}", "rl_training.adapters.policy.lora_rank must be of type int, not str"),
+        ("{policy: }", "'rl_training.adapters.policy' must hold settings by name"),
+        ("[policy, coder]", "rl_training.adapters must be of type object, not array"),
+        ("{policy: {}, coder: {lora_rank: 128}}", "the adapter 'coder': 'rl_training.lora_rank' is 128, over 'lora."),
+        ("{policy: {}, coder: {scoring_function: x}}", "the adapter 'coder': 'rl_training.scoring_function' is 'x'"),
+        ("{policy: {}, base: {}}", "the adapter 'base': 'base' is an alias or the base itself"),
+        ("{policy: {}, checkpoint-5: {}}", "'checkpoint-5' in 'rl_training.adapters' is a name that checkpoints get"),
+        ("{policy: {}, c: {}, c.checkpoint-5: {}}", "'c.checkpoint-5' in 'rl_training.adapters' is a name that"),
+        (
+            "{policy: {}, a: {metrics_file: m}, b: {metrics_file: m}}",
+            "'a' and 'b' have the same 'metrics_file', m: give",
+        ),
+    ],
+)
+def test_what_is_refused_of_several_adapters_says_where(tmp_path: Path, adapters: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        settings(tmp_path, f"rl_training: {{enabled: true, adapters: {adapters}}}")
 
 
 def test_a_checkpoint_that_is_there_keeps_its_name(tmp_path: Path) -> None:

@@ -24,8 +24,10 @@ from mlx_tandem.training.rewards import Scoring
 from mlx_tandem.types import AdapterRef, SamplingParams
 
 PARAMS = SamplingParams(9, temperature=1.0)
-VERSIONS = {None: 0, "policy": 3, "other": None}
+VERSIONS = {None: 0, "policy": 3, "coder": 3, "other": None}
 """The version that learning knows for a model of each name."""
+OWNERS = {None: "policy", "policy": "policy", "coder": "coder"}
+"""The adapter whose learner takes answers of a model of each name."""
 
 
 def model(name: str | None, version: int = 3, arm: AliasArm | None = None) -> Selection:
@@ -45,26 +47,35 @@ def front(pair: Any = None, learns: bool = True, found: Any = None, **training: 
 
     rewards = SimpleNamespace(names=("gsm8k", "contains"), check=check)
     learner = SimpleNamespace(rewards=rewards, choose=lambda ref: pair, later=SimpleNamespace(get=get))
-    learning = SimpleNamespace(learner=learner, version_of=lambda ref: VERSIONS[ref and ref.name])
+    config = Config(
+        EngineConfig(ModelConfig(str(demo.MODEL_PATH))), rl_training=RLTrainingConfig(enabled=True, **training)
+    )
+    each = {name: SimpleNamespace(name=name, learner=learner, config=config) for name in ("policy", "coder")}
+    learners = SimpleNamespace(
+        names=tuple(each),
+        default=each["policy"],
+        of=each.__getitem__,
+        of_version=lambda ref: each.get(OWNERS.get(ref and ref.name, "")),
+        keeping=lambda id: each["coder" if id == "traj-2" else "policy"],
+        version_of=lambda ref: VERSIONS[ref and ref.name],
+    )
 
     def check_learning(what: str, param: str | None = None) -> Any:
         if not learns:
             raise InvalidRequest(f"{what} needs a server that learns", param=param, code="learning_disabled")
-        return learning
+        return learners
 
     def entry(label: str) -> Any:
         name, _, number = label.partition("@")
         return model(name, int(number)).entry
 
     return SimpleNamespace(
-        config=Config(
-            EngineConfig(ModelConfig(str(demo.MODEL_PATH))),
-            rl_training=RLTrainingConfig(enabled=True, **training),
-        ),
+        config=config,
         check_learning=check_learning,
-        check_collecting=check_learning,
-        learning=learning if learns else None,
-        collecting=learning if learns else None,
+        relay=None,
+        collector=lambda adapter: learners.of(adapter),
+        learning=learners if learns else None,
+        collecting=learners if learns else None,
         models=SimpleNamespace(registry=SimpleNamespace(entry=entry)),
     )
 
@@ -236,6 +247,23 @@ PAIR = SimpleNamespace(first=AdapterRef("policy", 2, "d"))
 ARM = AliasArm("split", "policy", 1.0)
 
 
+def test_whose_learner_takes_an_answer() -> None:
+    """The adapter that answers, or the default one for the base. A trajectory stays where it began."""
+    for asked, adapter in ((model("coder"), "coder"), (model("policy"), "policy"), (model(None), "policy")):
+        found = task(asked=asked, **KEEP)
+        assert found is not None and found.adapter == adapter
+    shown = task(asked=model("other"), scoring_function="gsm8k")
+    assert shown is not None and shown.adapter == "policy", "it is scored, and learned from by nobody"
+    with pytest.raises(InvalidRequest, match="trajectories are collected of policy, coder and of the base"):
+        task(asked=model("other"), **KEEP)
+    going = Talk(3, b"r", Continued("traj-2", 2, 20, 1.0, WHOLE))
+    for asked in (model("coder"), model(None)):
+        found = task(asked=asked, talk=going, trajectory_id="traj-2")
+        assert found is not None and found.adapter == "coder"
+    with pytest.raises(InvalidRequest, match="one of coder: only it and the base go on with it"):
+        task(asked=model("policy"), talk=going, trajectory_id="traj-2")
+
+
 @pytest.mark.parametrize(
     ("fields", "asked", "is_compared"),
     [
@@ -277,6 +305,7 @@ def test_the_control_arm_is_for_requests_to_the_trained_adapter(
         ({"model": "policy", "lora_adapter": "policy@3", "swap_policy": "inflight_keep"}, model("policy"), None),
         ({"model": "other", "swap_policy": "inflight_keep"}, model("other"), None),
         ({"model": "base", "swap_policy": "inflight_keep"}, model(None), None),
+        ({"model": "coder", "swap_policy": "inflight_keep"}, model("coder"), True),
     ],
 )
 def test_who_follows_newer_versions(fields: dict[str, Any], asked: Selection, follow: bool | None) -> None:

@@ -294,7 +294,7 @@ def test_one_adapter(front: ServerFront) -> None:
     old |= {"memory_bytes": 200, "created": 1000, "pinned": False, "resident": False}
     assert asyncio.run(adapters.one(front, "own@1")) == VERSION | old | dict.fromkeys(COUNTED, 0)
     assert asyncio.run(adapters.one(front, "waiting")) == UNREAD
-    front.models.shelve({"own@7": AdapterSource("/saved")})
+    front.models.shelve("own", {7: AdapterSource("/saved")})
     assert asyncio.run(adapters.one(front, "own@7")) == {"name": "own", "version": 7, "id": "own@7", "path": "/saved"}
     for name in ("own@8", "nothing", "base"):
         with pytest.raises(NotFound) as refused:

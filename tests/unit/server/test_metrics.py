@@ -212,9 +212,12 @@ def test_each_family_of_learning_has_its_own_number() -> None:
             status=Status("x", rounds=27, episodes=28, failed_episodes=29, trajectories=30, refused_groups=31)
         ),
     )
-    found = {
-        (s.name, *s.labels.values()): s.value for family in learning_metrics.families(learning) for s in family.samples
-    }
+
+    def scraped(*each: Any) -> dict[tuple[str, ...], float]:
+        families = learning_metrics.families(each)
+        return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+    found = scraped(learning)
     assert found == {
         ("tandem_training_trajectories_total",): 1,
         ("tandem_training_siblings_total",): 23,
@@ -256,3 +259,13 @@ def test_each_family_of_learning_has_its_own_number() -> None:
         ("mlx_parallm_lora_swaps_total",): 14,
         ("mlx_parallm_checkpoint_saves_total",): 8,
     }
+    learning.name = "policy"
+    other = SimpleNamespace(**{**vars(learning), "name": "coder", "swaps": 15})
+    of_engine = {key: found.pop(key) for key in list(found) if key[0].endswith("_device_seconds_total")}
+    both = scraped(learning, other)
+    assert len(of_engine) == 2 and of_engine.items() <= both.items(), "the engine's own have no label"
+    expected = {
+        (name, adapter, *rest): value for (name, *rest), value in found.items() for adapter in ("policy", "coder")
+    }
+    swaps = {(name, "coder"): 15.0 for name in ("tandem_training_swaps_total", "mlx_parallm_lora_swaps_total")}
+    assert both == of_engine | expected | swaps

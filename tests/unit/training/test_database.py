@@ -198,6 +198,7 @@ def test_a_full_drive_loses_nothing_that_was_acknowledged(tmp_path: Path, kind: 
         await writer.flush()
         assert writer.waiting_bytes == 0
         await writer.close()
+        database.close()
         assert ids(tmp_path) == [f"t{n}" for n in range(1, number + 2)]
 
     asyncio.run(run())
@@ -225,6 +226,7 @@ async def test_waiters_share_a_transaction_and_one_that_gives_up_stops_nobody(tm
     await asyncio.gather(*tasks, return_exceptions=True)
     assert len(writes) <= 2 and all(statements[-1] == summary() for statements in writes)
     await writer.close()
+    database.close()
     assert ids(tmp_path) == [f"t{number}" for number in range(1, 51)]
 
 

@@ -179,6 +179,7 @@ async def test_a_reward_that_comes_later_is_learned_from_once(tmp_path: Path) ->
 async def test_a_group_does_not_wait_for_a_choice_that_was_not_kept(tmp_path: Path) -> None:
     async with running(config(tmp_path)) as side:
         collect = Collect(
+            adapter="policy",
             keep=True,
             shown=False,
             scoring=Scoring("later", ()),

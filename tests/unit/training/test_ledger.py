@@ -294,7 +294,7 @@ def test_a_comparison_counts_once_whenever_the_process_ends(tmp_path: Path, rest
                 with pytest.raises(StorageError):
                     await save
                 ledger.checkpoints.close()
-                ledger.saved.database.close()
+                ledger.shared.close()
         else:
             await save
             await ledger.close()

@@ -149,7 +149,17 @@ def test_each_choice_is_collected_or_its_reason_told(
     keep, later = way != "shown", way == "later"
     pair = PAIR if paired and keep and not later else None
     collect = Collect(
-        keep, "shown" in way, SCORING, {"a": 1}, groups, shared or across, texts, PARAMS, later=later, pair=pair
+        "policy",
+        keep,
+        "shown" in way,
+        SCORING,
+        {"a": 1},
+        groups,
+        shared or across,
+        texts,
+        PARAMS,
+        later=later,
+        pair=pair,
     )
     said = [answer(i, *what) for i, (*what, _) in enumerate(answers[: count * n])]
     scores = [score for *_, score in answers]
@@ -241,7 +251,7 @@ def test_a_request_that_goes_on_with_a_trajectory_adds_to_it_or_ends_it(
     """The outcome names the trajectory that it goes on with; its answer is scored only where it is the last one."""
     going = Continued("going", 2 if superseded else 1, 3, 0.7, truncation(PARAMS))
     talk = Talk(5, b"digest", going)
-    collect = Collect(True, False, SCORING, {}, ("g",), False, ("text",), PARAMS, later=later, talk=talk)
+    collect = Collect("policy", True, False, SCORING, {}, ("g",), False, ("text",), PARAMS, later=later, talk=talk)
     learner = Learner([score], fails)
     said = answer(1, *what, "text")
     (outcome,) = asyncio.run(recorded(learner, collect, [(1, 2, 3, 4, 5)], 1, [said]))

@@ -65,7 +65,7 @@ def selected(models: Models, name: str) -> str:
 def test_a_new_engine_has_only_what_lies_in_folders_until_the_rest_is_made_again(models: Models, engine: Told) -> None:
     for digest in ("d1", "d2", "d3"):
         models.made("policy", None, info(digest))
-    models.saved("first", SAVED, info("d1"))
+    models.saved("policy", "first", SAVED, info("d1"))
     engine.known.clear()
     asyncio.run(models.bring_up())
     assert set(engine.known) == {("d1", SAVED)}
@@ -76,7 +76,7 @@ def test_a_new_engine_has_only_what_lies_in_folders_until_the_rest_is_made_again
             selected(models, name)
     models.made("policy", None, info("d3"))
     assert selected(models, "policy") == "policy@3"
-    asyncio.run(models.drop_lost())
+    asyncio.run(models.drop_lost("policy"))
     with pytest.raises(NotFound):
         selected(models, "policy@2")
     assert [selected(models, name) for name in ("policy@1", "policy@3")] == ["policy@1", "policy@3"]
@@ -86,8 +86,8 @@ def test_versions_of_an_earlier_server(models: Models, engine: Told) -> None:
     """One lies in a checkpoint and is read when it is asked for, one is being made again, the others are gone."""
     models.registry.count_from("policy", 9)
     models.made("policy", None, info("d7"), number=7)
-    models.shelve({"policy@3": SAVED})
-    models.expect(["policy@9"])
+    models.shelve("policy", {3: SAVED})
+    models.expect("policy", [9])
     assert selected(models, "policy") == "policy@7"
 
     async def twice() -> list[str]:
@@ -102,15 +102,15 @@ def test_versions_of_an_earlier_server(models: Models, engine: Told) -> None:
         with pytest.raises(NotFound, match=says):
             selected(models, f"policy@{number}")
     assert models.reserve("policy", info("d9"), number=9).label == "policy@9"
-    asyncio.run(models.drop_lost())
+    asyncio.run(models.drop_lost("policy"))
     assert selected(models, "policy@9") == "policy@9"
     just_removed = AdapterSource(os.path.abspath("checkpoints/just-removed"))
-    models.shelve({"policy@2": just_removed})
+    models.shelve("policy", {2: just_removed})
     models.registry.announce("just-removed", just_removed)
     for name in ("policy@2", "just-removed"):
         with pytest.raises(NotFound, match=f"'{name}' is no longer there"):
             selected(models, name)
-    models.shelve({})
+    models.shelve("policy", {})
     asyncio.run(models.unsaved("first", SAVED))
     assert engine.unloaded == ["d1"], "with its checkpoint a version goes, too"
     with pytest.raises(NotFound, match="no longer there"):
@@ -118,17 +118,51 @@ def test_versions_of_an_earlier_server(models: Models, engine: Told) -> None:
     assert models.reserve("policy", info("d10")).label == "policy@10"
 
 
+def test_what_one_trained_adapter_has_lost_says_nothing_of_another(engine: Told) -> None:
+    """Each is recovered by itself: the first that is there again drops nothing that the second still makes."""
+    training = RLTrainingConfig(enabled=True, adapters={"policy": {}, "coder": {}})
+    client: Any = engine
+    models = Models(Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))), rl_training=training), client)
+    asyncio.run(models.bring_up())
+    for name in ("policy", "coder"):
+        for digest in ("d1", f"{name}-2", f"{name}-3"):
+            models.made(name, None, info(digest))
+    models.saved("policy", "first", SAVED, info("d1"))
+    assert models.registry.entry("coder@1").source is None, "the checkpoint may go without asking the other one"
+    asyncio.run(models.bring_up())
+    models.made("policy", None, info("policy-3"))
+    asyncio.run(models.drop_lost("policy"))
+    with pytest.raises(NotFound):
+        selected(models, "policy@2")
+    for label in ("coder@2", "coder"):
+        with pytest.raises(EngineUnavailable):
+            selected(models, label)
+    models.expect("coder", [4])
+    asyncio.run(models.drop_lost("policy"))
+    with pytest.raises(EngineUnavailable):
+        selected(models, "coder@4")
+    models.made("coder", None, info("coder-3"))
+    asyncio.run(models.drop_lost("coder"))
+    assert selected(models, "coder") == "coder@3"
+    for label in ("coder@2", "coder@4"):
+        with pytest.raises(NotFound):
+            selected(models, label)
+    for name in ("policy", "coder"):
+        with pytest.raises(Conflict, match=f"'{name}' is trained by this server"):
+            models.rules.check_untrained(name)
+
+
 def test_what_a_name_stands_for_is_not_dropped(models: Models) -> None:
     models.made("policy", None, info("d1"))
     asyncio.run(models.bring_up())
-    asyncio.run(models.drop_lost())
+    asyncio.run(models.drop_lost("policy"))
     with pytest.raises(EngineUnavailable):
         selected(models, "policy")
 
 
 def test_a_version_goes_from_the_engine_with_its_last_name(models: Models, engine: Told) -> None:
     first = models.made("policy", None, info("d1"))
-    models.saved("first", SAVED, info("d1"))
+    models.saved("policy", "first", SAVED, info("d1"))
     models.made("policy", None, info("d2"))
     asyncio.run(models.retire(first))
     assert engine.unloaded == []
@@ -140,7 +174,7 @@ def test_a_version_goes_from_the_engine_with_its_last_name(models: Models, engin
 
 def test_a_version_outlives_its_folder(models: Models) -> None:
     models.made("policy", None, info("d1"))
-    models.saved("first", SAVED, info("d1"))
+    models.saved("policy", "first", SAVED, info("d1"))
     asyncio.run(models.unsaved("first", SAVED))
     assert models.registry.entry("policy").source is None
 
