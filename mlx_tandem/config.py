@@ -257,6 +257,14 @@ class TinkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: float = 120.0  # seconds without a sign of life after which a client's session ends
 
 
+class FeedbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of feedback on completions."""
+
+    remember_s: float = 86_400.0  # seconds in which feedback on a completion can come
+    remember_mb: int = 64  # memory for the tokens of these completions; the oldest go first; 0: none is remembered
+    keep: int = 100_000  # most feedback in the store; the oldest goes first
+
+
 class CheckpointingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the checkpoints that learning writes."""
 
@@ -282,4 +290,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     aliases: tuple[tuple[str, tuple[Arm, ...]], ...] = ()
     rl_training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     tinker: TinkerConfig = field(default_factory=TinkerConfig)
+    feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

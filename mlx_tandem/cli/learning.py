@@ -15,7 +15,7 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.atropos.client import check_url
 from mlx_tandem.training.metrics.writer import require
 
-ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker")
+ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker", "checkpoint_dir")
 """Options that mean something whether or not the server trains an adapter by itself."""
 
 TINKER = ("tinker_trainers", "tinker_rank", "tinker_dir", "tinker_lease_s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from mlx_tandem.engine.client.process import Launch
 from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
+from mlx_tandem.training.feedback.completions import Completions
+from mlx_tandem.training.feedback.store import FeedbackStore
 
 if TYPE_CHECKING:
     from mlx_tandem.training.live.learning import Learning
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ServerFront(Front):
-    """A front with a store of responses, and with a learner and Tinker's API if its settings ask for them.
+    """A front with stores of responses and feedback, and with a learner and Tinker's API if its settings ask for them.
 
     `learning` is None on a server that does not learn by itself, and `tinker` on one without Tinker's API.
     """
@@ -34,6 +37,7 @@ class ServerFront(Front):
         """Load the tokenizer and the template, and create the learner. Raises NotFound and ModelError."""
         super().__init__(config, launch, on_progress=on_progress, times=times)
         self.responses = ResponseStore()
+        self.completions = Completions(config.feedback, time.time)
         self.learning: Learning | None = None
         self.tinker: Tinker | None = None
         if config.tinker.enabled:
@@ -44,6 +48,8 @@ class ServerFront(Front):
             from mlx_tandem.training.live.learning import Learning  # Its imports take time and memory.
 
             self.learning = Learning(self)
+        watch = None if self.learning is None else self.learning.learner.folder
+        self.feedback = FeedbackStore(config, None if watch is None else lambda: watch.database)
 
     async def bring_up(self) -> None:
         """Tell a new engine about the adapters, then bring its trainer to the learner's state."""
@@ -62,6 +68,7 @@ class ServerFront(Front):
             await self.tinker.close()
         if self.learning is not None:
             await self.learning.close()
+        await self.feedback.close()
         await super().close()
 
     def check_tinker(self) -> Tinker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlx_tandem.dialects.adapters.routes import ROUTES as ADAPTERS
 from mlx_tandem.dialects.anthropic.routes import ROUTES as ANTHROPIC
+from mlx_tandem.dialects.feedback.routes import ROUTES as FEEDBACK
 from mlx_tandem.dialects.ollama.routes import ROUTES as OLLAMA
 from mlx_tandem.dialects.openai.routes import ROUTES as OPENAI
 from mlx_tandem.dialects.parallm.routes import ROUTES as PARALLM
@@ -13,4 +14,16 @@ from mlx_tandem.dialects.tinker.routes import ROUTES as TINKER
 from mlx_tandem.dialects.training.routes import ROUTES as TRAINING
 from mlx_tandem.dialects.vllm.routes import ROUTES as VLLM
 
-ROUTES = (*ANTHROPIC, *OPENAI, *RESPONSES, *OLLAMA, *VLLM, *ROLLOUTS, *PARALLM, *ADAPTERS, *TRAINING, *TINKER)
+ROUTES = (
+    *ANTHROPIC,
+    *OPENAI,
+    *RESPONSES,
+    *OLLAMA,
+    *VLLM,
+    *ROLLOUTS,
+    *PARALLM,
+    *ADAPTERS,
+    *TRAINING,
+    *FEEDBACK,
+    *TINKER,
+)

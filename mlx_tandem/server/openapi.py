@@ -110,7 +110,8 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
     }
     if route.reads == "bytes":
         binary = {"schema": {"type": "string", "format": "binary"}}
-        operation["requestBody"] = {"required": True, "content": {"application/x-protobuf": binary}}
+        media = route.media or ("application/x-protobuf",)
+        operation["requestBody"] = {"required": True, "content": dict.fromkeys(media, binary)}
     if path == "/health":
         content = {"application/json": {"schema": _UNHEALTHY}}
         operation["responses"]["503"] = {"description": "No requests are accepted now.", "content": content}
