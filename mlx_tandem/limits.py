@@ -222,6 +222,12 @@ SETTINGS |= {
     "feedback.remember_s": Range(0.0, 31_536_000.0),
     "feedback.remember_mb": Range(0, 1_048_576, integer=True),
     "feedback.keep": Range(1, 10_000_000, integer=True),
+    "feedback.batch_size": Range(1, 1024, integer=True),
+    "feedback.wait_s": Range(0.0, 86_400.0),
+    "feedback.epochs": Range(1, 1000, integer=True),
+    "feedback.replay": Range(0.0, 100.0),
+    "feedback.beta": Range(1e-6, 1e3),
+    "feedback.learning_rate": LEARNING["learning_rate"],
     "checkpointing.interval": Range(1, 2**31 - 1, integer=True),
     "checkpointing.keep_n_checkpoints": Range(1, 100_000, integer=True),
 }

@@ -10,7 +10,7 @@ import msgspec
 from mlx_tandem import limits
 from mlx_tandem.cli.console import warn
 from mlx_tandem.cli.options import LEARNING
-from mlx_tandem.config import Config
+from mlx_tandem.config import Config, RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.atropos.client import check_url
 from mlx_tandem.training.metrics.writer import require
@@ -29,6 +29,8 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
     """
     if config.engine.duty.inference + config.engine.duty.training <= 0:
         raise InvalidRequest("one of 'duty.inference' and 'duty.training' must be above 0")
+    if config.feedback.learn:
+        config = _with_feedback(config)
     if config.tinker.enabled:
         config = _with_tinker(config)
     elif not config.rl_training.enabled and config.engine.duty.mode == "training_only":
@@ -57,6 +59,24 @@ def _warn(config: Config, options: Mapping[str, object]) -> None:
             warn(f"{flag} has no effect without --enable-rl-training")
         elif not config.rl_training.enabled and name == "training_share" and not config.tinker.enabled:
             warn(f"{flag} has no effect without --enable-rl-training or --enable-tinker")
+
+
+def _with_feedback(config: Config) -> Config:
+    """Return the settings with the adapter that learns from feedback as the trained one.
+
+    Raise InvalidRequest if another one is trained, or none can be.
+    """
+    replace, name, training = msgspec.structs.replace, config.feedback.learn, config.rl_training
+    if config.engine.duty.mode == "inference_only":
+        raise InvalidRequest("'feedback.learn' needs a mode that trains: 'duty.mode' is 'inference_only'")
+    if training.adapter != name and (training.enabled or training.adapter != RLTrainingConfig().adapter):
+        raise InvalidRequest(
+            f"'feedback.learn' is '{name}', but 'rl_training.adapter' is '{training.adapter}': a server trains one "
+            "adapter, so give both the same name"
+        )
+    source = name if not training.init_from and name in {adapter for adapter, _ in config.adapters} else ""
+    training = replace(training, enabled=True, adapter=name, init_from=training.init_from or source)
+    return replace(config, rl_training=training)
 
 
 def _with_tinker(config: Config) -> Config:
@@ -162,7 +182,7 @@ def _with_room(config: Config) -> Config:
     replace, duty, training = msgspec.structs.replace, config.engine.duty, config.rl_training
     if not duty.trainer_rank:
         duty = replace(duty, trainer_rank=training.lora_rank)
-    if training.kl_coef and training.kl_reference != "base":
+    if config.feedback.learn or (training.kl_coef and training.kl_reference != "base"):
         duty = replace(duty, trainers=max(duty.trainers, 2 + config.tinker.trainers * config.tinker.enabled))
     if training.steps_per_update > 1:
         duty = replace(duty, several_steps=True)

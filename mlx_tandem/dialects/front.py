@@ -16,6 +16,7 @@ from mlx_tandem.training.feedback.completions import Completions
 from mlx_tandem.training.feedback.store import FeedbackStore
 
 if TYPE_CHECKING:
+    from mlx_tandem.training.feedback.teacher import Teacher
     from mlx_tandem.training.live.learning import Learning
     from mlx_tandem.training.tinker.service import Tinker
 
@@ -50,6 +51,11 @@ class ServerFront(Front):
             self.learning = Learning(self)
         watch = None if self.learning is None else self.learning.learner.folder
         self.feedback = FeedbackStore(config, None if watch is None else lambda: watch.database)
+        self.teacher: Teacher | None = None
+        if self.learning is not None and config.feedback.learn:
+            from mlx_tandem.training.feedback.teacher import Teacher
+
+            self.teacher = Teacher(config, self.learning.learner, self.feedback, time.time)
 
     async def bring_up(self) -> None:
         """Tell a new engine about the adapters, then bring its trainer to the learner's state."""
@@ -61,11 +67,15 @@ class ServerFront(Front):
         await self.learning.read_checkpoints()  # Adapters that are loaded next may not take the checkpoints' names.
         await super().bring_up()
         await self.learning.bring_up()
+        if self.teacher is not None:
+            self.teacher.start()
 
     async def close(self) -> None:
         """End the learner, the sessions of Tinker's clients, and the worker processes."""
         if self.tinker is not None:
             await self.tinker.close()
+        if self.teacher is not None:
+            await self.teacher.close()
         if self.learning is not None:
             await self.learning.close()
         await self.feedback.close()

@@ -164,6 +164,8 @@ def _answered_by(front: ServerFront, model: str) -> tuple[str, int]:
 
 async def _keep(front: ServerFront, feedback: list[Feedback]) -> None:
     await front.feedback.add(feedback)
+    if front.teacher is not None:
+        front.teacher.wake()
 
 
 def _listed(front: ServerFront, stored: Stored) -> dict[str, Any]:

@@ -115,6 +115,7 @@ async def status(front: ServerFront) -> dict[str, Any]:
         }
     await front.client.refresh()
     found: dict[str, Any] = msgspec.to_builtins(front.learning.learner.status())
+    found["feedback"] = None if front.teacher is None else front.teacher.describe()
     found["atropos"] = None if front.learning.feed is None else front.learning.feed.describe()
     found["current_lora"] = front.learning.current_name()
     found["available_checkpoints"] = [n for n in found["available_checkpoints"] if not GUARDS.fullmatch(n)]

@@ -74,6 +74,13 @@ class FeedbackStore:
         """Return the newest feedback on these adapters that `epochs` updates learned from. Raises StorageError."""
         return await self._some(adapters, "learned >= ?", "number DESC", epochs, limit)
 
+    async def pass_over(self, feedback: Sequence[Stored], epochs: int) -> None:
+        """Note that nothing can be learned from this feedback: it is not due any more. Raises StorageError."""
+        sql = "UPDATE feedback SET learned = ? WHERE number = ?"
+        async with self._turn:
+            database = await self._opened()
+            await asyncio.to_thread(database.write, [(sql, (epochs, each.number)) for each in feedback])
+
     async def _some(self, adapters: Sequence[str], where: str, order: str, epochs: int, limit: int) -> list[Stored]:
         async with self._turn:
             database = await self._opened()

@@ -156,6 +156,10 @@ ON = "rl_training: {enabled: true}\n"
         (ON + "adapters: {Checkpoint-5.2: x}", "'Checkpoint-5.2' in 'adapters' is a name that checkpoints get by them"),
         (ON + "aliases: {best-performance: {base: 1}}", "'best-performance' in 'aliases' is a name that checkpoints"),
         ("rl_training: {enabled: true, scoring_function: no_such}", "'rl_training.scoring_function' is 'no_such'"),
+        ("feedback: {learn: sql}\nduty: {mode: inference}", "'feedback.learn' needs a mode that trains"),
+        ("feedback: {learn: sql}\nrl_training: {enabled: true}", "give both the same name"),
+        ("feedback: {learn: sql}\nrl_training: {adapter: other}", "give both the same name"),
+        ("feedback: {learn: a/b}", "'rl_training.adapter' must be 1 to 64 letters"),
         ("rl_training: {algorithm: sarsa}", "rl_training.algorithm"),
         ("rl_training: {lora_rnk: 1}", "unknown setting 'rl_training.lora_rnk'; did you mean 'lora_rank'?"),
         ("server: {lora_rank: 1}", "did you mean 'rl_training.lora_rank'?"),
@@ -165,6 +169,15 @@ ON = "rl_training: {enabled: true}\n"
 def test_what_is_refused_says_why(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(said)):
         settings(tmp_path, text)
+
+
+def test_an_adapter_that_learns_from_feedback_is_trained(tmp_path: Path) -> None:
+    made = settings(tmp_path, "feedback: {learn: sql}\nrl_training: {lora_rank: 4}")
+    training, duty = made.rl_training, made.engine.duty
+    assert (training.enabled, training.adapter, training.init_from) == (True, "sql", "")
+    assert (duty.trainer_rank, duty.trainers) == (4, 2), "there is room for the reference, too"
+    made = settings(tmp_path, "feedback: {learn: sql}\nadapters: {sql: x}")
+    assert made.rl_training.init_from == "sql", "it goes on from its folder"
 
 
 def test_a_checkpoint_that_is_there_keeps_its_name(tmp_path: Path) -> None:
