@@ -83,6 +83,14 @@ def test_what_is_said_of_a_completion_is_kept_in_full(served: tuple[httpx.Client
     assert TOKENIZER.decode(lines[0]["prompt_token_ids"]).endswith("assistant\n")
 
 
+def test_a_correction_keeps_the_thoughts_before_the_answer(served: tuple[httpx.Client, Peer], folder: Path) -> None:
+    id = said(served, "<think>\nhm\n</think>\n\n1 3 5 9")
+    reply = give(served, id, corrected="9 5 3 1")
+    assert reply.status_code == 200, reply.text
+    lines = [line for line in learned.feedback(Database.read_only(folder)) if line["completion_id"] == id]
+    assert TOKENIZER.decode(lines[0]["corrected"], show_special=True).startswith("<think>\nhm\n</think>\n\n9 5 3 1")
+
+
 def test_a_second_feedback_takes_the_place_of_the_first(served: tuple[httpx.Client, Peer]) -> None:
     id = said(served, "1 3 5 9")
     for body in ({"thumb": "up"}, {"score": 0.25}, {"score": 0.25}):
