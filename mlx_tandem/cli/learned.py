@@ -18,7 +18,7 @@ Line = dict[str, Any]
 LISTED = ("adapter", "updates", "version", "mean_reward", "waiting", "open", "past", "under_way", "last_update")
 """Fields of a run, as `list` shows them."""
 
-SHOWN = ("update", "outcome", "version", "trajectories", "mean_reward", "loss", "kl", "seconds", "reason")
+SHOWN = ("update", "outcome", "version", "trajectories", "feedback", "mean_reward", "loss", "kl", "seconds", "reason")
 """Fields of an update, as `show` shows them."""
 
 

@@ -87,7 +87,7 @@ async def listed(front: ServerFront, query: ListQuery) -> dict[str, Any]:
     shown = page[: query.limit]
     return {
         "object": "list",
-        "data": [_listed(front, each) for each in shown],
+        "data": await asyncio.to_thread(lambda: [_listed(front, each) for each in shown]),
         "first_id": shown[0].number if shown else None,
         "last_id": shown[-1].number if shown else None,
         "has_more": len(page) > len(shown),
@@ -101,23 +101,33 @@ async def take_export(front: ServerFront, body: Received) -> dict[str, Any]:
     """
     if body.media not in EXPORTS or body.encoding != "identity":
         raise UnsupportedMedia(f"Content-Type must be one of {', '.join(EXPORTS)}, without a Content-Encoding")
-    found = await asyncio.to_thread(exports.entries, body.content)
+    found = await asyncio.to_thread(_told, body.content)
     kept: list[Feedback] = []
     results: list[dict[str, Any]] = []
-    for i, entry in enumerate(found):
-        named = entry.get("id")
-        id = named[:128] if isinstance(named, str) else None
+    for i, (id, told) in enumerate(found):
         try:
-            kept.append(await _of_export(front, exports.told(entry), f"entry {i}"))
-        except Unusable as e:
-            results.append({"id": id, "status": "skipped", "reason": str(e)})
-        except InvalidRequest as e:
-            results.append({"id": id, "status": "skipped", "reason": e.message})
-        else:
+            if isinstance(told, Unusable):
+                raise told
+            kept.append(await _of_export(front, told, f"entry {i}"))
             results.append({"id": id, "status": "stored"})
+        except (Unusable, InvalidRequest) as e:
+            results.append({"id": id, "status": "skipped", "reason": str(e)})
     if kept:
         await _keep(front, kept)
     return {"object": "list", "data": results, "stored": len(kept), "skipped": len(found) - len(kept)}
+
+
+def _told(body: bytes) -> list[tuple[str | None, Told | Unusable]]:
+    """Return the id of each entry of an export, and what it says, or why it says nothing. Raises InvalidRequest."""
+    found: list[tuple[str | None, Told | Unusable]] = []
+    for entry in exports.entries(body):
+        named = entry.get("id")
+        id = named[:128] if isinstance(named, str) else None
+        try:
+            found.append((id, exports.told(entry)))
+        except Unusable as e:
+            found.append((id, e))
+    return found
 
 
 async def _of_export(front: ServerFront, told: Told, where: str) -> Feedback:

@@ -12,7 +12,6 @@ the messages apart: an object may have them in `messages`. One with messages and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,8 +32,8 @@ WORDS: Mapping[str, float] = {
 KEYS = ("score", "rating", "thumb", "feedback")
 """The keys of a stored completion's metadata under which a rating is looked for, in this order."""
 
-_DETAILS = re.compile(r"<details\b.*?</details>\s*", re.DOTALL)
-"""Pattern of thoughts and calls of tools as Open WebUI writes them into a message; it sends none of it back."""
+_OPEN, _CLOSE = "<details", "</details>"
+"""What thoughts and calls of tools stand between in Open WebUI's messages; it sends none of it back to the model."""
 
 
 class Told(Struct, frozen=True):
@@ -117,7 +116,7 @@ def _open_webui(entry: Mapping[str, Any]) -> Told:
     if not answer:
         raise Unusable("the rated message is empty")
     return Told(
-        id=_text(entry.get("id")) or _text(meta.get("message_id")),
+        id=_text(entry.get("id")) or str(meta.get("message_id")),
         source="open_webui",
         model=_text(data.get("model_id")) or _text(message.get("model")),
         messages=_before(messages, message, _text(_inner(chat, "params").get("system"))),
@@ -164,7 +163,12 @@ def _before(messages: Mapping[str, Any], message: Mapping[str, Any], system: str
 
 
 def _said(message: Mapping[str, Any], key: str) -> str:
-    return _DETAILS.sub("", _text(message.get(key))).strip()
+    """Return a text of a message without the details in it, each up to the next end of details."""
+    text, kept, at = _text(message.get(key)), list[str](), 0
+    while (begin := text.find(_OPEN, at)) >= 0 and (end := text.find(_CLOSE, begin)) >= 0:
+        kept.append(text[at:begin])
+        at = end + len(_CLOSE)
+    return "".join([*kept, text[at:]]).strip()
 
 
 def _text(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -61,8 +62,7 @@ class FeedbackStore:
         way, order = ("<", "DESC") if newest_first else (">", "ASC")
         where, values = ("", ()) if after is None else (f"WHERE number {way} ? ", (after,))
         sql = f"SELECT {COLUMNS} FROM feedback {where}ORDER BY number {order} LIMIT ?"
-        rows = await asyncio.to_thread(database.rows, sql, *values, limit)
-        return [read(database, *row) for row in rows]
+        return await asyncio.to_thread(_read, database, sql, *values, limit)
 
     async def due(self, adapters: Sequence[str], epochs: int, limit: int) -> list[Stored]:
         """Return feedback on these adapters that fewer than `epochs` updates learned from, the least learned first and
@@ -86,8 +86,7 @@ class FeedbackStore:
             database = await self._opened()
         places = ", ".join("?" * len(adapters))
         sql = f"SELECT {COLUMNS} FROM feedback WHERE {where} AND adapter IN ({places}) ORDER BY {order} LIMIT ?"
-        rows = await asyncio.to_thread(database.rows, sql, epochs, *adapters, limit)
-        return [read(database, *row) for row in rows]
+        return await asyncio.to_thread(_read, database, sql, epochs, *adapters, limit)
 
     async def close(self) -> None:
         """Close the database if this store has opened it."""
@@ -141,6 +140,11 @@ class FeedbackStore:
             statements.append((sql, (MOST_BYTES * 9 // 10,)))
             self._bytes = None  # Counted again next time.
         database.write(statements)
+
+
+def _read(database: Database, sql: str, *values: Any) -> list[Stored]:
+    """Return the feedback that a query of COLUMNS finds. Raises StorageError."""
+    return [read(database, *row) for row in database.rows(sql, *values)]
 
 
 def _is_said_again(database: Database, feedback: Feedback) -> bool:
