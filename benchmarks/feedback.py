@@ -146,6 +146,7 @@ async def _learned(user: User) -> None:
 
 async def run(url: str, kind: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one run on a fresh server."""
+    traffic.PAUSE_SECONDS = args.pause
     streams = traffic.Traffic()
     beside = asyncio.create_task(traffic.run(url, streams, args.streams))
     before = await exam(url, args.exam)
@@ -201,14 +202,15 @@ def main() -> None:
         "--exam", type=int, default=50, help="held-out questions of each skill; four times of the weak one"
     )
     parser.add_argument("--streams", type=int, default=2, help="of other people, beside it")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between two answers of such a stream")
     parser.add_argument("--settings", default="{}", help="changes of the section `feedback`, as YAML")
     parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
     stop_cleanly()
     results = Results(args.json_out, settings=yaml.safe_load(args.settings))
     finished: list[dict[str, Any]] = []
-    for seed in range(args.seeds):
-        for kind in args.kinds.split(","):
+    for kind in args.kinds.split(","):
+        for seed in range(args.seeds):
             finished.append(measured(kind, seed, args))
             results.add(results=finished)
             print(_line(finished[-1]), file=sys.stderr, flush=True)

@@ -47,9 +47,13 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class FeedbackLesson:
-    """What one update learns: of each prompt with an answer, whether it is shown, in a pair, or judged alone."""
+    """What one update learns: of each prompt with an answer, whether it is shown, in a pair, or judged alone.
+
+    The first `held` of the sequences are in pairs or judged, and the others are only shown.
+    """
 
     sequences: Sequence[Datum]
+    held: int
     shown: Sequence[int]
     pairs: Sequence[Pair]
     judged: Sequence[Judged]
@@ -61,27 +65,24 @@ class FeedbackLesson:
     @property
     def compared(self) -> Sequence[Datum]:
         """The sequences whose logprobs decide on the weights; none where all answers are only shown."""
-        return [*self.sequences, *self.strangers]
+        return [*self.sequences[: self.held], *self.strangers]
 
     def weighed(
         self, policy: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
     ) -> tuple[Sequence[Datum], Taught]:
         """Return the data of the update with their weights, and what it learns."""
-        p = [math.fsum(own) for own in policy]
-        moved = [own - math.fsum(theirs) for own, theirs in zip(p, reference, strict=True)]
+        moved = [math.fsum(own) - math.fsum(theirs) for own, theirs in zip(policy, reference, strict=True)]
         weights = [0.0] * len(self.sequences)
         losses: list[float] = []
         for place in self.shown:
-            n = self.sequences[place].completion_length
-            weights[place] += 1.0 / n
-            losses.append(-p[place] / n)
+            weights[place] += 1.0 / self.sequences[place].completion_length
         for pair in self.pairs:
             margin = self.beta * (moved[pair.better] - moved[pair.worse])
             pull = self.beta * pair.weight * _sigmoid(-margin)
             weights[pair.better] += pull
             weights[pair.worse] -= pull
             losses.append(-pair.weight * math.log(max(_sigmoid(margin), 1e-300)))
-        strangers = moved[len(self.sequences) :]
+        strangers = moved[self.held :]
         z = max(math.fsum(strangers) / len(strangers), 0.0) if strangers else 0.0
         counts = self._counts()
         for each in self.judged:
@@ -91,7 +92,8 @@ class FeedbackLesson:
             pull = self.beta * weight * value * (1.0 - value)
             weights[each.place] += pull if good else -pull
             losses.append(weight * (1.0 - value))
-        return self._data(weights), Taught(self.feedback, self.replayed, math.fsum(losses) / max(len(losses), 1))
+        loss = math.fsum(losses) / len(losses) if losses else None
+        return self._data(weights), Taught(self.feedback, self.replayed, loss)
 
     def _counts(self) -> tuple[float, float]:
         """Return what a bad answer and a good one count for."""
@@ -117,21 +119,19 @@ def lesson(feedback: Sequence[Stored], replayed: Sequence[Stored], beta: float) 
     def place(prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:
         return places.setdefault((prompt, answer), len(places))
 
-    shown = [place(f.prompt, f.good) for f in (stored.feedback for stored in replayed)]
     pairs: list[Pair] = []
     judged: list[Judged] = []
     for f in (stored.feedback for stored in feedback):
         better, others = _preferred(f)
-        if better:
-            shown.append(place(f.prompt, better))
-            weight = 1.0 / max(len(others), 1)
-            pairs += [Pair(place(f.prompt, better), place(f.prompt, other), weight) for other in others]
-        elif f.score is not None and f.score != 0.5 and f.answers and f.answers[0]:
+        pairs += [Pair(place(f.prompt, better), place(f.prompt, other), 1.0 / len(others)) for other in others]
+        if not better and f.score is not None and f.score != 0.5 and f.answers and f.answers[0]:
             judged.append(Judged(place(f.prompt, f.answers[0]), 2.0 * f.score - 1.0))
+    held = len(places)
+    shown = [place(f.prompt, better) for f in (s.feedback for s in feedback) if (better := _preferred(f)[0])]
+    shown += [place(f.prompt, f.good) for f in (stored.feedback for stored in replayed)]
     sequences = [_datum(*key) for key in places]
-    return FeedbackLesson(
-        sequences, shown, pairs, judged, _strangers(sequences, judged), beta, len(feedback), len(replayed)
-    )
+    strangers = _strangers(sequences, judged)
+    return FeedbackLesson(sequences, held, shown, pairs, judged, strangers, beta, len(feedback), len(replayed))
 
 
 def teaches(feedback: Feedback) -> bool:

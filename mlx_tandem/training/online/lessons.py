@@ -44,10 +44,13 @@ async def teach(
     Raises EngineError and StorageError; what has begun is pending then, and `Learner.finish` goes on with it.
     """
     micro, trainer = learner.client.check_ready().micro_batch_tokens, learner.trainer
-    asked = Batch(trainer.name, tuple(lesson.compared), LossConfig("cross_entropy"))
-    (found,) = await learner.client.run_pass([asked], forward_only=True, micro_batch_tokens=micro)
-    reference = await learner.reference.logprobs(lesson.compared, micro)
-    data, taught = lesson.weighed(found.logprobs, reference)
+    policy: Logprobs = ()
+    reference: Logprobs = ()
+    if lesson.compared:
+        asked = Batch(trainer.name, tuple(lesson.compared), LossConfig("cross_entropy"))
+        (found,) = await learner.client.run_pass([asked], forward_only=True, micro_batch_tokens=micro)
+        policy, reference = found.logprobs, await learner.reference.logprobs(lesson.compared, micro)
+    data, taught = lesson.weighed(policy, reference)
     step = trainer.step + 1
     began = Began(
         step=step,

@@ -154,7 +154,7 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
         skipped_groups=pending.left_out.skipped_groups,
         dropped={reason: count for reason, count in pending.left_out.dropped.items() if count},
         mean_reward=math.fsum(rewards) / len(rewards) if rewards else 0.0,
-        loss=_finite(finding.loss if taught is None else taught.loss),
+        loss=_finite(finding.loss if taught is None or taught.loss is None else taught.loss),
         grad_norm=_finite(finding.grad_norm),
         kl=_finite(finding.kl),
         kl_reference=_finite(finding.kl_reference),

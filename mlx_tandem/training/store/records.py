@@ -24,7 +24,7 @@ class Taught(Struct, frozen=True, array_like=True):
 
     feedback: int  # how many
     replayed: int  # earlier good answers that were repeated beside it
-    loss: float  # mean of all
+    loss: float | None  # mean over what is compared or judged; None: answers are only shown
 
 
 class Began(Struct, frozen=True, array_like=True, tag="began"):

@@ -59,20 +59,21 @@ def test_the_weights_are_the_gradient_of_the_losses(seed: int) -> None:
     policy, reference = logs(made, rng), logs(made, rng)
     data, taught = made.weighed(policy, reference)
     p, r = ([math.fsum(own) for own in each] for each in (policy, reference))
-    n = len(made.sequences)
     assert len(made.strangers) == len(scores)
-    z = max(sum(p[n:]) / len(scores) - sum(r[n:]) / len(scores), 0.0)
+    z = max(sum(p[made.held :]) / len(scores) - sum(r[made.held :]) / len(scores), 0.0)
+    shown = (len(made.sequences) - made.held) * [-2.0]  # the sums of what is only shown may be anything
+    p, r = ([*own[: made.held], *shown] for own in (p, r))
     found = {d.tokens: d.weights for d in data}
     for i, sequence in enumerate(made.sequences):
-        above, below = p[:n], p[:n]
+        above, below = [*p], [*p]
         above[i] += 1e-5
         below[i] -= 1e-5
-        slope = (whole(made, above, r[:n], z) - whole(made, below, r[:n], z)) / 2e-5
+        slope = (whole(made, above, r, z) - whole(made, below, r, z)) / 2e-5
         weights = found[sequence.tokens]
         assert len(set(weights)) == 1 and len(weights) == sequence.completion_length
         assert weights[0] * (taught.feedback + taught.replayed) == pytest.approx(-slope, rel=1e-4, abs=1e-7)
-    losses = len(made.shown) + len(made.pairs) + len(made.judged)
-    assert taught.loss == pytest.approx(whole(made, p[:n], r[:n], z) / losses)
+    plain = sum(p[place] / made.sequences[place].completion_length for place in made.shown)
+    assert taught.loss == pytest.approx((whole(made, p, r, z) + plain) / (len(made.pairs) + len(made.judged)))
 
 
 def test_what_is_compared_with_what() -> None:
