@@ -46,6 +46,7 @@ class Taught:
 
     async def bring_up(self) -> None:
         await self.side.bring_up()
+        await self.side.until(lambda: self.side.learner._learner.is_up)  # The state after it has been saved, too.
         self.side.learner.start()
         self.teacher.start()
 
