@@ -5,8 +5,8 @@ python benchmarks/feedback.py --json-out benchmarks/results/feedback.json
 For each kind of feedback and each seed: a server with `--learn-from-feedback policy` and otherwise its defaults, other
 people's streams that run all the time, and users who ask and judge: three questions of four are of the weak skill
 `down`, the others of the skills that the model has. In `corrections` a wrong answer gets its right text and a right one
-a thumb up; in `thumbs` there are thumbs only; in `shuffled`, the control, the thumbs change places. Before and after,
-held-out questions of every skill are asked, greedily.
+a thumb up; in `thumbs` there are thumbs only; in `shuffled`, the control, the thumbs change places. Before the first
+run and after each, held-out questions of every skill are asked, greedily: a new adapter answers as the base does.
 """
 
 from __future__ import annotations
@@ -144,12 +144,12 @@ async def _learned(user: User) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def run(url: str, kind: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one run on a fresh server."""
+async def run(url: str, kind: str, seed: int, before: dict[str, float], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one run on a fresh server. `before` gets the first exam, unless it has it."""
     traffic.PAUSE_SECONDS = args.pause
     streams = traffic.Traffic()
     beside = asyncio.create_task(traffic.run(url, streams, args.streams))
-    before = await exam(url, args.exam)
+    before |= before or await exam(url, args.exam)
     began = perf_counter()
     size = FeedbackConfig(**yaml.safe_load(args.settings)).batch_size
     said = await judge(url, kind, seed, args.feedback, size)
@@ -165,7 +165,7 @@ async def run(url: str, kind: str, seed: int, args: argparse.Namespace) -> dict[
         "seed": seed,
         "feedback": args.feedback,
         "said": said,
-        "before": before,
+        "before": dict(before),
         "after": after,
         "weak": [before[WEAK], after[WEAK]],
         "others": [round(_others(before), 4), round(_others(after), 4)],
@@ -176,7 +176,7 @@ async def run(url: str, kind: str, seed: int, args: argparse.Namespace) -> dict[
     }
 
 
-def measured(kind: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+def measured(kind: str, seed: int, before: dict[str, float], args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one run, for which a server is started."""
     with tempfile.TemporaryDirectory(prefix="tandem-feedback-") as scratch:
         settings = Path(scratch) / "feedback.yaml"
@@ -189,14 +189,14 @@ def measured(kind: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         adapters = [word for name, path in demo.ADAPTER_PATHS.items() for word in ("--adapter", name, str(path))]
         server = tandem("--config", str(settings), "--learn-from-feedback", POLICY, *adapters)
         with server.running(demo.MODEL_PATH) as url:
-            return asyncio.run(run(url, kind, seed, args))
+            return asyncio.run(run(url, kind, seed, before, args))
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="learning from feedback over HTTP, and a control")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--feedback", type=int, default=200, help="that users give")
     parser.add_argument(
         "--exam", type=int, default=50, help="held-out questions of each skill; four times of the weak one"
@@ -209,9 +209,10 @@ def main() -> None:
     stop_cleanly()
     results = Results(args.json_out, settings=yaml.safe_load(args.settings))
     finished: list[dict[str, Any]] = []
+    before: dict[str, float] = {}
     for kind in args.kinds.split(","):
-        for seed in range(args.seeds):
-            finished.append(measured(kind, seed, args))
+        for seed in map(int, args.seeds.split(",")):
+            finished.append(measured(kind, seed, before, args))
             results.add(results=finished)
             print(_line(finished[-1]), file=sys.stderr, flush=True)
     results.finish(results=finished)
