@@ -277,6 +277,21 @@ class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     round_s: float = 600.0  # of such a leader: seconds after the first contribution in which others are waited for
 
 
+class FeedbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of feedback on completions, and of learning from it."""
+
+    learn: str = ""  # name of the adapter that learns from feedback; empty: none does
+    remember_s: float = 86_400.0  # seconds in which feedback on a completion can come
+    remember_mb: int = 64  # memory for the tokens of these completions; the oldest go first; 0: none is remembered
+    keep: int = 100_000  # most feedback in the store; the oldest goes first
+    batch_size: int = 16  # feedback of one update
+    wait_s: float = 30.0  # seconds after which an update begins with less
+    epochs: int = 2  # updates that learn from each feedback
+    replay: float = 1.0  # earlier good answers that an update repeats, for each feedback of it
+    beta: float = 0.1  # of DPO and KTO: how firmly they keep to what learning began with
+    learning_rate: float = 2e-4  # of updates from feedback
+
+
 class CheckpointingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the checkpoints that learning writes."""
 
@@ -303,4 +318,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     rl_training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     tinker: TinkerConfig = field(default_factory=TinkerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

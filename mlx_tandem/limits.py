@@ -69,6 +69,8 @@ PARAMETERS: dict[str, Range] = {
     "priority": Range(-1_000_000, 1_000_000, integer=True),
     "weight": Range(0.0, 1e6),  # weight of an alias's arm
     "reward": Range(-1e6, 1e6),  # reward of a trajectory
+    "feedback_score": Range(0.0, 1.0),  # of an answer; 1: good
+    "choice": Range(0, 8191, integer=True),  # number of a choice of a completion
     "reward_weight": Range(-1e3, 1e3),  # weight of one part of a composite reward
     "reward_tokens": Range(1, 1_048_576, integer=True),
     "fps": Range(0.01, 1000.0),  # frames per second of a video
@@ -220,6 +222,15 @@ SETTINGS |= {
     "cluster.trainers": Range(1, 64, integer=True),
     "cluster.round_updates": Range(1, 1_000_000, integer=True),
     "cluster.round_s": Range(1.0, 86_400.0),
+    "feedback.remember_s": Range(0.0, 31_536_000.0),
+    "feedback.remember_mb": Range(0, 1_048_576, integer=True),
+    "feedback.keep": Range(1, 10_000_000, integer=True),
+    "feedback.batch_size": Range(1, 1024, integer=True),
+    "feedback.wait_s": Range(0.0, 86_400.0),
+    "feedback.epochs": Range(1, 1000, integer=True),
+    "feedback.replay": Range(0.0, 100.0),
+    "feedback.beta": Range(1e-6, 1e3),
+    "feedback.learning_rate": LEARNING["learning_rate"],
     "checkpointing.interval": Range(1, 2**31 - 1, integer=True),
     "checkpointing.keep_n_checkpoints": Range(1, 100_000, integer=True),
 }
@@ -334,6 +345,8 @@ MAX_TEMPLATE_VARIABLES = 64  # variables of the chat template that one request m
 MAX_PROMPTS = 64
 MAX_TRAJECTORIES = 4096  # trajectories in one body
 MAX_OPEN_TRAJECTORY_BYTES = 64 << 20  # bytes of all trajectories whose reward is still missing
+MAX_FEEDBACK = 4096  # entries of one export of feedback
+MAX_COMMENT = 16_384  # characters of what somebody says of a completion
 MAX_TRAINING_JOBS = 16  # training jobs that wait for their turn
 MAX_METADATA_BYTES = 65_536  # metadata of one request, as JSON
 MAX_METADATA_DEPTH = 16

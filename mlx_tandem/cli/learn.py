@@ -57,18 +57,24 @@ def export(
     out: Annotated[
         Path | None, typer.Option("--out", help="A file that does not exist; if absent, standard output.")
     ] = None,
+    feedback: Annotated[
+        bool, typer.Option("--feedback", help="Write feedback on completions instead, that on any adapter.")
+    ] = False,
     checkpoint_dir: Folder = FOLDER,
 ) -> None:
-    """Write trajectories as JSON lines: all that wait, and the last 1,000 that were learned from or dropped."""
+    """Write trajectories as JSON lines: all that wait, and the last 1,000 that were learned from or dropped. With
+    --feedback, write what was said of completions, as token ids.
+    """
     from mlx_tandem.cli import learned
 
     with _reading(checkpoint_dir) as database:
-        lines = (json.dumps(line) + "\n" for line in learned.trajectories(database, adapter))
+        found = learned.feedback(database) if feedback else learned.trajectories(database, adapter)
+        lines = (json.dumps(line) + "\n" for line in found)
         if out is None:
             sys.stdout.writelines(lines)
             return
         count = _write(out, lines)
-    print(f"wrote {count} trajectories to {out}")
+    print(f"wrote {count} {'feedback' if feedback else 'trajectories'} to {out}")
 
 
 @learn.command("watch", cls=Command)

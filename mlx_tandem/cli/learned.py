@@ -18,7 +18,7 @@ Line = dict[str, Any]
 LISTED = ("adapter", "updates", "version", "mean_reward", "waiting", "open", "past", "under_way", "last_update")
 """Fields of a run, as `list` shows them."""
 
-SHOWN = ("update", "outcome", "version", "trajectories", "mean_reward", "loss", "kl", "seconds", "reason")
+SHOWN = ("update", "outcome", "version", "trajectories", "feedback", "mean_reward", "loss", "kl", "seconds", "reason")
 """Fields of an update, as `show` shows them."""
 
 
@@ -99,6 +99,33 @@ def _line(t: Trajectory, state: str, number: int | None) -> Line:
         "created": t.created,
         "metadata": t.metadata,
     }
+
+
+def feedback(database: Database) -> Iterator[Line]:
+    """Yield the feedback on completions, in the order in which it came. Raises StorageError."""
+    from mlx_tandem.training.feedback.opinions import ALL
+    from mlx_tandem.training.feedback.store import COLUMNS, read
+
+    for row in database.each(f"SELECT {COLUMNS} FROM feedback ORDER BY number"):
+        stored = read(database, *row)
+        f = stored.feedback
+        yield {
+            "number": stored.number,
+            "completion_id": f.completion,
+            "choice": None if f.choice == ALL else f.choice,
+            "source": f.source,
+            "created": f.created,
+            "adapter": f.adapter or None,
+            "version": f.version,
+            "learned": stored.learned,
+            "score": f.score,
+            "preferred": None if f.preferred == ALL else f.preferred,
+            "prompt_token_ids": f.prompt,
+            "answers": f.answers,
+            "corrected": f.corrected or None,
+            "comment": f.comment or None,
+            "metadata": f.metadata,
+        }
 
 
 def chosen(database: Database, adapter: str | None) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from mlx_tandem import limits
 from mlx_tandem.cli.console import warn
 from mlx_tandem.cli.options import LEARNING
-from mlx_tandem.config import Config
+from mlx_tandem.config import Config, RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.keys import is_loopback
 from mlx_tandem.training.atropos.client import check_url
@@ -19,7 +19,7 @@ from mlx_tandem.training.metrics.writer import require
 from mlx_tandem.training.own_settings import own_settings
 from mlx_tandem.training.verifiers.environment import check as check_environment
 
-ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker")
+ALONE = ("enable_rl_training", "mode", "training_share", "enable_tinker", "checkpoint_dir")
 """Options that mean something whether or not the server trains an adapter by itself."""
 
 RELAYED = ("train_adapter", "scoring_function", "trajectory_buffer_size", "scoring_batch_size")
@@ -36,6 +36,8 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
     """
     if config.engine.duty.inference + config.engine.duty.training <= 0:
         raise InvalidRequest("one of 'duty.inference' and 'duty.training' must be above 0")
+    if config.feedback.learn:
+        config = _with_feedback(config)
     if config.rl_training.enabled:
         config = _scored(config)
         own = [each.config for each in own_settings(config)]
@@ -115,6 +117,31 @@ def _warn(config: Config, options: Mapping[str, object]) -> None:
             warn(f"{flag} has no effect without --enable-rl-training")
         elif not config.rl_training.enabled and name == "training_share" and not config.tinker.enabled:
             warn(f"{flag} has no effect without --enable-rl-training or --enable-tinker")
+
+
+def _with_feedback(config: Config) -> Config:
+    """Return the settings with the adapter that learns from feedback as a trained one.
+
+    Raise InvalidRequest if only others are trained, or none can be.
+    """
+    replace, name, training = msgspec.structs.replace, config.feedback.learn, config.rl_training
+    if config.engine.duty.mode == "inference_only":
+        raise InvalidRequest("'feedback.learn' needs a mode that trains: 'duty.mode' is 'inference_only'")
+    if training.adapters:
+        if name not in training.trained:
+            raise InvalidRequest(
+                f"'feedback.learn' is '{name}', which is not among 'rl_training.adapters': "
+                f"{', '.join(training.trained)}"
+            )
+        return replace(config, rl_training=replace(training, enabled=True))
+    if training.adapter != name and (training.enabled or training.adapter != RLTrainingConfig().adapter):
+        raise InvalidRequest(
+            f"'feedback.learn' is '{name}', but 'rl_training.adapter' is '{training.adapter}': give both the same "
+            "name, or name both adapters in 'rl_training.adapters'"
+        )
+    source = name if not training.init_from and name in {adapter for adapter, _ in config.adapters} else ""
+    training = replace(training, enabled=True, adapter=name, init_from=training.init_from or source)
+    return replace(config, rl_training=training)
 
 
 def _with_tinker(config: Config, trained: Sequence[Config]) -> Config:
@@ -248,7 +275,10 @@ def _with_room(config: Config, own: Sequence[Config]) -> Config:
     if not duty.trainer_rank:
         duty = replace(duty, trainer_rank=max(training.lora_rank for training in trained))
     several = sum(training.steps_per_update > 1 for training in trained)
-    references = sum(bool(training.kl_coef) and training.kl_reference != "base" for training in trained)
+    references = sum(
+        training.adapter == config.feedback.learn or (bool(training.kl_coef) and training.kl_reference != "base")
+        for training in trained
+    )
     # `several_steps` keeps the state before several steps of one trainer; the room of another trainer has that, too.
     count = len(trained) + references + max(several - 1, 0)
     if count > 1:

@@ -416,6 +416,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Trackers that get them: tensorboard, wandb, trackio (repeatable, or with commas).",
             "NAME,NAME",
         ),
+        Option(
+            "feedback.learn",
+            "--learn-from-feedback",
+            "Train this adapter by what people say of its answers and the base's (/v1/feedback).",
+            "NAME",
+        ),
         Option("tinker.enabled", "--enable-tinker", "Let clients of Tinker's API train adapters and sample from them."),
         Option("tinker.trainers", "--tinker-trainers", "Models that such clients train at once (4)."),
         Option("tinker.rank", "--tinker-rank", "Highest rank of these models (32)."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,20 +12,23 @@ from mlx_tandem.engine.client.process import Launch
 from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
+from mlx_tandem.training.feedback.completions import Completions
+from mlx_tandem.training.feedback.store import FeedbackStore
 
 if TYPE_CHECKING:
     from mlx_tandem.training.cluster.follower import Follower
     from mlx_tandem.training.cluster.leader import Leader
     from mlx_tandem.training.cluster.relay import Relay
     from mlx_tandem.training.cluster.trainer import Trainer
+    from mlx_tandem.training.feedback.teacher import Teacher
     from mlx_tandem.training.live.learners import Learners
     from mlx_tandem.training.live.recorder import Collecting
     from mlx_tandem.training.tinker.service import Tinker
 
 
 class ServerFront(Front):
-    """A front with a store of responses, and with learners, Tinker's API and other machines if its settings ask for
-    them.
+    """A front with stores of responses and feedback, and with learners, Tinker's API and other machines if its settings
+    ask for them.
 
     `learning` is None on a server that does not learn by itself, and `tinker` on one without Tinker's API. At most one
     of `leader`, `follower` and `distant`, which is a trainer for another machine's traffic, is there.
@@ -41,6 +45,7 @@ class ServerFront(Front):
         """Load the tokenizer and the template, and create the learners. Raises NotFound and ModelError."""
         super().__init__(config, launch, on_progress=on_progress, times=times)
         self.responses = ResponseStore()
+        self.completions = Completions(config.feedback, time.time)
         self.learning: Learners | None = None
         self.tinker: Tinker | None = None
         if config.tinker.enabled:
@@ -51,6 +56,14 @@ class ServerFront(Front):
             from mlx_tandem.training.live.learners import Learners  # Its imports take time and memory.
 
             self.learning = Learners(self)
+        watch = None if self.learning is None else self.learning.default.learner.folder
+        self.feedback = FeedbackStore(config, None if watch is None else lambda: watch.database)
+        self.teacher: Teacher | None = None
+        if self.learning is not None and config.feedback.learn:
+            from mlx_tandem.training.feedback.teacher import Teacher
+
+            learner = self.learning.of(config.feedback.learn).learner
+            self.teacher = Teacher(config, learner, self.feedback, time.time)
         self.leader: Leader | None = None
         self.follower: Follower | None = None
         self.distant: Trainer | None = None
@@ -100,6 +113,8 @@ class ServerFront(Front):
             self.distant.count()
         if self.learning is not None:
             await self.learning.bring_up()
+        if self.teacher is not None:
+            self.teacher.start()
         if self.cluster is not None:
             await self.cluster.bring_up()
 
@@ -109,8 +124,11 @@ class ServerFront(Front):
             await self.cluster.close()
         if self.tinker is not None:
             await self.tinker.close()
+        if self.teacher is not None:
+            await self.teacher.close()
         if self.learning is not None:
             await self.learning.close()
+        await self.feedback.close()
         await super().close()
 
     def check_tinker(self) -> Tinker:

@@ -6,6 +6,7 @@ from mlx_tandem.dialects.adapters.routes import ROUTES as ADAPTERS
 from mlx_tandem.dialects.anthropic.routes import ROUTES as ANTHROPIC
 from mlx_tandem.dialects.atropos.routes import ROUTES as ATROPOS
 from mlx_tandem.dialects.cluster.routes import ROUTES as CLUSTER
+from mlx_tandem.dialects.feedback.routes import ROUTES as FEEDBACK
 from mlx_tandem.dialects.ollama.routes import ROUTES as OLLAMA
 from mlx_tandem.dialects.openai.routes import ROUTES as OPENAI
 from mlx_tandem.dialects.parallm.routes import ROUTES as PARALLM
@@ -17,5 +18,5 @@ from mlx_tandem.dialects.vllm.routes import ROUTES as VLLM
 
 ROUTES = (
     *(*ANTHROPIC, *OPENAI, *RESPONSES, *OLLAMA, *VLLM, *ROLLOUTS, *PARALLM, *ADAPTERS),
-    *(*TRAINING, *CLUSTER, *TINKER, *ATROPOS),
+    *(*TRAINING, *FEEDBACK, *CLUSTER, *TINKER, *ATROPOS),
 )

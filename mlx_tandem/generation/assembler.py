@@ -97,6 +97,11 @@ class Assembler:
         return [choice.count for choice in self._choices]
 
     @property
+    def tokens(self) -> list[list[int]]:
+        """The token ids of each choice so far."""
+        return [choice.tokens for choice in self._choices]
+
+    @property
     def reasons(self) -> list[FinishReason | None]:
         """The reason why each choice has ended; None for one that has not ended."""
         return [choice.finish for choice in self._choices]

@@ -38,7 +38,8 @@ class ChoiceText:
     """A choice whose deltas become pieces of text. The choice has ended when `finish` is set.
 
     When a stop string has ended the choice before the engine did, `stopped` is set as well, and the caller has to
-    cancel the choice in the engine. `last_tokens` and `last_logprobs` belong to the piece that `push` returned last.
+    cancel the choice in the engine. `tokens` are all of the choice so far; `last_tokens` and `last_logprobs` belong to
+    the piece that `push` returned last.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class ChoiceText:
         "last_logprobs",
         "last_tokens",
         "stopped",
+        "tokens",
     )
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions, end_ids: Collection[int], min_tokens: int = 0):
@@ -65,6 +67,7 @@ class ChoiceText:
         self._hidden_ends = () if options.include_stop else end_ids
         self._min_tokens = min_tokens
         self.count = 0
+        self.tokens: list[int] = []
         self.finish: FinishReason | None = None
         self.stopped = False
         self.last_tokens: tuple[int, ...] = ()
@@ -87,6 +90,7 @@ class ChoiceText:
         tokens = self.last_tokens = delta.tokens
         self.last_logprobs = delta.logprobs or ()
         self.count += len(tokens)
+        self.tokens += tokens
         if self._stops is None and delta.finish is None and len(tokens) == 1:  # Fast path of almost every token.
             return self._decode(tokens[0])
         shown: Sequence[int] = tokens
@@ -119,7 +123,9 @@ class ChoiceText:
 
     def _cut(self, kept: int) -> None:
         """End the choice after `kept` tokens of this delta."""
-        self.count -= len(self.last_tokens) - kept
+        gone = len(self.last_tokens) - kept
+        self.count -= gone
+        del self.tokens[len(self.tokens) - gone :]
         self.last_tokens = self.last_tokens[:kept]
         self.last_logprobs = self.last_logprobs[:kept]
         self.stopped = self.finish is None

@@ -101,6 +101,14 @@ class Reply:
             return []
         return await self._recorder.record(answers.choices)
 
+    def _remember(self, assembler: Assembler) -> None:
+        """Remember the completion, which has ended, so that feedback on it can come."""
+        prompted, completions = self._plan.prompted, self._front.completions
+        if not completions.is_on or prompted.text.silent or prompted.pooling is not None or prompted.images:
+            return
+        if None not in assembler.reasons:
+            completions.remember(self._reply_id, self._plan.model.ref, prompted.prompts, assembler.tokens)
+
     def _times(self, stream: Stream) -> tuple[float, float]:
         """Return the seconds until the engine reported the first token, and from there to the last."""
         return stream.first_token_at - self._began, stream.last_token_at - stream.first_token_at

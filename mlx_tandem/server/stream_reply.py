@@ -65,6 +65,7 @@ class StreamReply(Reply):
                 return
             outcomes = [] if recorder is None else await self._filling(self._outcomes(answers), send)
             renderer.times = self._times(stream)
+            self._remember(assembler)
         except Exception as e:
             if not isinstance(e, TandemError):
                 log_exception("a stream failed", e, request=self._request_id)

@@ -32,6 +32,7 @@ class WholeReply(Reply):
             return
         outcomes = await self._outcomes(answers)
         renderer.times = self._times(stream)
+        self._remember(assembler)
         if _numbers(prompted, answers) < MANY_NUMBERS:
             body = renderer.whole(answers, assembler.usage(), outcomes)
         else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -143,10 +143,13 @@ class ScriptedEngine:
 
 @contextlib.contextmanager
 def scripted_server(
-    info: EngineInfo = INFO, model: Path = demo.MODEL_PATH, **server: object
+    info: EngineInfo = INFO,
+    model: Path = demo.MODEL_PATH,
+    settings: Mapping[str, Any] | None = None,
+    **server: object,
 ) -> Iterator[tuple[httpx.Client, Peer, ScriptedEngine]]:
-    """A real HTTP server on a thread, over a scripted engine that is ready."""
-    config = Config(EngineConfig(ModelConfig(str(model))), ServerConfig(**server))
+    """A real HTTP server on a thread, over a scripted engine that is ready. `settings` are those beside `server`."""
+    config = Config(EngineConfig(ModelConfig(str(model))), ServerConfig(**server), **(settings or {}))
     engine = ScriptedEngine()
     front = ServerFront(config, engine.launch)
     sock = bind("127.0.0.1", 0)

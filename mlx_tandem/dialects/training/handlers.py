@@ -128,6 +128,8 @@ async def status(front: ServerFront, query: AdapterQuery) -> dict[str, Any]:
     learning = front.learning.of(query.adapter)
     await front.client.refresh()
     found = _status(learning)
+    teacher = front.teacher if learning.name == front.config.feedback.learn else None
+    found["feedback"] = None if teacher is None else teacher.describe()
     if len(front.learning) > 1:
         found["adapter"] = learning.name
         if query.adapter is None:

@@ -20,15 +20,17 @@ from mlx_tandem import limits
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import Conflict, EngineDied, EngineUnavailable, TandemError
-from mlx_tandem.training.online import advantages, prompts, status
+from mlx_tandem.training.online import advantages, lessons, prompts, status
 from mlx_tandem.training.online.arms import Pair
 from mlx_tandem.training.online.later import Later
 from mlx_tandem.training.online.learner import Learner
+from mlx_tandem.training.online.lessons import Lesson
 from mlx_tandem.training.online.loop import Loop
 from mlx_tandem.training.online.prompts import Prompt, Recorded
 from mlx_tandem.training.online.serving import Sampled, Serving, TrainingStatus, UpdateReport
 from mlx_tandem.training.rewards import RewardPool, Scoring
 from mlx_tandem.training.store.checkpoints import LATEST
+from mlx_tandem.training.store.database import Statement
 from mlx_tandem.training.store.shared import SharedDatabase
 from mlx_tandem.training.trajectories import DropReason, Trajectory, is_across
 from mlx_tandem.types import AdapterRef, SamplingParams
@@ -71,6 +73,7 @@ class OnlineLearner:
         self.lacking, self.waits = self._loop.lacking, partial(_waits, self._learner)
         self.export = partial(_export, self._learner, self._alone)
         self.adopt = partial(_adopt, self._learner, self._alone)
+        self.teach = partial(_teach, self)
         self._work: set[asyncio.Task[Any]] = set()
         self.folder = self._learner.ledger.folder
         self._closed = False
@@ -241,13 +244,7 @@ class OnlineLearner:
                 report = await self._learner.learn(groups, publish=publish)
             else:
                 report = self._learner.nothing()
-            undone = await self._learner.return_if_worse()
-            await self._learner.saver.propose_if_due()
-            self._loop.look_back()
-            if checkpoint_name is not None and report.outcome in ("published", "kept") and not undone:
-                await self._learner.saver.checkpoint(checkpoint_name)
-            await self._loop.save_if_due()
-            await self._learner.saver.judge_checkpoints()
+            await _conclude(self._learner, self._loop, report, checkpoint_name)
             return msgspec.structs.replace(report, dropped_at={why: tuple(at) for why, at in dropped.items()})
 
         return await self._alone(work)
@@ -357,6 +354,34 @@ async def _export(learner: Learner, alone: Alone, digest: str, folder: str) -> b
         return True
 
     return bool(await alone(work))
+
+
+async def _conclude(learner: Learner, loop: Loop, report: UpdateReport, checkpoint_name: str | None = None) -> None:
+    """Do what follows an update that somebody has asked for."""
+    undone = await learner.return_if_worse()
+    await learner.saver.propose_if_due()
+    loop.look_back()
+    if checkpoint_name is not None and report.outcome in ("published", "kept") and not undone:
+        await learner.saver.checkpoint(checkpoint_name)
+    await loop.save_if_due()
+    await learner.saver.judge_checkpoints()
+
+
+async def _teach(
+    online: OnlineLearner, lesson: Lesson, learning_rate: float, noted: Sequence[Statement]
+) -> UpdateReport:
+    """Learn from a lesson now; `noted` is written with the update. Raises Conflict, EngineError, StorageError."""
+    learner = online._learner
+    _check_trains(learner)
+
+    async def work() -> UpdateReport:
+        await online._finish()
+        await learner.saver.propose_if_due()
+        report = await lessons.teach(learner, online._training, lesson, learning_rate, noted)
+        await _conclude(learner, online._loop, report)
+        return report
+
+    return await online._alone(work)
 
 
 def _waits(learner: Learner, id: str) -> Trajectory | None:

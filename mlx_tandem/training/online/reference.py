@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.learning import WHOLE, Batch, LossConfig
+from mlx_tandem.engine.learning import WHOLE, Batch, Datum, LossConfig
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.policy import PolicyTrainer
 from mlx_tandem.training.online.trial import Reference
@@ -54,6 +56,15 @@ class ReferencePolicy:
             own = (replace(d, reference=r) for d, r in zip(batch.data, found.logprobs, strict=True))
             filled.append(Batch(batch.trainer, tuple(own), batch.loss))
         return replace(began, batches=tuple(filled))
+
+    async def logprobs(self, data: Sequence[Datum], micro_batch_tokens: int) -> tuple[tuple[float, ...], ...]:
+        """Return the logprobs of these data by what learning began with, or by the accepted version where the settings
+        say so. Raises what the engine raises.
+        """
+        await self._bring()
+        asked = Batch(self._name, tuple(data), LossConfig("cross_entropy"))
+        (found,) = await self._client.run_pass([asked], forward_only=True, micro_batch_tokens=micro_batch_tokens)
+        return found.logprobs
 
     async def _bring(self) -> None:
         """Open the trainer with the weights of the reference, unless it has them already."""

@@ -117,6 +117,8 @@ class UpdateReport(Struct, frozen=True):
     swap_ms: float = 0.0
     learning_rate: float = 0.0
     dropped: dict[DropReason, int] = {}  # trajectories
+    feedback: int = 0  # on completions, that was learned from instead of trajectories
+    replayed: int = 0  # earlier good answers that were repeated beside it
     dropped_at: dict[DropReason, tuple[int, ...]] = {}  # positions in the `trajectories` of who asked for the update
 
 

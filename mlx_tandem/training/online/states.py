@@ -54,6 +54,7 @@ class States:
         self._ledger, self._prefix = ledger, f"{PREFIX}{adapter}-"
         self._states: list[State] = []  # oldest first
         self._rests_until = 0.0
+        self._making: asyncio.Future[None] | None = None  # the folder of a state
 
     def __iter__(self) -> Iterator[State]:
         return iter(list(self._states))
@@ -156,7 +157,10 @@ class States:
                 files.remove_tree(folder)
                 files.DISK.mkdir(folder)
 
-        await asyncio.to_thread(make)
+        if self._making is not None:  # A caller that was cancelled has left a thread, which would remove the folder.
+            await asyncio.wait({self._making})
+        self._making = asyncio.ensure_future(asyncio.to_thread(make))
+        await asyncio.shield(self._making)
         return str(folder)
 
     async def commit(self, folder: str, step: int, version: int, digest: str, began: float) -> None:

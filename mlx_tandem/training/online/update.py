@@ -144,6 +144,7 @@ async def attempt(client: EngineClient, pending: Pending, version: int, config: 
 def report(pending: Pending, finding: Finding, seconds: float, validation: float | None) -> UpdateReport:
     """Return the report of an update that has come to its end, and was not published so far."""
     rewards = [t.reward for t in pending.trajectories]
+    taught = pending.began.taught
     return UpdateReport(
         step=finding.step,
         version=0,
@@ -153,7 +154,7 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
         skipped_groups=pending.left_out.skipped_groups,
         dropped={reason: count for reason, count in pending.left_out.dropped.items() if count},
         mean_reward=math.fsum(rewards) / len(rewards) if rewards else 0.0,
-        loss=_finite(finding.loss),
+        loss=_finite(finding.loss if taught is None or taught.loss is None else taught.loss),
         grad_norm=_finite(finding.grad_norm),
         kl=_finite(finding.kl),
         kl_reference=_finite(finding.kl_reference),
@@ -164,6 +165,8 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
         seconds=seconds,
         validation=validation,
         learning_rate=pending.began.adam.learning_rate,
+        feedback=0 if taught is None else taught.feedback,
+        replayed=0 if taught is None else taught.replayed,
     )
 
 
@@ -179,6 +182,8 @@ async def _take_back(client: EngineClient, trainer: str, finding: Finding) -> Fi
 
 def _mismatch(pending: Pending, results: Sequence[BatchResult], version: int) -> float | None:
     known = {t.id: t for t in pending.trajectories}
+    if not known:
+        return None
     own = [logprobs for r in results for logprobs in r.model_logprobs]
     pairs = [(known[i], o) for i, o in zip(pending.began.trajectories, own, strict=True) if i in known]
     return guard.mismatch([t for t, _ in pairs], [o for _, o in pairs], version) if version else None

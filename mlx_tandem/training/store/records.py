@@ -19,6 +19,14 @@ GOOD = ("published", "kept")
 _SEAL = 8  # bytes of the checksum
 
 
+class Taught(Struct, frozen=True, array_like=True):
+    """What an update learned from feedback."""
+
+    feedback: int  # how many
+    replayed: int  # earlier good answers that were repeated beside it
+    loss: float | None  # mean over what is compared or judged; None: answers are only shown
+
+
 class Began(Struct, frozen=True, array_like=True, tag="began"):
     """An update: `batches`, one pass each, then one step of the optimiser with `adam`, and all of it `steps` times.
     Everything that the result depends on is here. The trajectories it is made of have left the buffer.
@@ -32,6 +40,7 @@ class Began(Struct, frozen=True, array_like=True, tag="began"):
     publish: bool = True  # what is learned, should it stand
     rewards: dict[str, tuple[float, ...]] = {}  # of groups across prompts, by name: later baselines have them
     steps: int = 1
+    taught: Taught | None = None  # None: it learns from trajectories
 
 
 class Ended(Struct, frozen=True, array_like=True, tag="ended"):

@@ -74,4 +74,16 @@ MIGRATIONS = (
         files BLOB NOT NULL                 -- JSON: BLAKE2b-256 of each file
     );
     """,
+    """
+    CREATE TABLE feedback (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, -- higher: newer
+        completion TEXT NOT NULL,           -- its id
+        choice INTEGER NOT NULL,            -- -1: it is about all choices
+        adapter TEXT NOT NULL,              -- that answered; '': the base
+        learned INTEGER NOT NULL DEFAULT 0, -- updates that learned from it
+        body BLOB NOT NULL,                 -- sealed
+        UNIQUE (completion, choice)
+    );
+    CREATE INDEX feedback_to_learn ON feedback (learned, number);
+    """,
 )

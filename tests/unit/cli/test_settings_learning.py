@@ -161,6 +161,10 @@ ON = "rl_training: {enabled: true}\n"
         ("rl_training: {enabled: true, atropos_api: true, atropos_url: 'http://x:1'}", "give one of them"),
         ("rl_training: {enabled: true, verifiers: no.toml}", "'rl_training.verifiers' is 'no.toml', but there is no"),
         ("rl_training: {enabled: true, verifiers: wordle}", "-m pip install 'verifiers>=0.4'"),
+        ("feedback: {learn: sql}\nduty: {mode: inference}", "'feedback.learn' needs a mode that trains"),
+        ("feedback: {learn: sql}\nrl_training: {enabled: true}", "give both the same name"),
+        ("feedback: {learn: sql}\nrl_training: {adapter: other}", "give both the same name"),
+        ("feedback: {learn: a/b}", "'rl_training.adapter' must be 1 to 64 letters"),
         ("rl_training: {algorithm: sarsa}", "rl_training.algorithm"),
         ("rl_training: {lora_rnk: 1}", "unknown setting 'rl_training.lora_rnk'; did you mean 'lora_rank'?"),
         ("server: {lora_rank: 1}", "did you mean 'rl_training.lora_rank'?"),
@@ -227,6 +231,15 @@ def test_what_is_refused_of_several_adapters_says_where(tmp_path: Path, adapters
         settings(tmp_path, f"rl_training: {{enabled: true, adapters: {adapters}}}")
 
 
+def test_an_adapter_that_learns_from_feedback_is_trained(tmp_path: Path) -> None:
+    made = settings(tmp_path, "feedback: {learn: sql}\nrl_training: {lora_rank: 4}")
+    training, duty = made.rl_training, made.engine.duty
+    assert (training.enabled, training.adapter, training.init_from) == (True, "sql", "")
+    assert (duty.trainer_rank, duty.trainers) == (4, 2), "there is room for the reference, too"
+    made = settings(tmp_path, "feedback: {learn: sql}\nadapters: {sql: x}")
+    assert made.rl_training.init_from == "sql", "it goes on from its folder"
+
+
 def test_a_checkpoint_that_is_there_keeps_its_name(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "kept", 3)
     checkpoints.lock()
@@ -266,9 +279,8 @@ def test_every_number_has_its_bounds(tmp_path: Path, place: str) -> None:
 def test_options_of_learning_without_learning_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     build(None, {"lora_rank": 8, "checkpoint_dir": "c", "mode": "inference_only", "lora_target_modules": []})
     assert capsys.readouterr().err.splitlines() == [
-        f"tandem: warning: {flag} has no effect without --enable-rl-training"
-        for flag in ("--lora-rank", "--checkpoint-dir")
-    ]
+        "tandem: warning: --lora-rank has no effect without --enable-rl-training"
+    ], "the folder is also that of feedback"
 
 
 def test_the_page_has_every_setting() -> None:

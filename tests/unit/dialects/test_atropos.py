@@ -25,7 +25,7 @@ TABLE = {(route.method, route.path): route for route in ROUTES if route.header i
 
 def asking(hub: Hub) -> Ask:
     """What answers requests as the server's application does, without the server."""
-    front: Any = SimpleNamespace(learning=SimpleNamespace(hub=hub))
+    front: Any = SimpleNamespace(learning=SimpleNamespace(default=SimpleNamespace(hub=hub)))
 
     def ask(method: str, path: str, body: Any) -> tuple[int, Any]:
         route = TABLE[method, path]
@@ -80,7 +80,7 @@ def test_a_server_without_it_says_how_to_have_it():
 )
 def test_bodies_are_unpacked_within_a_limit(body: Received, error: type[Exception], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(handlers, "MOST_UNPACKED", 1000)
-    front: Any = SimpleNamespace(learning=SimpleNamespace(hub=Hub()))
+    front: Any = SimpleNamespace(learning=SimpleNamespace(default=SimpleNamespace(hub=Hub())))
     with pytest.raises(error) as raised:
         handlers.scored_data_list(front, body)
     assert type(raised.value) is error

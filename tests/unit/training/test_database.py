@@ -130,7 +130,7 @@ def test_tables_of_older_versions_are_brought_forward_and_newer_ones_refused(tmp
     database = Database.open(tmp_path)
     database.write([wait(1)])
     database.close()
-    later = (*schema.MIGRATIONS, "CREATE TABLE feedback (id TEXT); ALTER TABLE runs ADD COLUMN note TEXT;")
+    later = (*schema.MIGRATIONS, "CREATE TABLE remarks (id TEXT); ALTER TABLE runs ADD COLUMN note TEXT;")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MIGRATIONS", (*later, "CREATE TABLE broken (id TEXT); NOT SQL;"))
         with pytest.raises(StorageError, match="has older tables: start a server"):
@@ -139,7 +139,7 @@ def test_tables_of_older_versions_are_brought_forward_and_newer_ones_refused(tmp
             Database.open(tmp_path)
         patch.setattr(module, "MIGRATIONS", later)
         database = Database.open(tmp_path)  # the first of the two was whole
-        database.write([("INSERT INTO feedback VALUES (?)", ("f",))])
+        database.write([("INSERT INTO remarks VALUES (?)", ("f",))])
         database.close()
         assert ids(tmp_path) == ["t1"]
     for opens in (Database.open, Database.read_only):

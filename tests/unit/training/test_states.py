@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from mlx_tandem import files
 from mlx_tandem.errors import EngineError
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.online import states, takeover
@@ -222,3 +226,32 @@ async def test_a_state_that_is_a_checkpoint_may_go_with_it(tmp_path: Path) -> No
 def test_the_fixture_is_what_the_earlier_version_wrote() -> None:
     manifest = json.loads((OLD_FOLDER / "checkpoint-3" / "manifest.json").read_bytes())["manifest"]
     assert {"follows", "began", "compared", "records"} <= manifest["counters"].keys()
+
+
+@on_a_loop
+async def test_a_cancelled_save_does_not_remove_the_folder_of_the_next_one(tmp_path: Path) -> None:
+    """Its thread goes on: the next state waits until it has ended."""
+    async with running(config(tmp_path), start=False) as side:
+        made = side.learner._learner.states
+        order: list[str] = []
+        began, goes_on = threading.Event(), threading.Event()
+
+        def remove(path: Path) -> None:
+            order.append("begins")
+            if len(order) == 1:
+                began.set()
+                assert goes_on.wait(20)
+            files.remove_tree(path)
+            order.append("ends")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(states, "files", SimpleNamespace(**vars(files) | {"remove_tree": remove}))
+            first = asyncio.create_task(made.new())
+            await asyncio.to_thread(began.wait, 20)
+            first.cancel()
+            second = asyncio.create_task(made.new())
+            await asyncio.wait({second}, timeout=0.1)
+            goes_on.set()
+            folder = await second
+        assert order == ["begins", "ends", "begins", "ends"]
+        assert Path(folder).is_dir() and first.cancelled()
