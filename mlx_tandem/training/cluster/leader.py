@@ -38,7 +38,7 @@ from mlx_tandem.training.cluster.wire import (
 )
 from mlx_tandem.types import AdapterSource
 
-LEASE = 20.0
+LEASE = 15.0
 """Seconds after its last request in which a trainer is the only one."""
 
 MOST_WAITING = 256
