@@ -1,8 +1,8 @@
 """Measures whether trainers that average what they learn reach what one trainer with all data does.
 
 The task is the built-in model's weak skill. The questions are divided by a hash: each trainer is asked those of its own
-share only. One trainer alone is asked all of them, and does as many updates as all others together. Both are judged on
-questions that nobody is asked.
+share only. One trainer alone is asked all of them: it does as many updates as each of the others, each made of as
+many answers as all of theirs. Both are judged on questions that nobody is asked.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ async def accuracy(url: str) -> float:
     return sum(scores) / len(scores)
 
 
-async def teach(url: str, own: int, shares: int, seed: int, updates: int) -> None:
-    """Ask a trainer questions of its share until it has done so many updates, while its loop runs."""
+async def teach(url: str, own: int, shares: int, seed: int, updates: int, groups: int = GROUPS) -> None:
+    """Ask a trainer `groups` questions of its share at once until it has done so many updates, while its loop runs."""
     rng = random.Random(f"{seed}-{own}")
     while True:
         _, status = await once(url, "GET", "/v1/training/status")
@@ -76,13 +76,13 @@ async def teach(url: str, own: int, shares: int, seed: int, updates: int) -> Non
         if not status["running"] or status["busy"]:
             await asyncio.sleep(POLL_SECONDS)
             continue
-        asked = (ask(url, drawn(rng, own, shares), ANSWERS, rng.getrandbits(62), collect=True) for _ in range(GROUPS))
+        asked = (ask(url, drawn(rng, own, shares), ANSWERS, rng.getrandbits(62), collect=True) for _ in range(groups))
         await asyncio.gather(*asked)
 
 
-def started(stack: ExitStack, folder: Path, name: str, cluster: dict[str, Any], *, learns: bool) -> str:
-    """Start a server of this part, and return its URL."""
-    settings = {**SETTINGS, "enabled": learns, "update_frequency": GROUPS * ANSWERS, "guard_prompts": 0}
+def started(stack: ExitStack, folder: Path, name: str, cluster: dict[str, Any], *, groups: int) -> str:
+    """Start a server that learns from so many groups at once, or not at all, and return its URL."""
+    settings = {**SETTINGS, "enabled": groups > 0, "update_frequency": max(groups, 1) * ANSWERS, "guard_prompts": 0}
     tree = {
         "rl_training": settings,
         "checkpointing": {"checkpoint_dir": str(folder / name / "checkpoints")},
@@ -100,18 +100,16 @@ async def together(leader: str, trainers: list[str], seed: int, updates: int, ev
         await asyncio.gather(*(teach(url, i, len(trainers), seed, goal) for i, url in enumerate(trainers)))
         while (await once(leader, "GET", "/v1/cluster/status"))[1]["contributions"]:
             await asyncio.sleep(POLL_SECONDS)
-        found[str(goal * len(trainers))] = await accuracy(leader)
-        print(
-            f"together, after {goal} updates each: {found[str(goal * len(trainers))]:.3f}", file=sys.stderr, flush=True
-        )
+        found[str(goal)] = await accuracy(leader)
+        print(f"together, after {goal} updates each: {found[str(goal)]:.3f}", file=sys.stderr, flush=True)
     return found
 
 
-async def alone(url: str, seed: int, updates: int, every: int) -> dict[str, float]:
+async def alone(url: str, seed: int, updates: int, every: int, groups: int) -> dict[str, float]:
     """Return the accuracy of one trainer after so many updates."""
     found = {"0": await accuracy(url)}
     for goal in range(every, updates + 1, every):
-        await teach(url, 0, 1, seed, goal)
+        await teach(url, 0, 1, seed, goal, groups)
         found[str(goal)] = await accuracy(url)
         print(f"alone, after {goal} updates: {found[str(goal)]:.3f}", file=sys.stderr, flush=True)
     return found
@@ -121,13 +119,13 @@ def measure(seed: int, trainers: int, updates: int, every: int, round_updates: i
     """Return the accuracies of both sides. `updates` are those of each trainer."""
     with tempfile.TemporaryDirectory(prefix="tandem-federated-") as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        leader = started(stack, folder, "leader", {"share": True, "trainers": trainers}, learns=False)
+        leader = started(stack, folder, "leader", {"share": True, "trainers": trainers}, groups=0)
         joins = {"connect_to": leader, "round_updates": round_updates}
-        urls = [started(stack, folder, f"trainer{i}", joins, learns=True) for i in range(trainers)]
+        urls = [started(stack, folder, f"trainer{i}", joins, groups=GROUPS) for i in range(trainers)]
         several = asyncio.run(together(leader, urls, seed, updates, every))
     with tempfile.TemporaryDirectory(prefix="tandem-federated-") as scratch, ExitStack() as stack:
-        url = started(stack, Path(scratch), "alone", {}, learns=True)
-        single = asyncio.run(alone(url, seed, updates * trainers, every * trainers))
+        url = started(stack, Path(scratch), "alone", {}, groups=GROUPS * trainers)
+        single = asyncio.run(alone(url, seed, updates, every, GROUPS * trainers))
     return {"seed": seed, "together": several, "alone": single}
 
 
@@ -136,8 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--trainers", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=12, help="of each trainer")
-    parser.add_argument("--every", type=int, default=4, help="updates between two judgements")
+    parser.add_argument("--updates", type=int, default=20, help="of each trainer")
+    parser.add_argument("--every", type=int, default=10, help="updates between two judgements")
     parser.add_argument("--round-updates", type=int, default=2)
     parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
