@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +76,8 @@ def _joined(config: Config, client: LeaderClient, folder: ClusterFolder, before:
         warn(f"{client.url} does not answer; this server goes on with what it has from there")
         return before
     base, feed = found
-    joined = Joined(client.url, base, _model(config, base, before))
+    own = secrets.token_hex(8) if before is None else before.id
+    joined = Joined(client.url, own, base, _model(config, base, before))
     trained = next((adapter for adapter in feed.adapters if adapter.name == base.adapter), None)
     if config.rl_training.enabled and trained is not None:
         newest = max(version.number for version in trained.versions)

@@ -28,6 +28,9 @@ WAIT = 10.0
 RETRY = 0.3
 """Seconds between two attempts to reach the leader."""
 
+REFUSED = 2.0
+"""Seconds between two attempts at what the leader or this server has refused."""
+
 
 class FollowerStatus(Struct):
     """Counts of a follower since its start."""
@@ -165,11 +168,13 @@ class Follower:
 async def again(turn: Callable[[], Awaitable[None]], trouble: Trouble) -> NoReturn:
     """Run `turn` for as long as the server does; what goes wrong is recorded and tried again."""
     while True:
+        pause = REFUSED
         try:
             await turn()
             trouble.over()
             continue
         except Unreachable as e:
+            pause = RETRY
             trouble.happened("the leader does not answer", str(e))
         except Refused as e:
             trouble.happened("the leader and this server do not agree", str(e))
@@ -178,4 +183,4 @@ async def again(turn: Callable[[], Awaitable[None]], trouble: Trouble) -> NoRetu
         except Exception as e:
             log_exception("following the leader failed", e)
             trouble.error = f"internal error: {type(e).__name__}"
-        await asyncio.sleep(RETRY)
+        await asyncio.sleep(pause)

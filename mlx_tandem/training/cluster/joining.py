@@ -14,6 +14,7 @@ class Joined(Struct, frozen=True):
     """The leader as it was when this machine joined it last."""
 
     url: str
+    id: str  # of this machine, which the leader knows again by it
     base: Base
     model: str  # folder of the base on this machine
     newest: int = 0  # highest number of a version of the trained adapter

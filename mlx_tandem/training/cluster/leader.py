@@ -38,7 +38,7 @@ from mlx_tandem.training.cluster.wire import (
 )
 from mlx_tandem.types import AdapterSource
 
-LEASE = 20.0
+LEASE = 15.0
 """Seconds after its last request in which a trainer is the only one."""
 
 MOST_WAITING = 256
@@ -63,7 +63,7 @@ class LeaderStatus(Struct):
 
 
 class Leader:
-    """The leader's side of one server, on its event loop. `start` comes first, then `bring_up` for each engine."""
+    """The leader's side of one server, on its event loop. `bring_up` comes whenever an engine is ready."""
 
     def __init__(self, front: Front):
         """Prepare to lead."""
@@ -76,7 +76,8 @@ class Leader:
         self._adopted = Adopted(front, self.folder)
         self._name = config.rl_training.adapter
         self._run = secrets.token_hex(8)
-        self._base: asyncio.Task[str] | None = None
+        self._base: asyncio.Task[str] | None = None  # which computes the digest of the base
+        self._known = ""  # that digest, once somebody has asked for it
         self._adapters: tuple[Adapter, ...] = ()
         self._described: dict[str, tuple[File, ...]] = {}  # by digest
         self._sequence = 0
@@ -88,7 +89,7 @@ class Leader:
         self._started = time.monotonic()
         cluster = config.cluster
         self._rounds = Rounds(self.folder, cluster.trainers, cluster.round_s, self._serve_average)
-        self._publishing = asyncio.Lock()
+        self._receiving, self._publishing = asyncio.Lock(), asyncio.Lock()
         self._received = self._published = 0
         self._closed = False
 
@@ -133,7 +134,8 @@ class Leader:
     async def _digest(self) -> str:
         if self._base is None or self._closed:
             raise EngineUnavailable("the server is not ready to lead")
-        return await asyncio.shield(self._base)
+        self._known = await asyncio.shield(self._base)
+        return self._known
 
     async def feed(self, after: int, leader: str, wait: float) -> Feed:
         """Return the adapters once they are newer than `after`, or after `wait` seconds. Raises Overloaded.
@@ -214,7 +216,8 @@ class Leader:
 
     async def receive(self, file: File, offset: int, content: bytes) -> int:
         """Take bytes of a file that a trainer publishes next; return how many there are. Raises InvalidRequest."""
-        return await asyncio.to_thread(self.folder.append, file, offset, content)
+        async with self._receiving:
+            return await asyncio.to_thread(self.folder.append, file, offset, content)
 
     async def publish(self, wanted: Publication) -> None:
         """Serve a version whose files are there. Raises InvalidRequest if it is not what it says; nothing changes then.
@@ -315,7 +318,7 @@ class Leader:
         """Return the status for clients."""
         now = time.monotonic()
         return LeaderStatus(
-            base=self._base.result() if self._base is not None and self._base.done() else "",
+            base=self._known,
             sequence=self._sequence,
             adapters=len(self._adapters),
             waiting=self.queue.waiting,

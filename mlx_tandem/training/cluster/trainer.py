@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import os
-import platform
 from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
@@ -24,13 +21,20 @@ from mlx_tandem.training.cluster.fetching import fetch
 from mlx_tandem.training.cluster.folder import ClusterFolder, describe
 from mlx_tandem.training.cluster.follower import WAIT, again
 from mlx_tandem.training.cluster.joining import JOINED, Joined
-from mlx_tandem.training.cluster.wire import CHUNK, MOST_ITEMS, Adapter, Contribution, File, Item, Publication, Version
+from mlx_tandem.training.cluster.wire import (
+    CHUNK,
+    MOST_ITEMS,
+    Adapter,
+    Contribution,
+    Feed,
+    File,
+    Item,
+    Publication,
+    Version,
+)
 from mlx_tandem.training.live.learning import Learning
 from mlx_tandem.training.store.records import GOOD
 from mlx_tandem.types import AdapterRef
-
-LOOK = 2.0
-"""Seconds between two looks whether the leader still serves what was published."""
 
 REST = 1.0
 """Seconds between two signs of life while nothing is lacking for an update."""
@@ -64,12 +68,10 @@ class Trainer:
         self._front, self._learning = front, learning
         self._client = LeaderClient(config.cluster.connect_to, config.server.api_key)
         self._name = config.rl_training.adapter
-        # The same after a restart, so that the leader does not take it for another trainer.
-        place = f"{platform.node()}\n{os.path.abspath(config.checkpointing.checkpoint_dir)}"
-        self._id = hashlib.blake2b(place.encode(errors="surrogateescape"), digest_size=8).hexdigest()
         self._taking, self._publishing = Trouble(self._client.url), Trouble(self._client.url)
         self._status = TrainerStatus(leader=self._client.url)
-        self._base = self._queue = ""
+        self._id = self._base = self._queue = ""
+        self._begun_with = ""  # digest of the version that this server began with, whose folder is read at each start
         self._newest = 0  # highest number that the leader had when this server joined it
         self._after = 0  # number of the last trajectory that the learner has
         self._leader = ""  # run of the leader
@@ -85,10 +87,11 @@ class Trainer:
         await asyncio.to_thread(self.folder.lock)
         joined = await asyncio.to_thread(self.folder.read, JOINED, Joined)
         assert joined is not None, "the command has written it"
-        self._base = joined.base.sha256
+        self._id, self._base = joined.id, joined.base.sha256
         self._queue = "0" * 16  # of no leader
         self._newest = joined.newest
         if joined.beginning is not None:
+            self._begun_with = joined.beginning.digest
             self._learning.count_from(joined.beginning.number - 1)
 
     def count(self) -> None:
@@ -156,17 +159,29 @@ class Trainer:
         self._learning.published.clear()
         feed = await self._client.feed()
         there = next((adapter for adapter in feed.adapters if adapter.name == self._name), None)
+        if self._learning.learner.status().recovering:  # and serves an earlier version until then
+            await self._news(feed)
+            return
         if feed.trainers > 1:
             if feed.leader != self._leader:  # one that was started again knows of no contribution
                 self._leader, self._handed_in = feed.leader, -1
             await self._round(there)
         elif (version := await self._version(self._learning.current())) is not None:
             await self._show(version, there)
+        await self._news(feed)
+
+    async def _news(self, feed: Feed) -> None:
+        """Wait until this server or the leader, whose last feed this is, serves something else, for a while at most."""
+        here = asyncio.create_task(self._learning.published.wait())
+        there = asyncio.create_task(self._client.feed(feed.sequence, feed.leader, WAIT))
         try:
-            async with asyncio.timeout(LOOK):
-                await self._learning.published.wait()
-        except TimeoutError:
-            return
+            await asyncio.wait((here, there), return_when=asyncio.FIRST_COMPLETED)
+            if there.done():
+                there.result()
+        finally:
+            for task in (here, there):
+                task.cancel()
+            await asyncio.gather(here, there, return_exceptions=True)
 
     async def _version(self, ref: AdapterRef | None) -> Version | None:
         """Return a version with its files, which are written now if need be; None if the trainer has moved on."""
@@ -181,12 +196,13 @@ class Trainer:
             if not await self._learning.learner.export(ref.digest, str(new)):
                 return None
             source = await asyncio.to_thread(self.folder.commit, ref.digest)
-        files = await asyncio.to_thread(describe, Path(source.path))
-        self._exported[ref.digest] = version = Version(ref.version, ref.digest, files)
+        shown = await asyncio.to_thread(describe, Path(source.path))
+        self._exported[ref.digest] = version = Version(ref.version, ref.digest, shown)
         while len(self._exported) > KEPT:
             oldest = next(iter(self._exported))
             del self._exported[oldest]
-            await asyncio.to_thread(self.folder.remove, oldest)
+            if oldest != self._begun_with:
+                await asyncio.to_thread(self.folder.remove, oldest)
         return version
 
     async def _show(self, version: Version, there: Adapter | None) -> None:
@@ -209,7 +225,8 @@ class Trainer:
             if there is not None and updates < self._front.config.cluster.round_updates:
                 return
             self._learning.learner.stop()
-            examples = sum(r.trajectories for r in list(self._learning.learner.history)[-updates:] if r.outcome in GOOD)
+            reports = list(self._learning.learner.history)[-updates:] if updates else []
+            examples = sum(report.trajectories for report in reports if report.outcome in GOOD)
             version = await self._version(self._learning.current())
             if version is not None and (examples or there is None):
                 await self._upload(version)
