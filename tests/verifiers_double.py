@@ -5,7 +5,8 @@ is installed. `installed` lays the modules out in a folder, which then belongs o
 
 `[env.taskset]` of a file says what happens: `id` begins with "sorting"; `tasks`: how many there are, which are numbers;
 `answers`: the server's, or token ids that nobody draws; `fails`: the reply of every task of this number is an error;
-`ends`: the program ends at this task; `hangs`: this task has no end.
+`ends`: the program ends at this task; `hangs`: this task has no end; `worth`: the
+reward of every second episode, in place of 0.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Env:
         if not self._options["id"].startswith("sorting"):
             raise ModuleNotFoundError(f"taskset {self._options['id']!r} not found")
         self.taskset = Taskset(list(range(self._options.get("tasks", 4))))
-        self._rewards = itertools.cycle((1.0, 0.0))
+        self._rewards = itertools.cycle((1.0, float(self._options.get("worth", 0.0))))
         print("an environment may print what it likes")
 
     @contextlib.asynccontextmanager

@@ -226,6 +226,9 @@ def _check(config: Config) -> None:
         check_environment(config)
     elif training.verifiers_python:
         warn("'rl_training.verifiers_python' has no effect without 'rl_training.verifiers'")
+    for name in ("verifiers", "atropos_url", "atropos_api"):
+        if getattr(training, name) and config.engine.duty.mode == "inference_only":
+            warn(f"'rl_training.{name}' has no effect in the mode inference_only, in which nothing is trained")
     require(training.report_to)
     _check_scoring(config)
 

@@ -24,7 +24,7 @@ def rl(
     daemon: Background = False,
     **given: Any,
 ) -> None:
-    """Train an adapter on rewards, for prompts that requests bring.
+    """Train an adapter on rewards, for prompts that requests or an --environment bring.
 
     This is a server with --enable-rl-training whose device is for training: its mode is training_only unless the
     file or --mode says otherwise.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import math
 import os
 import sys
 import tomllib
@@ -68,10 +69,12 @@ def answers(trace: Any) -> list[dict[str, Any]]:
         if not (branch.trainable and any(mask)):
             continue
         tokens = branch.token_ids
+        # verifiers fills in 0 for logprobs that it lacks, which would say that nothing else could have been drawn.
+        told = all(len(node.logprobs or ()) == sum(node.mask) for node in branch.nodes)
         found.append({
             "tokens": tokens,
             "masks": [token if own else NOT_TRAINED for token, own in zip(tokens, mask, strict=True)],
-            "logprobs": [p if own else 1.0 for p, own in zip(branch.logprobs, mask, strict=True)],
+            "logprobs": [p if own else 1.0 for p, own in zip(branch.logprobs, mask, strict=True)] if told else [],
             "score": trace.reward,
             "sampling": {
                 name: value
@@ -132,13 +135,23 @@ class Player:
     async def _task(self, task: Any, context: Any) -> None:
         slots = self.env.slots(task, self._rollouts)
         played = await asyncio.gather(*(self.env.run_slot(slot, context, self._gate) for slot in slots))
+        good = []
         for episode in played:
-            if not self.env.complete(episode):
+            if error := self._why_not(episode):
                 self._failed += 1
-                errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-                self._error = f"{errors[-1].type}: {errors[-1].message}"[:500] if errors else "an episode was not ok"
-        for group in groups([episode for episode in played if self.env.complete(episode)], context.model):
+                self._error = error[:500]
+            else:
+                good.append(episode)
+        for group in groups(good, context.model):
             self._say({"group": group})
+
+    def _why_not(self, episode: Any) -> str:
+        """Return why nothing can be learned from an episode; empty if something can."""
+        if self.env.complete(episode):
+            finite = all(math.isfinite(trace.reward) for trace in episode.traces)
+            return "" if finite else "a reward is no finite number"
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        return f"{errors[-1].type}: {errors[-1].message}" if errors else "an episode was not complete"
 
 
 async def run() -> None:

@@ -240,6 +240,21 @@ def test_an_adapter_that_learns_from_feedback_is_trained(tmp_path: Path) -> None
     assert made.rl_training.init_from == "sql", "it goes on from its folder"
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("atropos_api: true}\nduty: {mode: inference_only", "'rl_training.atropos_api' has no effect in the mode"),
+        ("atropos_url: 'http://x:1'}\nduty: {mode: inference_only", "'rl_training.atropos_url' has no effect in the"),
+        ("verifiers_python: python3", "'rl_training.verifiers_python' has no effect without 'rl_training.verifiers'"),
+    ],
+)
+def test_environments_without_effect_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    settings(tmp_path, f"rl_training: {{enabled: true, {text}}}")
+    assert said in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_is_there_keeps_its_name(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "kept", 3)
     checkpoints.lock()

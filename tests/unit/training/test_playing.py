@@ -56,6 +56,15 @@ def test_what_two_branches_share_is_learned_once():
     assert [answer["score"] for answer in found] == [0.5, 0.5]
 
 
+def test_logprobs_that_are_not_told_are_not_taken_for_certainty():
+    drawn = node([5, 6], [-0.1, -0.2])
+    drawn.logprobs = [-0.1]
+    lacking = branch(node([3]), drawn)
+    lacking.logprobs = [0.0, -0.1, 0.0]  # what verifiers fills in
+    (found,) = player.answers(trace(lacking, reward=1.0))
+    assert (found["masks"], found["logprobs"]) == ([-100, 5, 6], [])
+
+
 def test_agents_are_compared_with_themselves_and_others_models_teach_nothing():
     def played(reward: float) -> Any:
         own = branch(node([3]), node([5], [-0.5]))
@@ -148,6 +157,13 @@ def test_failed_episodes_and_groups_of_no_use_are_counted(double: Path):
     status = made.status
     assert (status.episodes, status.failed_episodes, status.trajectories, status.refused_groups) == (8, 2, 4, 1)
     assert status.error == "EnvError: the server said 503"
+
+
+def test_a_reward_that_is_no_number_is_a_failed_episode(double: Path):
+    learner = Learner(8, 0)
+    made = played(settings(double, answers=[5, 6], worth="nan"), learner, lambda made: made.status.rounds)
+    assert (made.status.episodes, made.status.failed_episodes, made.status.trajectories) == (8, 4, 4)
+    assert made.status.error == "a reward is no finite number"
 
 
 def test_a_group_waits_while_it_cannot_be_kept(double: Path):
