@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from mlx_tandem.files import StorageError
-from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.checkpoints import Checkpoints, gone
 from mlx_tandem.training.store.database import Database
 
 LOOK_SECONDS = 0.2
@@ -38,7 +38,8 @@ class Folder:
         if database is not None and not database.is_closed:
             try:
                 await asyncio.to_thread(database.check)
-                await asyncio.to_thread(self._checkpoints.check)
+                if not await asyncio.to_thread(self._checkpoints.held):
+                    raise gone(self._checkpoints.folder)
             except StorageError as e:
                 error = "" if database.is_closed else e.message
         self._error = error

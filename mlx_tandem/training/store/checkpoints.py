@@ -301,14 +301,8 @@ class Checkpoints:
     def _locked(self) -> None:
         if self._lock is None:
             raise RuntimeError("the folder is not locked")
-        self.check()
-
-    def check(self) -> None:
-        """Raise StorageError unless the folder is still the one that `lock` has taken, or none was taken."""
-        if self._lock is not None and not self._lock.held():
-            raise StorageError(
-                f"{self.folder} was removed or replaced while it was in use: bring it back, or restart the server"
-            )
+        if not self._lock.held():
+            raise gone(self.folder)
 
     def _free(self, name: str) -> None:
         limits.check_name(name, "checkpoint_name")
@@ -357,6 +351,11 @@ class Checkpoints:
                 self._ops.rename(old, best)
             raise
         files.remove_tree(old, self._ops)
+
+
+def gone(folder: Path) -> StorageError:
+    """Return the error of a folder that was taken and is no longer there."""
+    return StorageError(f"{folder} was removed or replaced while it was in use: bring it back, or restart the server")
 
 
 def _settled(path: Path, ops: FileOps) -> str:
