@@ -253,7 +253,11 @@ class Ledger:
         """Note that the pending update has come to its end; durable with the next `flush`."""
         if self.pending is not None:
             self.begin(self.pending)
-        self.counters.note(end, self._config.rl_training.guard_false_rollback)
+        training = self._config.rl_training
+        is_measured = report is not None and (report.kl > 0 or (report.grad_norm > 0 and end.outcome in GOOD))
+        if report is not None and is_measured:
+            self.counters.course.moved(report.kl, report.learning_rate, training.target_kl, report.mismatch_k3)
+        self.counters.note(end, training.guard_false_rollback)
         self.unsaved += end.outcome in GOOD
         number = self.counters.updates
         self.put(*self.rows.ended(number, end, report), self.rows.prune(number))

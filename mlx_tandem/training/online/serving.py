@@ -149,6 +149,7 @@ class TrainingStatus(Struct, frozen=True):
     mean_reward: float
     grad_norm: float
     learning_rate: float
+    target_kl: float  # nats per update by which the learning rate is chosen; 0: it is fixed
     rollbacks: int
     accepted: int  # the version that rollbacks return to; 0: there is none
     compared: int  # prompts on which later versions were compared with it

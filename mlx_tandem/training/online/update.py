@@ -51,11 +51,11 @@ class Finding(Struct, frozen=True):
     mismatch_k3: float = 0.0
 
 
-def adam(config: RLTrainingConfig, step: int, scale: float) -> AdamParams:
-    """Return the numbers of the optimiser's step `step`, from 1 on. `scale` is the guard's."""
+def adam(config: RLTrainingConfig, step: int, rate: float) -> AdamParams:
+    """Return the numbers of the optimiser's step `step`, from 1 on. `rate` is the learning rate before its schedule."""
     schedule = Schedule(config.schedule, config.warmup_steps, config.decay_steps, config.rate_floor)
     return AdamParams(
-        learning_rate=config.learning_rate * schedule.share(step) * scale,
+        learning_rate=rate * schedule.share(step),
         beta1=config.beta1,
         beta2=config.beta2,
         eps=config.eps,

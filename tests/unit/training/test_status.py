@@ -37,7 +37,8 @@ def learner(updates: int = 100, history: int = 2, **counts: int) -> Any:
     trial = Trial(accepted=Reference("c", 107, "d"), candidate=Reference("e", 1, "f"), updates=1)
     trial.comparison = Comparison(seen=50, count=8, total=2.0)
     counters = SimpleNamespace(
-        updates=updates, last_update=86400.0, course=Course(rate_scale=0.5, rollbacks=106, in_a_row=1), trial=trial,
+        updates=updates, last_update=86400.0, trial=trial,
+        course=Course(rate_scale=0.5, rollbacks=106, in_a_row=1, rate=8.0),
         checkpoint_saves=108, publishes=109, since_checkpoint=1, compared=1,
     )  # fmt: skip
     listed = [SimpleNamespace(name="b"), SimpleNamespace(name="a")]
@@ -86,6 +87,7 @@ def test_every_number_is_there_under_its_name() -> None:
         mean_reward=2.5,
         grad_norm=2.75,
         learning_rate=4.0,
+        target_kl=0.0,
         rollbacks=106,
         accepted=107,
         compared=8,
