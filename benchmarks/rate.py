@@ -92,7 +92,7 @@ async def _run(
     await learner.learn(steps, shown)
     _, history = await once(server.url, "GET", "/v1/training/history")
     status = await learner.status()
-    kept = {key: status[key] for key in ("updates", "rollbacks", "advice")}
+    kept = {key: status[key] for key in ("updates", "rollbacks", "gain", "advice")}
     return about | _found(learner.curve) | kept | {"history": [{n: u[n] for n in NUMBERS} for u in history["updates"]]}
 
 

@@ -222,9 +222,14 @@ class Ledger:
         _log_dropped("stale", len(dropped.get("stale", ())))
         return Accepted([group for group in groups if advantages.varies(group)], dropped)
 
+    @property
+    def lately(self) -> Counts:
+        """What was counted since the last update, or since the start if that was later."""
+        return self.buffer.counts.since(self._told)
+
     def untold(self) -> Counts:
         """Return what was counted since the last call: each report of an update tells a part of it."""
-        found = self.buffer.counts.since(self._told)
+        found = self.lately
         self._told = msgspec.structs.replace(self.buffer.counts)
         return found
 
