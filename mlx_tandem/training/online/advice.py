@@ -9,6 +9,7 @@ from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.training.online import rates
 from mlx_tandem.training.online.learner import Learner
 from mlx_tandem.training.store.records import GOOD
+from mlx_tandem.training.trajectories import Counts
 
 LOOKED_AT = 3
 """Updates that all have to say the same before anything is advised."""
@@ -42,7 +43,7 @@ def _nothing_came(learner: Learner, training: RLTrainingConfig) -> str:
 
 
 def _stale(learner: Learner, training: RLTrainingConfig) -> str:
-    buffer, lately = learner.ledger.buffer, learner.ledger.lately.dropped_stale
+    buffer, lately = learner.ledger.buffer, _lately(learner).dropped_stale
     count = buffer.counts.dropped_stale
     if not count:
         return ""
@@ -77,7 +78,7 @@ def _no_reward(learner: Learner, training: RLTrainingConfig) -> str:
 
 def _equal(learner: Learner, training: RLTrainingConfig) -> str:
     """Return what to do where all answers of most groups get the same reward, since the beginning or lately."""
-    counts, lately = learner.ledger.buffer.counts, learner.ledger.lately.skipped_groups
+    counts, lately = learner.ledger.buffer.counts, _lately(learner).skipped_groups
     if counts.skipped_groups > 2 * learner.ledger.counters.updates:
         said = f"{counts.skipped_groups} groups taught nothing, since"
     elif lately > training.update_frequency:
@@ -161,6 +162,11 @@ def _fruitless(learner: Learner, training: RLTrainingConfig) -> str:
 _EACH: Sequence[Callable[[Learner, RLTrainingConfig], str]] = (
     _nothing_came, _still, _taken_back, _stale, _overflow, _no_reward, _equal, _alike, _waiting, _fruitless,
 )  # fmt: skip
+
+
+def _lately(learner: Learner) -> Counts:
+    """Return what was counted since the last update, or since the start if that was later."""
+    return learner.ledger.buffer.counts.since(learner.ledger.told)
 
 
 def _mean_reward(learner: Learner) -> float:

@@ -66,7 +66,8 @@ class Ledger:
         self._saving: asyncio.Task[CheckpointInfo] | None = None
         self._is_open = False
         self._place = 0  # the highest of an open trajectory
-        self._told = Counts()  # what reports of updates have told
+        self.told = Counts()
+        """What reports of updates have told: counts as of the last update, or of the start if that was later."""
 
     @property
     def is_open(self) -> bool:
@@ -106,7 +107,7 @@ class Ledger:
             if found is None:
                 await take_over(manifest)
                 await self.flush()
-            self._told = msgspec.structs.replace(self.buffer.counts)
+            self.told = msgspec.structs.replace(self.buffer.counts)
             self.listed = await asyncio.to_thread(self.checkpoints.list)
             reports = await asyncio.to_thread(_reports, self)
         except BaseException:
@@ -222,15 +223,10 @@ class Ledger:
         _log_dropped("stale", len(dropped.get("stale", ())))
         return Accepted([group for group in groups if advantages.varies(group)], dropped)
 
-    @property
-    def lately(self) -> Counts:
-        """What was counted since the last update, or since the start if that was later."""
-        return self.buffer.counts.since(self._told)
-
     def untold(self) -> Counts:
         """Return what was counted since the last call: each report of an update tells a part of it."""
-        found = self.lately
-        self._told = msgspec.structs.replace(self.buffer.counts)
+        found = self.buffer.counts.since(self.told)
+        self.told = msgspec.structs.replace(self.buffer.counts)
         return found
 
     # -- updates --------------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ def learner(
     counters = SimpleNamespace(updates=updates, course=Course(in_a_row=in_a_row), trial=trial or Trial())
     means = {} if reward is None else {1: Mean(9, 0.0), 2: Mean(9, reward)}
     return SimpleNamespace(
-        ledger=SimpleNamespace(buffer=buffer, counters=counters, lately=lately or Counts(), waiting=[]),
+        ledger=SimpleNamespace(
+            buffer=buffer, counters=counters, told=Counts(**counts).since(lately or Counts()), waiting=[]
+        ),
         history=history,
         judging=SimpleNamespace(live=SimpleNamespace(means=means)),
     )

@@ -28,7 +28,7 @@ class Buffer(SimpleNamespace):
         return 102
 
 
-def learner(updates: int = 100, history: int = 2, lately: Any = None, pending: Any = None, **counts: int) -> Any:
+def learner(updates: int = 100, history: int = 2, pending: Any = None, **counts: int) -> Any:
     reports = [
         UpdateReport(*[number] * 6, mean_reward=0.5 + number, loss=0.25 + number, grad_norm=0.75 + number,
                      kl=0.125 + number, kl_reference=9.0, mismatch_k3=9.0, verdict=verdict, outcome="kept")
@@ -49,7 +49,7 @@ def learner(updates: int = 100, history: int = 2, lately: Any = None, pending: A
         buffer=buffer,
         waiting=[0] * 104,
         listed=listed,
-        lately=Counts(**lately or {}),
+        told=Counts(**counts),
         pending=pending,
     )
     return SimpleNamespace(
