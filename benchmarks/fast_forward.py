@@ -303,6 +303,8 @@ class Life:
         assert ref is not None
         status = server.learning.learner.status()
         there = ref.digest in server.engine.memory or ref.digest in server.engine.known
+        rate = self._config.rl_training.learning_rate
+        assert rate != "auto"
         about = {
             # A version that went with its engine cannot be made again while the drive is full.
             "reward": server.engine.seen(ref).reward if there else None,
@@ -314,7 +316,7 @@ class Life:
             "compared": status.compared,
             "difference": status.difference,
             "stopped": "" if status.running else status.reason or "for no reason",
-            "scale": status.learning_rate / self._config.rl_training.learning_rate,
+            "scale": status.learning_rate / rate,
         }
         self._write("hour", about)
         return first if first is not None else size

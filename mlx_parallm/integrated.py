@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from mlx_tandem.cli import hub
 from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.settings import build
+from mlx_tandem.config import LearningRate
 from mlx_tandem.engine.client.process import process_launch
 from mlx_tandem.errors import TandemError
 from mlx_tandem.server.checks import check
@@ -40,7 +41,7 @@ class RLConfig:
     """The way to learn from rewards. The settings file of a server has more of it."""
 
     algorithm: str = "grpo"
-    learning_rate: float = 1e-5
+    learning_rate: LearningRate = "auto"  # auto: the server finds it
     batch_size: int = 32  # completions per update
     scoring_function: str = ""  # of requests that collect and name none
     checkpoint_dir: str = "./checkpoints"

@@ -175,6 +175,10 @@ class RewardSpec(Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
 
+LearningRate = float | Literal["auto"]
+"""A learning rate, or that it is found by how far updates move the policy."""
+
+
 class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the online loop: collect, score, update, validate, publish."""
 
@@ -216,7 +220,8 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     least_spread: float = 0.01  # least standard deviation that advantages are divided by
     loss_tokens: int = 256  # tokens that dr_grpo divides each completion's loss by
     mask_truncated: bool = False  # learn nothing from answers that were cut off, but compare their siblings with them
-    learning_rate: float = 1e-5
+    learning_rate: LearningRate = "auto"  # auto: what moves the policy by target_kl; a number: this rate
+    target_kl: float = 1e-3  # mean k3 in nats by which an update should move the policy
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the rise
     warmup_steps: int = 0  # of the optimiser, over which the rate rises in a line
     decay_steps: int = 0  # of the optimiser after that, over which the rate falls

@@ -70,12 +70,14 @@ def explain(error: msgspec.ValidationError, kind: Any, where: str = "") -> Inval
     if found := _EXPECTED.match(what):
         if found.group("want") == "null":
             return InvalidRequest(f"{shown} is not supported", param=path or None, code="unsupported_parameter")
+        if choices := _choices(kind, inside):
+            return InvalidRequest(f"{shown} must be {choices}", param=path or None, code="invalid_type")
         want = found.group("want").replace(" | null", "").replace("|", "or")
         return InvalidRequest(
             f"{shown} must be of type {want}, not {found.group('got')}", param=path or None, code="invalid_type"
         )
     if what.startswith(("Invalid enum value", "Invalid value")):
-        return InvalidRequest(f"{shown} must be {_choices(kind, inside)}", param=path or None)
+        return InvalidRequest(f"{shown} must be {_choices(kind, inside) or 'another value'}", param=path or None)
     return InvalidRequest(f"{shown}: {what}"[:300], param=path or None)
 
 
@@ -84,12 +86,18 @@ def _joined(path: str, name: str) -> str:
 
 
 def _choices(kind: Any, path: str) -> str:
-    """Return the values that the place at `path` in a `kind` may have, in words."""
-    values = {v: None for t in _types_at(kind, path) if isinstance(t, inspect.LiteralType) for v in t.values}
+    """Return the values that the place at `path` in a `kind` may have, in words; empty where they are not listed."""
+    types = _types_at(kind, path)
+    values = {v: None for t in types if isinstance(t, inspect.LiteralType) for v in t.values}
     parent, _, name = path.rpartition(".")
     structs = [t for t in _types_at(kind, parent) if isinstance(t, inspect.StructType) and t.tag_field == name]
     values |= {t.tag: None for t in structs}
-    return "one of " + ", ".join(map(repr, values)) if values else "another value"
+    if not values:
+        return ""
+    listed = ", ".join(map(repr, values))
+    if any(isinstance(t, inspect.FloatType) for t in types):
+        return f"a number or {listed}"
+    return f"one of {listed}"
 
 
 def _range(kind: Any, path: str) -> Range | None:

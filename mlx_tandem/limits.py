@@ -193,6 +193,7 @@ SETTINGS |= {
     "rl_training.open_trajectories": Range(1, 1_000_000, integer=True),
     "rl_training.open_trajectory_s": Range(1.0, 31_536_000.0),
     "rl_training.learning_rate": LEARNING["learning_rate"],
+    "rl_training.target_kl": Range(1e-9, 1e9),
     "rl_training.warmup_steps": Range(0, 1_000_000, integer=True),
     "rl_training.decay_steps": Range(0, 1_000_000, integer=True),
     "rl_training.rate_floor": Range(0.0, 1.0),

@@ -383,6 +383,13 @@ class SpeculationStats(Struct, frozen=True):
     tokens_per_s_without: float = 0.0
 
 
+class PassUnderWay(Struct, frozen=True):
+    """A pass of a trainer, and the share of it that is done."""
+
+    trainer: str
+    done: float  # 0 to 1
+
+
 class EngineStats(Struct, frozen=True):
     """Counters since start and present gauges; sent at each heartbeat, and when a client asks for them."""
 
@@ -410,6 +417,7 @@ class EngineStats(Struct, frozen=True):
     serving_ms: float = 0.0  # device time of users' rows, since start
     training_ms: float = 0.0  # device time of gradient work and of rows made for training, since start
     training_jobs: int = 0  # gradient work that waits or is under way
+    passes: tuple[PassUnderWay, ...] = ()
     step_tokens: tuple[int, ...] = ()  # steps by how many tokens they computed: engine/histogram.py has the bounds
     step_tokens_sum: int = 0  # tokens of all steps, since start
     batch_fill: tuple[int, ...] = ()  # steps by the share of the batch's seats that had a row, in equal parts

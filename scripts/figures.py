@@ -68,6 +68,7 @@ def figures() -> str:
         *(learn(name, _read(name)) for name in _names("learn.json")),
         *(learn_here(name, _read(name)) for name in _names("learn-on-*.json")),
         *(guard(name, _read(name)) for name in _names("learn-guard.json")),
+        *(rate(name, _read(name)) for name in _names("rate.json")),
         *(groups(name, _read(name)) for name in _names("groups*.json")),
         *(learn_beside(name, _read(name)) for name in _names("learn_beside*.json")),
         *(learn_device(name, _read(name)) for name in _names("learn_device*.json")),
@@ -364,6 +365,24 @@ def learn(name: str, result: dict[str, Any]) -> str:
         own = [r for r in runs if r["seed"] == seed]
         text += _row(str(seed), *(_rise(r) for r in own), f"{own[0]['seconds']:.0f}")
     return text + "\n![The curve of the first seed](docs/learn.svg)\n"
+
+
+def rate(name: str, result: dict[str, Any]) -> str:
+    """Return the table of learning at rates that the server has found."""
+    text = (
+        f"**Learning without a setting**, fresh servers with `--enable-rl-training` alone, {_where(result)} "
+        f"([data]({_link(name)})). Mean reward of the first and the last five batches of 64 answers, the batch after "
+        f"which that of five was {result['learned']}, the updates until the end, and the lowest and highest rate from "
+        "the fourth update on. `shuffled` learns the first task from rewards that changed places.\n\n"
+    ) + _head("task", "seed", "mean reward", "learned after", "updates", "rates", "seconds")
+    for run in result["results"]:
+        rates = [update["learning_rate"] for update in run["history"][3:]]
+        after = "–" if run["learned_after"] is None else str(run["learned_after"])
+        spread = f"{min(rates):.1e} to {max(rates):.1e}"
+        text += _row(
+            run["run"], str(run["seed"]), _rise(run), after, str(run["updates"]), spread, f"{run['seconds']:.0f}"
+        )
+    return text
 
 
 def _rise(run: dict[str, Any]) -> str:

@@ -195,6 +195,11 @@ def _check(config: Config) -> None:
             f"'rl_training.schedule' is '{training.schedule}', which needs 'rl_training.decay_steps': the rate would "
             "never fall"
         )
+    if training.learning_rate == "auto" and training.target_kl > training.guard_kl:
+        raise InvalidRequest(
+            f"'rl_training.target_kl' is {training.target_kl:g}, over 'rl_training.guard_kl', {training.guard_kl:g}: "
+            "updates that moved so far would be taken back"
+        )
     if name.casefold() in limits.BASE_NAMES or name in {alias for alias, _ in config.aliases}:
         raise InvalidRequest(f"'{name}' is an alias or the base itself; give 'rl_training.adapter' a name of its own")
     if name in adapters and source != name:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -359,7 +359,13 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "NAME,NAME",
         ),
         Option("rl_training.algorithm", "--algorithm", "How rewards become gradients (grpo)."),
-        Option("rl_training.learning_rate", "--learning-rate", "Learning rate of AdamW (1e-5)."),
+        Option(
+            "rl_training.learning_rate",
+            "--learning-rate",
+            "Learning rate of AdamW; auto: the one that moves the adapter's answers by the next option (auto).",
+            "NUMBER|auto",
+        ),
+        Option("rl_training.target_kl", "--target-kl", "Nats by which an update should move them (0.001)."),
         Option("rl_training.kl_coef", "--kl-coef", "Weight of the KL divergence from the reference (0)."),
         Option(
             "rl_training.kl_reference",
@@ -473,22 +479,47 @@ def parameters() -> Iterator[inspect.Parameter]:
     """Yield the options as parameters of a command's function; each is None if it was not given."""
     for panel, options in PANELS.items():
         for option in options:
+            kind = _type_of(option.place)
+            words = _words(kind)
             declared = typer.Option(
-                *option.flags.split(), help=option.help, metavar=option.metavar, rich_help_panel=panel
+                *option.flags.split(),
+                help=option.help,
+                metavar=option.metavar,
+                rich_help_panel=panel,
+                parser=_number_or(words) if words else None,
             )
+            given = str if words else list[str] if get_origin(kind) is tuple else kind
             yield inspect.Parameter(
                 option.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[_word_type(option.place), declared],
+                annotation=Annotated[given | None, declared],
             )
 
 
-def _word_type(place: str) -> Any:
+def _type_of(place: str) -> Any:
     found: Any = Config
     for part in place.split("."):
         found = get_type_hints(found)[part]
-    return list[str] | None if get_origin(found) is tuple else found | None
+    return found
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    """Return the words that a setting may have in place of a number; none for a setting of another type."""
+    kinds = get_args(kind)
+    return tuple(word for k in kinds if get_origin(k) is Literal for word in get_args(k)) if float in kinds else ()
+
+
+def _number_or(words: tuple[str, ...]) -> Callable[[str], float | str]:
+    """Return what reads the value of an option that is a number or one of these words."""
+
+    def read(value: str) -> float | str:
+        try:
+            return value if value in words else float(value)
+        except ValueError:
+            raise typer.BadParameter(f"'{value}' is not a number or {' or '.join(map(repr, words))}") from None
+
+    return read
 
 
 def split_pairs(values: list[str] | None) -> list[tuple[str, str]]:

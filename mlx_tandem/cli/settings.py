@@ -235,7 +235,7 @@ def _check(config: Config, options: Mapping[str, object]) -> None:
         value: Any = config
         for part in place.split("."):
             value = getattr(value, part)
-        if value is None:
+        if value is None or isinstance(value, str):  # a word in place of a number
             continue
         if not (r.low <= value <= r.high) or not math.isfinite(value):
             raise SettingsError(with_flag(f"'{_shown(place)}' is {value}: it must lie {r}", given.get(place)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -34,6 +35,8 @@ NUMBERS_WIDTH = 54
 
 LEAST = 1 / (8 * HEIGHT)
 """Height of the bar of a number that is the lowest of the range: the thinnest that can be seen."""
+
+_NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*")
 
 Data = Mapping[str, Any]
 
@@ -118,10 +121,12 @@ class Lines:
                 f"loss {update['loss']:.4g}   moved {update['kl']:.3g}"
             )
         self._printed = list(updates)
-        for name in ("alarm", "reason"):
-            if status[name] and self._said.get(name, "") != status[name]:
+        for name in ("alarm", "reason", "advice"):
+            # Advice whose numbers alone have changed is not said again.
+            said = _NUMBER.sub("", status[name]) if name == "advice" else status[name]
+            if said and self._said.get(name, "") != said:
                 self._print(f"{name}: {status[name]}")
-            self._said[name] = status[name]
+            self._said[name] = said
 
     def _print(self, text: str) -> None:
         print(printable(text), flush=True)
@@ -194,6 +199,8 @@ def answer(sample: Data, width: int) -> str:
 def headline(status: Data) -> str:
     """Return what is learned and how far it is, in one line."""
     doing = "learning" if status["busy"] else "waiting" if status["running"] else "stopped"
+    if status["update_done"] is not None:
+        doing = f"learning, {status['update_done']:.0%} of an update" + _left(status["update_left_s"])
     if status["recovering"]:
         doing = f"recovering {status['recovering']} updates"
     return (
@@ -223,7 +230,16 @@ def guard(status: Data) -> str:
         )
     else:
         found = f"version {status['accepted']} is accepted"
-    return f"guard: {found}; {status['rollbacks']} rollbacks"
+    shown = f"{status['gain']:+.3f}" if status["gain"] else "none is shown so far"
+    gain = "" if status["gain"] is None else f"; gain: {shown}"
+    return f"guard: {found}{gain}; {status['rollbacks']} rollbacks"
+
+
+def _left(seconds: float | None) -> str:
+    """Return how long something still takes, in words to be appended."""
+    if seconds is None:
+        return ""
+    return f", {seconds:.0f} s left" if seconds < 120 else f", {seconds / 60:.0f} min left"
 
 
 def curves(updates: Sequence[Data], width: int) -> list[str]:

@@ -216,6 +216,7 @@ class EngineCore:
             serving_ms=time_share.serving_ms,
             training_ms=time_share.training_ms,
             training_jobs=self._trainers.jobs,
+            passes=self._trainers.passes(),
             step_tokens=tuple(counts.step_tokens.counts),
             step_tokens_sum=int(counts.step_tokens.total),
             batch_fill=tuple(counts.batch_fill),

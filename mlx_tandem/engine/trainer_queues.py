@@ -15,6 +15,7 @@ from operator import attrgetter
 
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.plan import Slice, SliceKind, Wait
+from mlx_tandem.types import PassUnderWay
 
 KINDS: dict[type[m.Learning], SliceKind] = {  # of the slices of each message
     m.OpenTrainer: "open",
@@ -36,6 +37,7 @@ class Work:
     number: int  # counted in the order of arrival
     slices: Generator[Wait, None, m.Outbound] | None = None  # once it is under way
     launched: int = 0  # number of slices
+    done: float = 0.0  # share of a pass that is behind it, as of its last pause
     is_over: bool = False
     has_failed: bool = False
 
@@ -106,6 +108,11 @@ class TrainerQueues:
     def jobs(self, name: str) -> int:
         """Return how much work a trainer has."""
         return len(self._lanes[name].works) if name in self._lanes else 0
+
+    def passes(self) -> tuple[PassUnderWay, ...]:
+        """Return how far the passes under way are, by trainer."""
+        begun = [work for work in self._works if work.kind == "forward_backward" and work.slices is not None]
+        return tuple(PassUnderWay(name, work.done) for work in begun for name in work.trainers)
 
     def first(self, name: str) -> Work:
         """Return the work that is first in a trainer's queue."""

@@ -21,12 +21,21 @@ from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone,
 from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Slice, Wait
 from mlx_tandem.engine.trainer_queues import TrainerQueues, Work
 from mlx_tandem.errors import Conflict, EngineError, EngineUnavailable, InvalidRequest, TandemError
+from mlx_tandem.types import PassUnderWay
 
 log = logging.getLogger(__name__)
 
 
-def PAUSE() -> None:
-    """Return at once. A pass yields this function in place of a slice where another trainer may go next."""
+class Pause:
+    """A place in a pass, in place of a slice, where another trainer may go next. `done` is the share of the pass before
+    it.
+    """
+
+    def __init__(self, done: float) -> None:
+        self.done = done
+
+    def __call__(self) -> None:
+        """Return at once: there is nothing to wait for."""
 
 
 class TrainerBackend(Protocol):
@@ -48,7 +57,7 @@ class TrainerBackend(Protocol):
     def run(
         self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int
     ) -> Generator[Wait, None, tuple[BatchResult, ...]]:
-        """Run a pass. Each `next` launches one slice, while the slice before may still run, or yields PAUSE."""
+        """Run a pass. Each `next` launches one slice, while the slice before may still run, or yields a Pause."""
 
     def step(self, name: str, adam: AdamParams, more: bool) -> Generator[Wait, None, StepDone]:
         """Take one step of the optimiser, in slices. Nothing has changed until the last of them is done.
@@ -138,6 +147,10 @@ class TrainerHost:
         """Return the open trainers by name, with what each holds."""
         return tuple(OpenTrainerState(name, size, self._queues.jobs(name)) for name, size in sorted(self._held.items()))
 
+    def passes(self) -> tuple[PassUnderWay, ...]:
+        """Return how far the passes under way are, by trainer."""
+        return self._queues.passes()
+
     def submit(self, message: m.Learning) -> None:
         """Queue a message behind the others of its trainers, or answer it with an error if it cannot be done here."""
         try:
@@ -221,7 +234,8 @@ class TrainerHost:
         if work.slices is None:
             work.slices = _slices(self._backend, message)
         try:
-            while (wait := next(work.slices)) is PAUSE:
+            while isinstance(wait := next(work.slices), Pause):
+                work.done = wait.done
                 if self._queues.gives_way(work):
                     return None
         except StopIteration as e:

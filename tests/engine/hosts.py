@@ -25,7 +25,7 @@ from mlx_tandem.engine.learning import (
 from mlx_tandem.engine.loading import Loader
 from mlx_tandem.engine.plan import Slice, Wait
 from mlx_tandem.engine.trainer_queues import trainers_of
-from mlx_tandem.engine.trainers import PAUSE, TrainerBackend, TrainerHost
+from mlx_tandem.engine.trainers import Pause, TrainerBackend, TrainerHost
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterInfo
 
@@ -76,7 +76,7 @@ class Backend:
         for i, piece in enumerate(pieces):
             if i:
                 self.under_way.discard(key)
-                yield PAUSE
+                yield Pause(i / len(pieces))
             assert not self.under_way - {key}, "two passes have activations at once"
             self.under_way.add(key)
             for _ in piece.tokens:

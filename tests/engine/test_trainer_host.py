@@ -50,6 +50,21 @@ def _message(call: int, kind: str, names: str, sizes: list[int]) -> m.Learning:
             return m.SaveTrainer(call, names[0], "/folder")
 
 
+def test_passes_under_way_say_how_far_they_are() -> None:
+    _, driver = opened("a", "b")
+    assert driver.host.passes() == ()
+    driver.host.submit(a_pass(1, "a", [1, 1, 1, 1]))
+    driver.host.submit(a_pass(2, "b", [1, 1]))
+    seen = []
+    while driver.host.jobs:
+        driver.turn()
+        seen.append({p.trainer: p.done for p in driver.host.passes()})
+    for name, shares in (("a", [0.0, 0.25, 0.5, 0.75]), ("b", [0.0, 0.5])):
+        own = [each[name] for each in seen if name in each]
+        assert own == sorted(own) and sorted(set(own)) == shares
+    assert seen[-1] == {}
+
+
 @pytest.mark.promise("PRP-8")
 @settings(max_examples=150)
 @given(

@@ -16,6 +16,7 @@ import pytest
 from mlx_tandem.adapters import formats
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, LossKind, TrainerSpec, Truncation
 from mlx_tandem.engine.plan import DeviceError, OutOfMemory
+from mlx_tandem.engine.trainers import Pause
 from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
 from mlx_tandem.model import backend
 from mlx_tandem.model.ops.lora.slots import Uploads
@@ -184,6 +185,14 @@ def test_truncated_draws_are_compared_with_the_same_truncation(trainers: MLXTrai
                 assert norm == 0.0, "a token that could not be drawn has no gradient"
             elif trained:
                 assert norm > 0.0
+
+
+def test_a_pass_says_between_its_micro_batches_how_much_of_it_is_done(trainers: MLXTrainers) -> None:
+    data = tuple(some_data())
+    slices = trainers.run([Batch("a", data, LossConfig())], True, len(data[0].tokens))
+    done = [wait.done for wait in slices if isinstance(wait, Pause)]
+    assert done == sorted(set(done)) and done
+    assert done[0] > 0.0 and done[-1] < 1.0
 
 
 def test_a_pass_without_data_finds_nothing(trainers: MLXTrainers) -> None:

@@ -123,6 +123,8 @@ def test_weights_by_name() -> None:
     ("text", "says"),
     [
         ("rl_training: {algorithm: pppo}", "rl_training.algorithm must be one of"),
+        ("rl_training: {learning_rate: fast}", "rl_training.learning_rate must be a number or 'auto'"),
+        ("rl_training: {learning_rate: true}", "rl_training.learning_rate must be a number or 'auto'"),
         ("rl_training: {enabled: surely}", "rl_training.enabled must be of type bool, not str"),
         ("scheduler: {max_num_seqs: many}", "scheduler.max_num_seqs must be of type int, not str"),
     ],

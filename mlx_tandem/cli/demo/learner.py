@@ -53,6 +53,20 @@ def question(rng: random.Random) -> Question:
     return " ".join(map(str, digits)), " ".join(map(str, sorted(digits, reverse=True)))
 
 
+@dataclass(frozen=True)
+class Task:
+    """The questions that a client asks, and how their answers are scored."""
+
+    form: str  # of a question; the first part of what `draw` returns is put into it
+    draw: Callable[[random.Random], Question]
+    scoring: str
+    max_tokens: int = MAX_TOKENS
+
+
+SORTING = Task(SKILL, question, "exact_match")
+"""The weak skill of the built-in model."""
+
+
 class TeachingError(Exception):
     """The server refused a request; the message says which."""
 
@@ -89,8 +103,18 @@ class Curve:
 class Learner:
     """A client that asks `groups` questions per batch, each answered `answers` times."""
 
-    def __init__(self, url: str, *, seed: int, groups: int = 8, answers: int = 8, rewards: Rewards = "true"):
+    def __init__(
+        self,
+        url: str,
+        *,
+        seed: int,
+        groups: int = 8,
+        answers: int = 8,
+        rewards: Rewards = "true",
+        task: Task = SORTING,
+    ):
         self._url = url
+        self._task = task
         self._random = random.Random(seed)
         self._groups = groups
         self._answers = answers
@@ -103,8 +127,7 @@ class Learner:
         done = await self._updates()
         for _ in range(steps):
             answers = await asyncio.gather(*(self._collect() for _ in range(self._groups)))
-            if self._rewards == "shuffled":
-                await self._teach_shuffled(answers)
+            await self._teach(answers)
             scores = [answer["score"] for group in answers for answer in group]
             versions = [v for group in answers for answer in group for v in answer["versions"]]
             self.curve.steps.append(Step(_mean(scores), perf_counter() - self._began, max(versions, default=0)))
@@ -114,7 +137,7 @@ class Learner:
 
     async def _collect(self) -> list[dict[str, Any]]:
         collect, seed = self._rewards == "true", self._random.getrandbits(62)
-        return await self._ask(*question(self._random), answers=self._answers, seed=seed, collect=collect)
+        return await self._ask(*self._task.draw(self._random), answers=self._answers, seed=seed, collect=collect)
 
     async def accuracy(self, questions: Sequence[Question]) -> float:
         """Return the share of right answers of the served policy, sampled with fixed seeds; nothing is learned from
@@ -127,19 +150,21 @@ class Learner:
         """Return the server's status of training."""
         return (await self._json("GET", "/v1/training/status"))[1]
 
-    async def _ask(self, digits: str, answer: str, *, answers: int, seed: int, collect: bool) -> list[dict[str, Any]]:
-        """Return one question's choices as the server returned them."""
+    async def _ask(
+        self, asked: str, answer: str, *, answers: int, seed: int, collect: bool, scoring: str = ""
+    ) -> list[dict[str, Any]]:
+        """Return one question's choices as the server returned them; without `scoring`, scored as the task says."""
         _, prompt = await self._json(
-            "POST", "/tokenize", {"messages": [{"role": "user", "content": SKILL.format(digits)}]}
+            "POST", "/tokenize", {"messages": [{"role": "user", "content": self._task.form.format(asked)}]}
         )
         body = {
             "model": POLICY,
             "prompt": prompt["tokens"],
             "n": answers,
-            "max_tokens": MAX_TOKENS,
+            "max_tokens": self._task.max_tokens,
             "temperature": 1.0,
             "seed": seed,
-            "scoring_function": "exact_match",
+            "scoring_function": scoring or self._task.scoring,
             "metadata": {"answer": answer},
             "return_token_ids": True,
             "collect_trajectory": collect,
@@ -147,7 +172,10 @@ class Learner:
         _, reply = await self._json("POST", "/v1/completions", body)
         return [choice | {"prompt": prompt["tokens"]} for choice in reply["choices"]]
 
-    async def _teach_shuffled(self, answers: Sequence[list[dict[str, Any]]]) -> None:
+    async def _teach(self, answers: Sequence[list[dict[str, Any]]]) -> None:
+        """Have a batch learned from that was not collected with its rewards."""
+        if self._rewards == "true":
+            return
         scores = [answer["score"] for group in answers for answer in group]
         self._random.shuffle(scores)
         trajectories = []

@@ -8,7 +8,7 @@ from typing import TypeVar
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone
 from mlx_tandem.engine.plan import Wait
-from mlx_tandem.engine.trainers import PAUSE, TrainerBackend
+from mlx_tandem.engine.trainers import Pause, TrainerBackend
 from mlx_tandem.model.step.company import Company
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class BesideSteps:
                     except StopIteration as e:
                         result: T = e.value
                         return result
-                yield wait if wait is PAUSE else self._company.around(wait)
+                yield wait if isinstance(wait, Pause) else self._company.around(wait)
         finally:
             with self._company:
                 slices.close()

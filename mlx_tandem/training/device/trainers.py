@@ -30,7 +30,7 @@ from mlx_tandem.engine.learning import (
     TrainerSpec,
 )
 from mlx_tandem.engine.plan import Wait
-from mlx_tandem.engine.trainers import PAUSE
+from mlx_tandem.engine.trainers import Pause
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.model import footprint
 from mlx_tandem.model.cache.states import arranged, keeps_state, leaves
@@ -267,7 +267,7 @@ class MLXTrainers:
     # --- passes --------------------------------------------------------------------------------------------------
 
     def run(self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int) -> Passes:
-        """Run a pass over all batches, in slices, with a PAUSE between two micro-batches.
+        """Run a pass over all batches, in slices, with a Pause between two micro-batches.
 
         Gradients reach the trainers when all of it is done. Raises NotFound and InvalidRequest at once, DeviceError
         from a slice.
@@ -321,8 +321,11 @@ class MLXTrainers:
         sums = [{} if forward_only else self._get(b.trainer).gradients for b in batches]
         parts: list[completions.Part] = []
         found: list[mx.array] = []
-        for i, micro in enumerate(self._cut(batches, tokens)):
-            yield PAUSE if i else launched()  # empty, since what the host did so far took as long as a slice
+        done, whole_pass = 0, sum(len(b.data) for b in batches)
+        for micro in self._cut(batches, tokens):
+            # The first is empty, since what the host did so far took as long as a slice.
+            yield Pause(done / whole_pass) if done else launched()
+            done += len(micro.items)
             own = completions.split(micro.items, shares)
             parts += own
             drop = [None if forward_only else self._get(b.trainer).dropout() for b in batches]

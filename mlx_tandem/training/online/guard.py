@@ -11,14 +11,19 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from mlx_tandem.config import LearningRate
+from mlx_tandem.training.online.rates import Pace
 from mlx_tandem.training.trajectories import Trajectory
 
 Verdict = Literal["ok", "corrected", "refused"]
 
 TOLERANCE = 1e-3
 """Nats of k3 between sampler and trainer that rounding explains; above it the loss's importance weights have work."""
+
+MOVED = 1 / 16
+"""Least share of a measured movement that is not taken for rounding."""
 
 GIVE_UP = 10
 """Rollbacks with no accepted update between them, after which training pauses."""
@@ -64,18 +69,31 @@ def movement(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
 
 
 class Course(Struct):
-    """What the guard has learned about the learning rate, and must know after a restart."""
+    """What updates and the guard have taught about the learning rate, which must be known after a restart."""
 
     rate_scale: float = 1.0  # of the learning rate
     rollbacks: int = 0
     in_a_row: int = 0
-    rate: float = 0.0  # the learning rate that the scale belongs to; 0: not known
+    rate: LearningRate = 0.0  # the learning rate of the settings that the scale belongs to; 0: not known
+    pace: Pace = field(default_factory=Pace)  # what "auto" has found
 
-    def begin(self, rate: float) -> None:
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update before its schedule."""
+        return (self.pace.rate if self.rate == "auto" else self.rate) * self.rate_scale
+
+    def begin(self, rate: LearningRate) -> None:
         """Begin with the learning rate of the settings. One that somebody has changed begins unscaled."""
         if self.rate not in (0.0, rate):
             self.rate_scale, self.in_a_row = 1.0, 0
         self.rate = rate
+
+    def moved(self, nats: float, used: float, target: float, rounding: float = 0.0) -> None:
+        """Note that an update at the rate `used` has moved the policy by `nats`. Of these, `rounding` may be none: so
+        much do sampler and trainer disagree while the weights are the same.
+        """
+        if self.rate == "auto":
+            self.pace.note(max(nats - min(rounding, TOLERANCE), MOVED * nats), used, target)
 
     def note(self, outcome: str) -> None:
         """Note the outcome of an update. A rollback halves the rate, which updates that stand raise again."""

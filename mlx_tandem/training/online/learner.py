@@ -157,7 +157,7 @@ class Learner:
             step=self.trainer.step + 1,
             trajectories=tuple(t.id for t in trajectories),
             batches=advantages.batches(groups, config, self.ledger.counters.baselines),
-            adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.rate_scale),
+            adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.learning_rate),
             micro_batch_tokens=self.client.check_ready().micro_batch_tokens,
             publish=publish,
             steps=config.steps_per_update,

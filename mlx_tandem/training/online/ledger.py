@@ -70,7 +70,8 @@ class Ledger:
         self._saving: asyncio.Task[CheckpointInfo] | None = None
         self._is_open = False
         self._place = 0  # the highest of an open trajectory
-        self._told = Counts()  # what reports of updates have told
+        self.told = Counts()
+        """What reports of updates have told: counts as of the last update, or of the start if that was later."""
 
     @property
     def is_open(self) -> bool:
@@ -111,7 +112,7 @@ class Ledger:
             if found is None:
                 await take_over(manifest)
                 await self.flush()
-            self._told = msgspec.structs.replace(self.buffer.counts)
+            self.told = msgspec.structs.replace(self.buffer.counts)
             self.listed = await asyncio.to_thread(self.checkpoints.list)
             reports = await asyncio.to_thread(_reports, self)
         except BaseException:
@@ -226,8 +227,8 @@ class Ledger:
 
     def untold(self) -> Counts:
         """Return what was counted since the last call: each report of an update tells a part of it."""
-        found = self.buffer.counts.since(self._told)
-        self._told = msgspec.structs.replace(self.buffer.counts)
+        found = self.buffer.counts.since(self.told)
+        self.told = msgspec.structs.replace(self.buffer.counts)
         return found
 
     # -- updates --------------------------------------------------------------------------------------------------
@@ -255,7 +256,11 @@ class Ledger:
         """Note that the pending update has come to its end; durable with the next `flush`."""
         if self.pending is not None:
             self.begin(self.pending)
-        self.counters.note(end, self._config.rl_training.guard_false_rollback)
+        training = self._config.rl_training
+        is_measured = report is not None and (report.kl > 0 or (report.grad_norm > 0 and end.outcome in GOOD))
+        if report is not None and is_measured:
+            self.counters.course.moved(report.kl, report.learning_rate, training.target_kl, report.mismatch_k3)
+        self.counters.note(end, training.guard_false_rollback)
         self.unsaved += end.outcome in GOOD
         number = self.counters.updates
         self.put(*self.rows.ended(number, end, report), self.rows.prune(number))

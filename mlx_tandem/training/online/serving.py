@@ -129,6 +129,8 @@ class TrainingStatus(Struct, frozen=True):
     mode: Mode
     running: bool
     busy: bool  # an update is under way, or there is enough for one
+    update_done: float | None  # share of the computing of the update under way, 0 to 1; None: there is none
+    update_left_s: float | None  # seconds that it still takes; None: there is none, or nothing of it is done
     reason: str  # why it is not, when it stopped by itself
     recovering: int  # updates that have to be computed again before learning goes on where it was
     current_lora: str
@@ -144,17 +146,19 @@ class TrainingStatus(Struct, frozen=True):
     dropped_no_reward: int
     open_trajectories: int  # whose reward is still missing
     skipped_groups: int
-    advice: str  # what to do about trajectories that are dropped; empty: none are
+    advice: str  # what keeps it from learning, and what to do about that; empty: nothing that can be seen
     last_update: str | None  # ISO 8601
     loss: float
     kl: float
     mean_reward: float
     grad_norm: float
     learning_rate: float
+    target_kl: float  # nats per update by which the learning rate is chosen; 0: it is fixed
     rollbacks: int
     accepted: int  # the version that rollbacks return to; 0: there is none
     compared: int  # prompts on which later versions were compared with it
     difference: float  # mean of what they got more than it did on these
+    gain: float | None  # by how much the accepted version is shown to answer better than the first; None: not compared
     alarm: str  # what the last alarm about live rewards has seen; empty: there was none
     last_verdict: Verdict
     checkpoint_saves: int

@@ -1,10 +1,11 @@
-"""The status of the online loop, and in words what keeps it from learning."""
+"""The status of the online loop."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from mlx_tandem.config import Config, RLTrainingConfig
+from mlx_tandem.config import Config
+from mlx_tandem.training.online.advice import advice
 from mlx_tandem.training.online.learner import Learner
 from mlx_tandem.training.online.loop import Loop
 from mlx_tandem.training.online.serving import TrainingStatus
@@ -17,11 +18,14 @@ def of(config: Config, learner: Learner, loop: Loop, current: AdapterRef | None,
     counters, counts = ledger.counters, ledger.buffer.counts
     last = learner.history[-1] if learner.history else None
     when = counters.last_update
+    done, left = _progress(learner, training.adapter)
     return TrainingStatus(
         training_enabled=training.enabled,
         mode=config.engine.duty.mode,
         running=loop.running,
         busy=loop.running and (bool(works) or loop.has_enough),
+        update_done=done,
+        update_left_s=left,
         reason=loop.reason,
         recovering=learner.trainer.left,
         current_lora="" if current is None else current.label,
@@ -37,17 +41,19 @@ def of(config: Config, learner: Learner, loop: Loop, current: AdapterRef | None,
         dropped_no_reward=counts.dropped_no_reward,
         open_trajectories=len(ledger.waiting),
         skipped_groups=counts.skipped_groups,
-        advice=_advice(learner, training),
+        advice=advice(learner, training),
         last_update=None if when is None else datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         loss=0.0 if last is None else last.loss,
         kl=0.0 if last is None else last.kl,
         mean_reward=0.0 if last is None else last.mean_reward,
         grad_norm=0.0 if last is None else last.grad_norm,
-        learning_rate=training.learning_rate * counters.course.rate_scale,
+        learning_rate=counters.course.learning_rate,
+        target_kl=training.target_kl if counters.course.rate == "auto" else 0.0,
         rollbacks=counters.course.rollbacks,
         accepted=0 if counters.trial.accepted is None else counters.trial.accepted.version,
         compared=counters.trial.comparison.count,
         difference=counters.trial.comparison.mean,
+        gain=counters.trial.gained if learner.judging.compares else None,
         alarm=learner.judging.live.alarm,
         last_verdict="ok" if last is None else last.verdict,
         checkpoint_saves=counters.checkpoint_saves,
@@ -58,36 +64,11 @@ def of(config: Config, learner: Learner, loop: Loop, current: AdapterRef | None,
     )
 
 
-def _advice(learner: Learner, training: RLTrainingConfig) -> str:
-    """Return what to do about trajectories that are dropped; empty: none are."""
-    counts = learner.ledger.buffer.counts
-    said = []
-    if counts.dropped_stale:
-        said.append(
-            f"{counts.dropped_stale} trajectories were not learned from because the versions that made them were "
-            f"more than max_staleness = {training.max_staleness} away from the one that was trained: ask for "
-            f"{training.adapter} itself rather than for the base or an older version, raise "
-            "rl_training.max_staleness, or raise rl_training.update_frequency, so that there are fewer versions."
-        )
-    if counts.dropped_overflow:
-        said.append(
-            f"{counts.dropped_overflow} trajectories were not learned from because the buffer was full: raise "
-            "rl_training.trajectory_buffer_size or learning's share of the device, or collect fewer."
-        )
-    if counts.dropped_no_reward:
-        said.append(
-            f"{counts.dropped_no_reward} trajectories were not learned from because no reward came for them: send one "
-            "for each, also after a failure, or raise rl_training.open_trajectories or open_trajectory_s."
-        )
-    if counts.skipped_groups > 2 * learner.ledger.counters.updates:
-        said.append(
-            f"{counts.skipped_groups} groups taught nothing, since all answers of each got the same reward: ask "
-            "prompts that the adapter answers right sometimes, not always or never, or score parts of an answer."
-        )
-    alike = learner.ledger.buffer.alike
-    if alike > training.update_frequency:
-        said.append(
-            f"{alike} answers to different prompts wait, since all of them got the same reward and are compared with "
-            "one another: ask prompts that the adapter answers right sometimes, or score parts of an answer."
-        )
-    return " ".join(said)
+def _progress(learner: Learner, trainer: str) -> tuple[float | None, float | None]:
+    """Return the share of the update under way that is done, and the seconds that are left; None without an update."""
+    pending = learner.ledger.pending
+    if pending is None or pending.progress is None:
+        return None, None
+    of_pass = next((p.done for p in learner.client.stats.passes if p.trainer == trainer), 0.0)
+    share = pending.progress.share(of_pass)
+    return share, pending.progress.seconds_left(share)

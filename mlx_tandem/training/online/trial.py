@@ -34,9 +34,12 @@ class Trial(Struct):
     candidate_prompts: int = 0  # compared since the candidate
     candidate_total: float = 0.0  # sum of their differences
     comparison: Comparison = field(default_factory=Comparison)
+    gained: float = 0.0  # sum of the mean differences by which versions were shown to be better and accepted
 
     def begin(self, accepted: Reference | None) -> None:
-        """Compare with this version from now on, and forget everything before."""
+        """Compare with this version from now on, and forget every comparison before."""
+        if accepted != self.accepted:  # one that was not shown to be better than the last
+            self.gained = 0.0
         self.accepted = accepted
         self.comparison = Comparison()
         self._next(None)
@@ -73,6 +76,7 @@ class Trial(Struct):
         ):
             return False
         self.accepted = self.candidate
+        self.gained += self.comparison.mean
         self.comparison.gain = Evidence()
         self.comparison.count, self.comparison.total = 0, 0.0
         self._next(None)

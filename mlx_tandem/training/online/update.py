@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, Datum, StepDone
 from mlx_tandem.training.online import advantages, guard
+from mlx_tandem.training.online.progress import Progress
 from mlx_tandem.training.online.serving import Outcome, UpdateReport
 from mlx_tandem.training.schedules import Schedule
 from mlx_tandem.training.store.records import Began
@@ -35,6 +36,7 @@ class Pending:
     left_out: Counts = field(default_factory=Counts)  # what was dropped since the update before this one
     attempts: int = 0
     written: bool = True  # whether the database has `began`, which waits for what the engine has to compute first
+    progress: Progress | None = None  # of the attempt under way
 
 
 class Finding(Struct, frozen=True):
@@ -51,11 +53,11 @@ class Finding(Struct, frozen=True):
     mismatch_k3: float = 0.0
 
 
-def adam(config: RLTrainingConfig, step: int, scale: float) -> AdamParams:
-    """Return the numbers of the optimiser's step `step`, from 1 on. `scale` is the guard's."""
+def adam(config: RLTrainingConfig, step: int, rate: float) -> AdamParams:
+    """Return the numbers of the optimiser's step `step`, from 1 on. `rate` is the learning rate before its schedule."""
     schedule = Schedule(config.schedule, config.warmup_steps, config.decay_steps, config.rate_floor)
     return AdamParams(
-        learning_rate=config.learning_rate * schedule.share(step) * scale,
+        learning_rate=rate * schedule.share(step),
         beta1=config.beta1,
         beta2=config.beta2,
         eps=config.eps,
@@ -64,7 +66,9 @@ def adam(config: RLTrainingConfig, step: int, scale: float) -> AdamParams:
     )
 
 
-async def gradients(client: EngineClient, began: Began, first: Sequence[BatchResult] = ()) -> list[BatchResult]:
+async def gradients(
+    client: EngineClient, began: Began, progress: Progress, first: Sequence[BatchResult] = ()
+) -> list[BatchResult]:
     """Run the passes of one step, one batch after the other. Raises what the engine raises.
 
     `first` are the results of the update's first step; empty: this is the first.
@@ -72,7 +76,8 @@ async def gradients(client: EngineClient, began: Began, first: Sequence[BatchRes
     batches = [_anchored(b, r) for b, r in zip(began.batches, first, strict=True)] if first else began.batches
     results: list[BatchResult] = []
     for batch in batches:
-        results += await client.run_pass([batch], micro_batch_tokens=began.micro_batch_tokens)
+        with progress.passing(batch.data, gradients=True):
+            results += await client.run_pass([batch], micro_batch_tokens=began.micro_batch_tokens)
     return results
 
 
@@ -88,20 +93,23 @@ def _anchored(batch: Batch, first: BatchResult) -> Batch:
     return Batch(batch.trainer, tuple(data), batch.loss)
 
 
-async def further(client: EngineClient, began: Began, first: Sequence[BatchResult], done: StepDone) -> StepDone:
+async def further(
+    client: EngineClient, began: Began, progress: Progress, first: Sequence[BatchResult], done: StepDone
+) -> StepDone:
     """Take the steps of an update after its first, which is `done`; end at gradients that are not finite."""
     for count in range(2, began.steps + 1):
         if done.finite:
-            await gradients(client, began, first)
+            await gradients(client, began, progress, first)
             done = await client.step_trainer(began.batches[0].trainer, began.adam, more=count < began.steps)
     return done
 
 
 async def again(client: EngineClient, trainer: str, began: Began) -> int:
     """Compute an update whose end is known to have been good, and return the optimiser's step."""
-    results = await gradients(client, began)
+    progress = Progress(began, ())
+    results = await gradients(client, began, progress)
     done = await client.step_trainer(trainer, began.adam, more=began.steps > 1)
-    done = await further(client, began, results, done)
+    done = await further(client, began, progress, results, done)
     await client.settle_trainer(trainer, keep=True)
     return done.step
 
@@ -111,7 +119,8 @@ async def attempt(client: EngineClient, pending: Pending, version: int, config: 
     not. Raises what the engine raises; the trainer is then as the engine left it.
     """
     began = pending.began
-    results = await gradients(client, began)
+    progress = pending.progress = Progress(began, _guarded(began))
+    results = await gradients(client, began, progress)
     k3 = _mismatch(pending, results, version)
     finding = Finding(
         None,
@@ -128,11 +137,11 @@ async def attempt(client: EngineClient, pending: Pending, version: int, config: 
         reason = "the loss is not finite"
         return await _take_back(client, config.adapter, replace(finding, outcome="rolled_back", reason=reason))
     done = await client.step_trainer(config.adapter, began.adam, more=began.steps > 1)
-    done = await further(client, began, results, done)
+    done = await further(client, began, progress, results, done)
     finding = replace(finding, grad_norm=done.grad_norm, step=done.step)
     reason = "the gradients are not finite"
     if done.finite:
-        moved = await _moved(client, began, results)
+        moved = await _moved(client, began, results, progress)
         finding = replace(finding, kl=moved)
         if moved <= config.guard_kl:
             return finding
@@ -189,19 +198,28 @@ def _mismatch(pending: Pending, results: Sequence[BatchResult], version: int) ->
     return guard.mismatch([t for t, _ in pairs], [o for _, o in pairs], version) if version else None
 
 
-async def _moved(client: EngineClient, began: Began, results: Sequence[BatchResult]) -> float:
-    """Return how far the step that was just done moved the policy, on the first sequences of the update."""
-    before: list[tuple[float, ...]] = []
-    after: list[tuple[float, ...]] = []
+def _guarded(began: Began) -> list[tuple[Datum, ...]]:
+    """Return the first sequences of the update, about GUARD_TOKENS, by batch; some batches have none."""
+    found: list[tuple[Datum, ...]] = []
     tokens = 0
-    for batch, result in zip(began.batches, results, strict=True):
+    for batch in began.batches:
         count = 0
         while count < len(batch.data) and (tokens == 0 or tokens < GUARD_TOKENS):
             tokens += len(batch.data[count].tokens)
             count += 1
-        if count:
-            part = Batch(batch.trainer, batch.data[:count], replace(batch.loss, kl_coef=0.0))
-            (now,) = await client.run_pass([part], forward_only=True, micro_batch_tokens=began.micro_batch_tokens)
+        found.append(batch.data[:count])
+    return found
+
+
+async def _moved(client: EngineClient, began: Began, results: Sequence[BatchResult], progress: Progress) -> float:
+    """Return how far the step that was just done moved the policy, on the first sequences of the update."""
+    before: list[tuple[float, ...]] = []
+    after: list[tuple[float, ...]] = []
+    for batch, data, result in zip(began.batches, _guarded(began), results, strict=True):
+        if data:
+            part = Batch(batch.trainer, data, replace(batch.loss, kl_coef=0.0))
+            with progress.passing(data, gradients=False):
+                (now,) = await client.run_pass([part], forward_only=True, micro_batch_tokens=began.micro_batch_tokens)
             trained = [datum.trained for datum in part.data]
             before += map(_chosen, result.model_logprobs, trained)
             after += map(_chosen, now.model_logprobs, trained)

@@ -220,6 +220,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ),
     ("--enable-rl-training --algorithm gspo", "rl_training.algorithm", "gspo"),
     ("--enable-rl-training --learning-rate 1e-4", "rl_training.learning_rate", 1e-4),
+    ("--enable-rl-training --target-kl 0.01", "rl_training.target_kl", 0.01),
     ("--enable-rl-training --kl-coef 0.1", "rl_training.kl_coef", 0.1),
     ("--enable-rl-training --kl-coef 0.1 --kl-reference accepted", "rl_training.kl_reference", "accepted"),
     ("--enable-rl-training --scoring-function gsm8k", "rl_training.scoring_function", "gsm8k"),

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.learning import Datum
-from mlx_tandem.training.online import advantages, prompts, status
+from mlx_tandem.training.online import advantages, prompts
 from mlx_tandem.training.online.arms import Arms, Pair, Waiting
 from mlx_tandem.training.online.judging import TOLERATED, Judging
 from mlx_tandem.training.online.live_rewards import LAG, MEMORY, LiveRewards, Mean
@@ -20,7 +20,7 @@ from mlx_tandem.training.online.saving import WORTH, Saver
 from mlx_tandem.training.online.serving import Sampled
 from mlx_tandem.training.online.trial import Reference, Trial
 from mlx_tandem.training.rewards import Scoring
-from mlx_tandem.training.trajectories import Counts, Trajectory
+from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterRef, SamplingParams
 
 PARAMS, SCORING = SamplingParams(8), Scoring("f", ())
@@ -209,26 +209,6 @@ def test_a_checkpoint_is_worth_something_from_enough_answers_on(count: int, wort
     rest: list[Any] = [None] * 5
     saver = Saver(config, *rest, judging, states)
     assert (saver._worth(7), saver._worth(8)) == (worth, None)
-
-
-@pytest.mark.parametrize(
-    ("counts", "alike", "says"),
-    [
-        ({}, 0, ()),
-        ({"skipped_groups": 10}, 4, ()),
-        ({"skipped_groups": 11}, 4, ("groups taught nothing",)),
-        ({}, 5, ("wait, since all of them got the same reward",)),
-        ({"dropped_stale": 1}, 0, ("max_staleness",)),
-        ({"dropped_overflow": 1, "dropped_no_reward": 1}, 0, ("trajectory_buffer_size", "open_trajectory_s")),
-    ],
-)
-def test_advice_is_given_from_its_bound_on(counts: dict[str, int], alike: int, says: tuple[str, ...]) -> None:
-    """After five updates of four trajectories."""
-    buffer = SimpleNamespace(counts=Counts(**counts), alike=alike)
-    learner: Any = SimpleNamespace(ledger=SimpleNamespace(buffer=buffer, counters=SimpleNamespace(updates=5)))
-    said = status._advice(learner, RLTrainingConfig(update_frequency=4))
-    assert len(said.split(". ")) == max(len(says), 1) and bool(said) == bool(says)
-    assert all(part in said for part in says)
 
 
 def test_the_pace_of_prompts_is_an_average_over_updates() -> None:

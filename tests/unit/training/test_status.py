@@ -15,7 +15,7 @@ from mlx_tandem.training.online.guard import Course
 from mlx_tandem.training.online.serving import TrainingStatus, UpdateReport
 from mlx_tandem.training.online.trial import Reference, Trial
 from mlx_tandem.training.trajectories import Counts
-from mlx_tandem.types import AdapterRef
+from mlx_tandem.types import AdapterRef, PassUnderWay
 
 CONFIG = Config(
     EngineConfig(ModelConfig(path=""), duty=DutyConfig(mode="pause")),
@@ -28,26 +28,38 @@ class Buffer(SimpleNamespace):
         return 102
 
 
-def learner(updates: int = 100, history: int = 2, **counts: int) -> Any:
+def learner(updates: int = 100, history: int = 2, pending: Any = None, **counts: int) -> Any:
     reports = [
         UpdateReport(*[number] * 6, mean_reward=0.5 + number, loss=0.25 + number, grad_norm=0.75 + number,
                      kl=0.125 + number, kl_reference=9.0, mismatch_k3=9.0, verdict=verdict, outcome="kept")
         for number, verdict in ((1, "refused"), (2, "corrected"))
     ][:history]  # fmt: skip
     trial = Trial(accepted=Reference("c", 107, "d"), candidate=Reference("e", 1, "f"), updates=1)
+    trial.gained = 0.5
     trial.comparison = Comparison(seen=50, count=8, total=2.0)
     counters = SimpleNamespace(
-        updates=updates, last_update=86400.0, course=Course(rate_scale=0.5, rollbacks=106, in_a_row=1), trial=trial,
-        checkpoint_saves=108, publishes=109, since_checkpoint=1, compared=1,
+        updates=updates, last_update=86400.0, trial=trial, publishes=109,
+        course=Course(rate_scale=0.5, rollbacks=106, in_a_row=1, rate=8.0),
+        checkpoint_saves=108, since_checkpoint=1, compared=1,
     )  # fmt: skip
     listed = [SimpleNamespace(name="b"), SimpleNamespace(name="a")]
-    buffer = Buffer(counts=Counts(**counts), alike=0)
+    buffer = Buffer(counts=Counts(**counts), alike=0, usable=100)
+    ledger = SimpleNamespace(
+        counters=counters,
+        buffer=buffer,
+        waiting=[0] * 104,
+        listed=listed,
+        told=Counts(**counts),
+        pending=pending,
+    )
     return SimpleNamespace(
-        ledger=SimpleNamespace(counters=counters, buffer=buffer, waiting=[0] * 104, listed=listed),
+        ledger=ledger,
         history=reports,
         trainer=SimpleNamespace(left=110, step=111),
-        judging=SimpleNamespace(live=SimpleNamespace(alarm="it falls")),
-        client=SimpleNamespace(stats=SimpleNamespace(serving_ms=112.0, training_ms=113.0)),
+        judging=SimpleNamespace(live=SimpleNamespace(alarm="it falls", means={}), compares=True),
+        client=SimpleNamespace(
+            stats=SimpleNamespace(serving_ms=112.0, training_ms=113.0, passes=(PassUnderWay("policy", 0.5),))
+        ),
     )
 
 
@@ -64,6 +76,8 @@ def test_every_number_is_there_under_its_name() -> None:
         mode="pause",
         running=True,
         busy=False,
+        update_done=None,
+        update_left_s=None,
         reason="so",
         recovering=110,
         current_lora="policy@120",
@@ -86,10 +100,12 @@ def test_every_number_is_there_under_its_name() -> None:
         mean_reward=2.5,
         grad_norm=2.75,
         learning_rate=4.0,
+        target_kl=0.0,
         rollbacks=106,
         accepted=107,
         compared=8,
         difference=0.25,
+        gain=0.5,
         alarm="it falls",
         last_verdict="corrected",
         checkpoint_saves=108,
@@ -102,13 +118,28 @@ def test_every_number_is_there_under_its_name() -> None:
         assert f"{number} " in found.advice
 
 
-def test_before_the_first_update_there_is_nothing_to_say() -> None:
+def test_before_the_first_update_it_says_what_to_ask_for() -> None:
     side = learner(0, history=0)
+    side.ledger.waiting = []
     side.ledger.counters.last_update = side.ledger.counters.trial.accepted = None
     found = of(side)
     assert (found.current_lora, found.version, found.accepted, found.last_update) == ("", 0, 0, None)
     assert (found.loss, found.kl, found.mean_reward, found.grad_norm, found.last_verdict) == (0.0, 0.0, 0.0, 0.0, "ok")
-    assert found.advice == ""
+    assert "No answer was collected so far" in found.advice and "collect_trajectory" in found.advice
+
+
+def test_the_update_under_way_has_a_share_that_is_done_and_a_time_that_is_left() -> None:
+    class Progress:
+        def share(self, of_pass: float) -> float:
+            return of_pass / 2
+
+        def seconds_left(self, share: float) -> float:
+            return 12.0
+
+    found = of(learner(pending=SimpleNamespace(progress=Progress())))
+    assert (found.update_done, found.update_left_s) == (0.25, 12.0)
+    found = of(learner(pending=SimpleNamespace(progress=None)))
+    assert (found.update_done, found.update_left_s) == (None, None), "it waits for its turn"
 
 
 @pytest.mark.parametrize("running", [False, True])

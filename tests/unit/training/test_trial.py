@@ -51,6 +51,17 @@ def test_a_candidate_is_accepted_after_prompts_of_its_own() -> None:
     assert trial.comparison.harm.count == MANY + CANDIDATE_PROMPTS
 
 
+def test_only_what_was_accepted_is_a_gain() -> None:
+    trial = with_candidate()
+    assert trial.comparison.mean == 1.0 and trial.gained == 0.0, "it may be chance so far"
+    assert any(trial.compare(1.0, 0.0, 0.05) for _ in range(CANDIDATE_PROMPTS))
+    assert trial.gained == 1.0
+    trial.begin(trial.accepted)
+    assert trial.gained == 1.0, "after a rollback it is still served"
+    trial.begin(A)
+    assert trial.gained == 0.0, "nobody has compared this one with an earlier one"
+
+
 def test_a_candidate_that_is_no_better_is_not_accepted() -> None:
     for difference in (0.0, -0.01):
         trial = with_candidate()

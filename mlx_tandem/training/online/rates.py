@@ -1,0 +1,54 @@
+"""The learning rate that moves the policy by a target of nats per update, found by what each update has measured.
+
+The divergence of a small step (k3, `guard.py`) grows with the square of the learning rate. With `moved` the nats and
+`used` the rates of past updates, the rate is therefore sqrt(target * sum(used²) / sum(moved)). One measurement is noisy
+and now and then ten times too high, so that sums over several updates decide, and a very high one weighs less.
+
+At first the rate rises fast, until an update moves the policy noticeably. From then on it rises slowly and falls fast:
+where rewards are noise, gradients cancel and updates move the policy less, which must not make the rate large.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+FIRST = 3e-5
+"""The rate of the first update, which is too low for most adapters."""
+
+LEAST, MOST = 1e-7, 1e-2
+"""Bounds of the rate."""
+
+MOST_CHANGE = 4.0
+"""The most by which one update divides the rate, and at first multiplies it."""
+
+MOST_RISE = 1.1
+"""The most by which one update multiplies the rate, once an update has moved the policy noticeably."""
+
+NOTICEABLE = 1 / 16
+"""Share of the target from which on a movement is noticeable: a quarter of the right rate."""
+
+KEPT = 0.9
+"""Factor of all earlier measurements with each new one: about ten updates decide."""
+
+
+class Pace(Struct):
+    """The rate found so far, and the weighted sums that it follows from."""
+
+    rate: float = FIRST
+    nats: float = 0.0  # by which updates have moved the policy
+    squares: float = 0.0  # of their rates
+    is_found: bool = False  # whether an update has moved the policy noticeably
+
+    def note(self, moved: float, used: float, target: float) -> None:
+        """Note that an update at the rate `used` has moved the policy by `moved` nats. The rate 0 says nothing."""
+        if not used:
+            return
+        weight = min(1.0, MOST_CHANGE**2 * target / moved) if moved else 1.0
+        self.nats = KEPT * self.nats + weight * moved
+        self.squares = KEPT * self.squares + weight * used * used
+        wanted = math.sqrt(target * self.squares / self.nats) if self.nats else math.inf
+        most = self.rate * (MOST_RISE if self.is_found else MOST_CHANGE)
+        self.rate = min(max(wanted, self.rate / MOST_CHANGE, LEAST), most, MOST)
+        self.is_found = self.is_found or moved >= NOTICEABLE * target
