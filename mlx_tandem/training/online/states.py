@@ -17,6 +17,7 @@ from typing import NamedTuple
 from mlx_tandem import files
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.online.ledger import Ledger
+from mlx_tandem.training.online.threads import to_the_end
 from mlx_tandem.training.store import manifests
 from mlx_tandem.training.store.records import Began, State
 from mlx_tandem.training.store.saved import UpdateRow
@@ -156,7 +157,7 @@ class States:
                 files.remove_tree(folder)
                 files.DISK.mkdir(folder)
 
-        await asyncio.to_thread(make)
+        await to_the_end(make)
         return str(folder)
 
     async def commit(self, folder: str, step: int, version: int, digest: str, began: float) -> None:
@@ -170,7 +171,7 @@ class States:
         published = [] if any(s.version for s in newest) else [s for s in own if s.version][-1:]
         self._states, self._ledger.unsaved = [*published, *newest], 0
         await self._ledger.flush(*self._ledger.rows.states(self._states, newest[0].number))
-        await asyncio.to_thread(self._clear)
+        await to_the_end(self._clear)
         now = time.monotonic()
         self._rests_until = now + REST * (now - began)
 

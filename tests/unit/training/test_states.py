@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from mlx_tandem import files
 from mlx_tandem.errors import EngineError
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.online import states, takeover
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.manifests import Manifest
 from tests.unit.learning_fakes import config, group, nothing
 from tests.unit.online_side import Side, full_drive, on_a_loop, running
 
@@ -222,3 +226,46 @@ async def test_a_state_that_is_a_checkpoint_may_go_with_it(tmp_path: Path) -> No
 def test_the_fixture_is_what_the_earlier_version_wrote() -> None:
     manifest = json.loads((OLD_FOLDER / "checkpoint-3" / "manifest.json").read_bytes())["manifest"]
     assert {"follows", "began", "compared", "records"} <= manifest["counters"].keys()
+
+
+@pytest.mark.parametrize("what", ["state", "checkpoint"])
+def test_saving_that_is_given_up_touches_no_folder_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Whoever saves next uses a folder of the same name: work on it that went on would empty it again."""
+    entered, go_on = threading.Event(), threading.Event()
+    remove = files.remove_tree
+
+    def slow(path: Path, *more: Any) -> None:
+        if not entered.is_set():
+            entered.set()
+            go_on.wait(60)
+        remove(path, *more)
+
+    async def test() -> None:
+        ledger = Ledger(config(tmp_path))
+        await ledger.open(nothing)
+        monkeypatch.setattr(files, "remove_tree", slow)
+
+        async def write(folder: str) -> None:
+            pass
+
+        def saving() -> asyncio.Task[Any]:
+            if what == "state":
+                return asyncio.ensure_future(states.States(ledger, "policy").new())
+            manifest = Manifest(name="checkpoint-1", step=1, version=0, digest="d")
+            return asyncio.ensure_future(ledger.save(manifest, write))
+
+        given_up = saving()
+        await asyncio.to_thread(entered.wait, 60)
+        given_up.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        is_done = given_up.done()
+        go_on.set()
+        await asyncio.wait({given_up})
+        assert given_up.cancelled() and not is_done, "the caller goes on only when its thread has ended"
+        await saving()
+        await ledger.close()
+
+    asyncio.run(test())
