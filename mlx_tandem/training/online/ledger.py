@@ -16,6 +16,7 @@ from mlx_tandem.training.online import advantages, baselines, counters
 from mlx_tandem.training.online.counters import Counters
 from mlx_tandem.training.online.folder import Folder
 from mlx_tandem.training.online.serving import UpdateReport
+from mlx_tandem.training.online.threads import to_the_end
 from mlx_tandem.training.online.update import Pending
 from mlx_tandem.training.open_trajectories import OpenTrajectories
 from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
@@ -302,7 +303,7 @@ class Ledger:
         """
         temporary = None
         if write is not None:
-            temporary = await asyncio.to_thread(self.checkpoints.new, manifest.name)
+            temporary = await to_the_end(self.checkpoints.new, manifest.name)
             await write(str(temporary))
         saved = msgspec.structs.replace(
             self.counters,

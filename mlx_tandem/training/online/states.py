@@ -17,6 +17,7 @@ from typing import NamedTuple
 from mlx_tandem import files
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.online.ledger import Ledger
+from mlx_tandem.training.online.threads import to_the_end
 from mlx_tandem.training.store import manifests
 from mlx_tandem.training.store.records import Began, State
 from mlx_tandem.training.store.saved import UpdateRow
@@ -54,7 +55,6 @@ class States:
         self._ledger, self._prefix = ledger, f"{PREFIX}{adapter}-"
         self._states: list[State] = []  # oldest first
         self._rests_until = 0.0
-        self._making: asyncio.Future[None] | None = None  # the folder of a state
 
     def __iter__(self) -> Iterator[State]:
         return iter(list(self._states))
@@ -157,10 +157,7 @@ class States:
                 files.remove_tree(folder)
                 files.DISK.mkdir(folder)
 
-        if self._making is not None:  # A caller that was cancelled has left a thread, which would remove the folder.
-            await asyncio.wait({self._making})
-        self._making = asyncio.ensure_future(asyncio.to_thread(make))
-        await asyncio.shield(self._making)
+        await to_the_end(make)
         return str(folder)
 
     async def commit(self, folder: str, step: int, version: int, digest: str, began: float) -> None:
@@ -174,7 +171,7 @@ class States:
         published = [] if any(s.version for s in newest) else [s for s in own if s.version][-1:]
         self._states, self._ledger.unsaved = [*published, *newest], 0
         await self._ledger.flush(*self._ledger.rows.states(self._states, newest[0].number))
-        await asyncio.to_thread(self._clear)
+        await to_the_end(self._clear)
         now = time.monotonic()
         self._rests_until = now + REST * (now - began)
 

@@ -7,7 +7,6 @@ import json
 import shutil
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from mlx_tandem.files import StorageError
 from mlx_tandem.training.online import states, takeover
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.manifests import Manifest
 from tests.unit.learning_fakes import config, group, nothing
 from tests.unit.online_side import Side, full_drive, on_a_loop, running
 
@@ -228,30 +228,44 @@ def test_the_fixture_is_what_the_earlier_version_wrote() -> None:
     assert {"follows", "began", "compared", "records"} <= manifest["counters"].keys()
 
 
-@on_a_loop
-async def test_a_cancelled_save_does_not_remove_the_folder_of_the_next_one(tmp_path: Path) -> None:
-    """Its thread goes on: the next state waits until it has ended."""
-    async with running(config(tmp_path), start=False) as side:
-        made = side.learner._learner.states
-        order: list[str] = []
-        began, goes_on = threading.Event(), threading.Event()
+@pytest.mark.parametrize("what", ["state", "checkpoint"])
+def test_saving_that_is_given_up_touches_no_folder_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Whoever saves next uses a folder of the same name: work on it that went on would empty it again."""
+    entered, go_on = threading.Event(), threading.Event()
+    remove = files.remove_tree
 
-        def remove(path: Path) -> None:
-            order.append("begins")
-            if len(order) == 1:
-                began.set()
-                assert goes_on.wait(20)
-            files.remove_tree(path)
-            order.append("ends")
+    def slow(path: Path, *more: Any) -> None:
+        if not entered.is_set():
+            entered.set()
+            go_on.wait(60)
+        remove(path, *more)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(states, "files", SimpleNamespace(**vars(files) | {"remove_tree": remove}))
-            first = asyncio.create_task(made.new())
-            await asyncio.to_thread(began.wait, 20)
-            first.cancel()
-            second = asyncio.create_task(made.new())
-            await asyncio.wait({second}, timeout=0.1)
-            goes_on.set()
-            folder = await second
-        assert order == ["begins", "ends", "begins", "ends"]
-        assert Path(folder).is_dir() and first.cancelled()
+    async def test() -> None:
+        ledger = Ledger(config(tmp_path))
+        await ledger.open(nothing)
+        monkeypatch.setattr(files, "remove_tree", slow)
+
+        async def write(folder: str) -> None:
+            pass
+
+        def saving() -> asyncio.Task[Any]:
+            if what == "state":
+                return asyncio.ensure_future(states.States(ledger, "policy").new())
+            manifest = Manifest(name="checkpoint-1", step=1, version=0, digest="d")
+            return asyncio.ensure_future(ledger.save(manifest, write))
+
+        given_up = saving()
+        await asyncio.to_thread(entered.wait, 60)
+        given_up.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        is_done = given_up.done()
+        go_on.set()
+        await asyncio.wait({given_up})
+        assert given_up.cancelled() and not is_done, "the caller goes on only when its thread has ended"
+        await saving()
+        await ledger.close()
+
+    asyncio.run(test())
