@@ -344,8 +344,8 @@ def _checks(target: Target) -> dict[str, Callable[[Make], str]]:
             form = RowFormat(KV_HEADS, HEAD_DIM, dtype, bits, 64 if bits else 0)
             shape = LayerShape(form, form, Asks(HEADS, sinks=False))
             found[name] = lambda make, shape=shape: _attention(target, make, shape)  # type: ignore[misc]
-    shapes = [lora.Shape(WIDTH, (WIDTH,) * members) for members in (1, 2, 3)]
-    found["adapters"] = _by(lambda make: lora.wrong(LoraKernels(make), shapes, mx.bfloat16))
+    forms: lora.Forms = {lora.Shape(WIDTH, (WIDTH,) * members): ("apart", "joined") for members in (1, 2, 3)}
+    found["adapters"] = _by(lambda make: lora.wrong(LoraKernels(make), forms, mx.bfloat16))
     dtypes = (mx.bfloat16, mx.float32)
     found["draws"] = _by(lambda make: sampling.wrong(GumbelMax(make), dtypes, VOCABULARY))
     found["truncated draws"] = _by(lambda make: sampling.wrong_truncated(TruncatedDraw(make), dtypes, VOCABULARY))

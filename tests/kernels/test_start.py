@@ -351,10 +351,13 @@ def test_a_start_compiles_few_kernels(metal: Gpu, tmp_path: Path, prepare: bool)
     assert 0 < len(metal.forms) < first
 
 
-def test_a_start_of_a_hybrid_compiles_few_kernels(metal: Gpu, tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "kept")
-    start_hybrid(tmp_path, kept, prepare=False)
+@pytest.mark.parametrize("prepare", [False, True], ids=["without adapters", "with adapters"])
+def test_a_start_of_a_hybrid_compiles_few_kernels(metal: Gpu, tmp_path: Path, prepare: bool) -> None:
+    """And only those that may serve: of states none outside the pool, of merged linears none for outputs apart."""
+    start_hybrid(tmp_path, Kept(tmp_path / "kept"), prepare=prepare)
     assert len(metal.forms) + VARIANTS <= MOST_KERNELS
+    names = {form[0] for form in metal.forms}
+    assert names.isdisjoint({"gated_delta", "lora_expand_2_apart", "lora_expand_3_apart"})
 
 
 def of_adapters(gpu: Gpu) -> set[str]:
