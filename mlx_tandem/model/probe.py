@@ -22,7 +22,7 @@ from mlx_tandem.model.cache.states import (
     keeps_state,
     leaves,
 )
-from mlx_tandem.model.kernels import timing
+from mlx_tandem.model.kernels import checking
 from mlx_tandem.model.loader import UNSERVED, LoadedModel, blamed_on, first_line, not_finite, suspects
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, ProbeCache, StepView
 from mlx_tandem.model_folder import CONFIG
@@ -224,7 +224,7 @@ def decode_seconds(
     """Return the seconds of a compiled forward of `rows` rows with one token each."""
     paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block, states)
     step = mx.compile(paged.step)
-    return timing.seconds(lambda: step(*paged.step_arguments()), 1)
+    return checking.seconds(lambda: step(*paged.step_arguments()), 1)
 
 
 def _paged_logits(

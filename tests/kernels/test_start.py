@@ -24,7 +24,7 @@ from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.engine_main import serve
 from mlx_tandem.model import build
 from mlx_tandem.model.choices import Kept
-from mlx_tandem.model.kernels import inplace, timing
+from mlx_tandem.model.kernels import checking, inplace
 from mlx_tandem.model.kernels.checking import finish
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.ops import gated_delta
@@ -198,7 +198,7 @@ def test_a_second_start_checks_little_and_times_nothing(
     def refuse(*args: Any) -> NoReturn:
         raise AssertionError("a second start times nothing")
 
-    monkeypatch.setattr(timing, "seconds", refuse)
+    monkeypatch.setattr(checking, "seconds", refuse)
     monkeypatch.setattr(choice, "_seconds", refuse)
     second = start(tmp_path, kept)
     assert second.built.info.attention_backend == "metal" and second.built.info.lora_backend == "fused"
@@ -398,7 +398,7 @@ def test_what_is_chosen_for_adapters_later_is_kept_for_the_next_start(
     def refuse(*args: Any) -> NoReturn:
         raise AssertionError("nothing is timed again")
 
-    monkeypatch.setattr(timing, "seconds", refuse)
+    monkeypatch.setattr(checking, "seconds", refuse)
     monkeypatch.setattr(lora, "_times", refuse)
     engine = start(tmp_path, kept, prepare=False)
     assert not of_adapters(metal)

@@ -31,7 +31,7 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 
 from mlx_tandem.model import backend
 from mlx_tandem.model.cache.states import StateCache
-from mlx_tandem.model.kernels import dialect, inplace, timing
+from mlx_tandem.model.kernels import checking, dialect, inplace
 from mlx_tandem.model.kernels.checking import Rejected, Verdict, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
 from mlx_tandem.model.kernels.inplace import Store
@@ -308,8 +308,8 @@ def _seconds(kernel: GatedDelta, rival: Rule, store: Store) -> tuple[float, floa
         y, state = rival(*inputs, pool[read].reshape(TIMED_ROWS, heads, dim, dim))
         return [y, store(pool, write, state.reshape(TIMED_ROWS, -1))]
 
-    ours = timing.seconds(lambda: [kernel.in_place(inputs, pool, read, write)])
-    return ours, timing.seconds(gathered)
+    ours = checking.seconds(lambda: [kernel.in_place(inputs, pool, read, write)])
+    return ours, checking.seconds(gathered)
 
 
 # --- Its use ---------------------------------------------------------------------------------------------------------

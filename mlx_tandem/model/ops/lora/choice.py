@@ -29,8 +29,8 @@ from mlx_tandem.model.kernels.checking import (
     finish,
     floats,
     makers_of_device,
+    seconds,
 )
-from mlx_tandem.model.kernels.timing import seconds
 from mlx_tandem.model.ops.lora.kernel import MOST_MEMBERS, Form, GroupedDeltas, LoraKernels, fits, forms_of
 from mlx_tandem.model.ops.lora.routes import Ints, cut_tiles
 from mlx_tandem.model.targets import Group, find_groups
