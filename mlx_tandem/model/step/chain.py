@@ -13,10 +13,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_tandem.model import backend
 from mlx_tandem.model.backend import cpu_functions
 from mlx_tandem.model.cache.kvformat import LayerShape, RowFormat
 from mlx_tandem.model.cache.states import arranged
-from mlx_tandem.model.ops.attention import portable
 from mlx_tandem.model.ops.attention.cache import StepView
 from mlx_tandem.model.ops.sampling.sampler import Pickers, SamplingArrays, TokenCounts, sample
 from mlx_tandem.model.step.operands import Operands, StepKey
@@ -206,7 +206,7 @@ class DraftedCache:
         window = v.window(mask)
         few = queries.shape[0] * queries.shape[1] * keys.shape[2] < cpu_functions.WORTH
         if few or not fetched or window is None or sinks is not None or queries.dtype != mx.float32:
-            return portable.attend(queries, keys, values, scale, mask, sinks)
+            return backend.current().attend(queries, keys, values, scale, mask, sinks)
         seen = v.drawn(*window)
         own = [mx.concatenate(new[-seen:], axis=2) if seen > 1 else new[-1] for new in self._own]
         return cpu_functions.attend_behind(queries, self._context, own, scale, v.mask(*window))
