@@ -109,7 +109,7 @@ def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch, limit: 
     monkeypatch.setattr(gated_delta, "verdict", Verdict())
     monkeypatch.setattr(delta_net, "TIMED_ROWS", 1)  # emulated, larger ones would take seconds
     monkeypatch.setattr(gated_delta, "TIMED_ROWS", 1)
-    monkeypatch.setattr(gated_delta, "TIMED_HEADS", (1, 32))
+    monkeypatch.setattr(gated_delta, "TIMED", gated_delta.Sizes(1, 1, 32, 32))
     inplace.writing.cache_clear()
     return gpu
 
