@@ -33,7 +33,7 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.ops.attention.division import start
 from mlx_tandem.model.ops.attention.paged import EVERYTHING, PagedAttention
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.timing import copy_bandwidth
+from mlx_tandem.model.kernels.checking import copy_bandwidth
 
 BLOCK = 16
 LAYERS = 36

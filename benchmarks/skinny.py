@@ -33,7 +33,7 @@ import numpy as np
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.ops.products.skinny import Form, Skinny, eighths
-from mlx_tandem.model.kernels.timing import copy_bandwidth
+from mlx_tandem.model.kernels.checking import copy_bandwidth
 
 SHAPES = {
     "qkv": (6144, 4096),

@@ -182,7 +182,7 @@ def _build(
     merged = merge(find_groups(model.module)) if candidates and not config.deterministic else []
     twin = clone(model.module)  # before anything of the served tree is changed
     found, kernels = kernel_checks.choose(config, model, merged, candidates, report, given.kernels if given else None)
-    if again is not None and (problem := _problem(config, model, twin, found, kernels, report)):
+    if again is not None and (problem := kernel_checks.problem(config, model, twin, found, kernels, report)):
         raise _WrongKernels(problem, subject)
     exact, adapters = _adapters(config, model, found, kernels, twin, candidates)
     memory = _divide(config, limit, needs := _needs(config, limit, model, found, adapters))
@@ -270,19 +270,6 @@ class _Later:
         if self.choices is not None and limits != self.known:
             self._keep(self.choices, limits)
         return self.adapters.backend, found.reason
-
-
-def _problem(
-    config: EngineConfig,
-    model: LoadedModel,
-    twin: nn.Module,
-    found: probe.Examined,
-    kernels: Kernels,
-    report: Report,
-) -> str:
-    """Return what is wrong with the kernels that an earlier start has chosen; empty if they are right."""
-    report("checking kernels", 0.0)
-    return kernel_checks.problem(config, model, twin, found, kernels)
 
 
 def _memory_in_use(runner: MLXRunner) -> MemoryInUse:
@@ -414,23 +401,14 @@ def _subject(config: EngineConfig, model: LoadedModel, found: probe.Examined, gi
 def _estimate(config: EngineConfig, limit: Limit, model: LoadedModel) -> probe.Examined:
     """Return what the model caches. Raise ModelError if it and its adapters do not fit into `limit`."""
     found = examine(config, model, evaluate=False)
-    own = footprint.linears(model.module), model.dtype, found.states, footprint.head(model.module)
-    _divide(config, limit, footprint.needs(config, limit.size, model, found.layers, found.vocab_size, *own))
+    linears, head = footprint.linears(model.module), footprint.head(model.module)
+    _divide(config, limit, footprint.needs(config, limit.size, model, found, linears, head, model.dtype))
     return found
 
 
 def _needs(config: EngineConfig, limit: Limit, model: LoadedModel, found: probe.Examined, adapters: LoraState) -> Needs:
-    return footprint.needs(
-        config,
-        limit.size,
-        model,
-        found.layers,
-        found.vocab_size,
-        adapters.linears(),
-        adapters.dtype,
-        found.states,
-        adapters.head(),
-    )
+    linears, head = adapters.linears(), adapters.head()
+    return footprint.needs(config, limit.size, model, found, linears, head, adapters.dtype)
 
 
 def _divide(config: EngineConfig, limit: Limit, needs: Needs) -> MemoryBudget:
@@ -456,9 +434,7 @@ def _trainer_budget(
     config: EngineConfig, model: LoadedModel, found: probe.Examined, adapters: LoraState, memory: MemoryBudget
 ) -> int:
     """Return the bytes that all trainers may use: what nothing else was given, less one micro-batch."""
-    caches = len(found.layers) + len(found.states)
-    one_pass = footprint.pass_bytes(config, model, caches, found.vocab_size, adapters.linears())
-    return memory.unassigned + memory.learning - one_pass
+    return memory.unassigned + memory.learning - footprint.pass_bytes(config, model, found, adapters.linears())
 
 
 def _limit_steps(

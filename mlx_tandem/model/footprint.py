@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,11 +22,10 @@ from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.pool import Window
 from mlx_tandem.model import backend
-from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import windows_of
-from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.loader import LoadedModel, every_weight, weights
 from mlx_tandem.model.ops.lora.slots import bucket
+from mlx_tandem.model.probe import Examined
 from mlx_tandem.model.targets import find_head, find_targets
 from mlx_tandem.model.vision.embeddings import ROOM_BYTES
 
@@ -54,31 +53,29 @@ def needs(
     config: EngineConfig,
     limit: int,
     model: LoadedModel,
-    layers: Sequence[LayerShape],
-    vocab_size: int,
+    found: Examined,
     linears: Mapping[str, LinearShape],
+    head: Mapping[str, LinearShape],
     lora_dtype: mx.Dtype,
-    states: Sequence[StateShape] = (),
-    head: Mapping[str, LinearShape] | None = None,
 ) -> Needs:
     """Return the bytes that `model` needs on a device with `limit` bytes.
 
-    `layers` are the shapes in which keys and values lie in the pool, and `states` those of recurrent layers. `head` is
-    the output head if adapters may change it, which counts where trainers do.
+    `found` has the shapes in which keys and values lie in the pool. `head` is the output head if adapters may change
+    it, which counts where trainers do.
     """
-    lora = config.lora
+    lora, layers = config.lora, found.layers
     weight_bytes = sum(p.nbytes for p in every_weight(model)) + (ROOM_BYTES if model.encoder is not None else 0)
     learning = 0
-    adapted = {**linears, **(head or {})} if config.duty.trains_head else linears
+    adapted = {**linears, **head} if config.duty.trains_head else linears
     if config.duty.trainer_rank:
         learning = config.duty.trainers * trainer_bytes(adapted, config.duty.trainer_rank)
         if config.duty.several_steps:
             learning += _STEP_BACK * slot_bytes(linears, linears, 0, config.duty.trainer_rank, 4)
-        learning += pass_bytes(config, model, len(layers) + len(states), vocab_size, linears)
+        learning += pass_bytes(config, model, found, linears)
     share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
     asked = config.scheduler.max_chunk_tokens
     sizes = (asked,) if asked else backend.current().memory.chunk_tokens
-    steps = [_step(config, size, model, layers, vocab_size, linears, states) for size in sizes]
+    steps = [_step(config, size, model, found, linears) for size in sizes]
     # A larger chunk may use as much as the smallest one needs anyway, which is mostly for sampling every row.
     allowed = max(share, steps[-1].least())
     chunk, step = next((size, step) for size, step in zip(sizes, steps, strict=True) if step.least() <= allowed)
@@ -96,7 +93,7 @@ def needs(
         max_model_len=model.max_model_len,
         parameters=model.parameters,
         chunk_tokens=chunk,
-        state=sum(state.nbytes() for state in states),
+        state=sum(state.nbytes() for state in found.states),
         window=None if windows[-1] is None else Window(windows[-1], chunk),
         window_block=windowed * size if others else 0,
     )
@@ -179,13 +176,7 @@ def _flow(linears: Mapping[str, LinearShape]) -> int:
 
 
 def _step(
-    config: EngineConfig,
-    chunk: int,
-    model: LoadedModel,
-    layers: Sequence[LayerShape],
-    vocab_size: int,
-    linears: Mapping[str, LinearShape],
-    states: Sequence[StateShape],
+    config: EngineConfig, chunk: int, model: LoadedModel, found: Examined, linears: Mapping[str, LinearShape]
 ) -> StepCost:
     """Return the memory cost of a step with prompt chunks of `chunk` tokens."""
     here = backend.current().memory
@@ -194,16 +185,16 @@ def _step(
         copies *= 2  # quantised codes beside the numbers that they become
     size, rows = model.dtype.size, config.scheduler.max_num_seqs
     pair = here.scores * model.heads * max(size, here.score_bytes) + 2  # 2 for the mask
-    read = max((sum(half.heads * half.dim * half.dtype.size for half in s.halves) for s in layers), default=0)
+    read = max((sum(half.heads * half.dim * half.dtype.size for half in s.halves) for s in found.layers), default=0)
     return StepCost(
         token=here.layers * _flow(linears) * size,
         pair=pair,
         position=int(copies * read) + pair,
-        sampling=rows * vocab_size * (4 * _SAMPLING + _STATE) + min(_SCORED, 16 * chunk * vocab_size),
+        sampling=rows * found.vocab_size * (4 * _SAMPLING + _STATE) + min(_SCORED, 16 * chunk * found.vocab_size),
         tokens=max(padded_length(chunk), chunk * 5 // 4),
         rows=rows,
         longest=model.max_model_len * 5 // 4 + config.cache.block_size,
-        state=_COPIES * sum(s.nbytes() for s in states),
+        state=_COPIES * sum(s.nbytes() for s in found.states),
     )
 
 
@@ -217,9 +208,7 @@ def activation_bytes(linears: Mapping[str, LinearShape], layers: int, tokens: in
     return 2 * _flow(linears) * layers * tokens * size
 
 
-def pass_bytes(
-    config: EngineConfig, model: LoadedModel, layers: int, vocab_size: int, linears: Mapping[str, LinearShape]
-) -> int:
+def pass_bytes(config: EngineConfig, model: LoadedModel, found: Examined, linears: Mapping[str, LinearShape]) -> int:
     """Return the bytes that one micro-batch needs besides its trainers.
 
     It keeps the inputs of all layers, or all activations if they are few. Two slices are in flight, as one is launched
@@ -228,6 +217,7 @@ def pass_bytes(
     """
     here = backend.current().learning
     tokens = config.duty.micro_batch_tokens or here.micro_batch_tokens
+    layers = len(found.layers) + len(found.states)
     size = model.dtype.size
     widths = Counter(s.inputs for s in linears.values())
     hidden = widths.most_common(1)[0][0] if widths else 1
@@ -235,5 +225,5 @@ def pass_bytes(
     kept += min(activation_bytes(linears, layers, tokens, size), here.kept_bytes)
     scores = here.scores * tokens * min(tokens, model.max_model_len, 1024) * model.heads * 4
     layer = tokens * 4 * _flow(linears) * size + scores
-    head = 4 * min(128 << 20, tokens * vocab_size * 4)
+    head = 4 * min(128 << 20, tokens * found.vocab_size * 4)
     return kept + 2 * max(layer, head)

@@ -6,9 +6,8 @@ on an H200). So all numbers of a forward travel as one array, which stays with t
 once to the device's own memory. On a CPU the numbers are where they are needed, and each further node of a graph would
 only take time.
 
-A step on CUDA writes the tokens that it has drawn into the same array (`kernels/report.py`), where the host reads them
-without a copy. The last places of the array belong to the kernel at which a step may wait for its numbers
-(`kernels/gate.py`).
+A step on CUDA writes the tokens that it has drawn into the same array, where the host reads them without a copy. The
+last places of the array belong to the kernel at which a step may wait for its numbers (`kernels/exchange.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.model import backend
-from mlx_tandem.model.kernels.gate import OPEN, RESERVED, TOLD, TOO_LATE
+from mlx_tandem.model.kernels.exchange import OPEN, RESERVED, TOLD, TOO_LATE
 
 Numbers = npt.NDArray[Any]
 """Arrays of int32, uint32 or float32. An array that cannot be written never changes."""

@@ -116,10 +116,9 @@ def choose(
     chosen = attention.choose(asked, found.layers, block_size, probe.windows(model), candidates)
     own_blocks = ""
     if any(chosen.layers):
-        own = found.layers, chosen.layers, block_size, found.mask_axes
-        seconds = partial(probe.decode_seconds, model, *own, states=found.states)
-        error = partial(probe.fused_error, model, found.vocab_size, *own, found.states)
-        timed = seconds if asked == attention.AUTO else None
+        own = model, found, chosen.layers, block_size
+        timed = partial(probe.decode_seconds, *own) if asked == attention.AUTO else None
+        error = partial(probe.fused_error, *own)
         own_blocks = block.choose(model.module, timed, error, adapters=config.lora.max_loras > 0)
     adapters = None if lora.can_wait(model.module, config.lora) else _choose_adapters(config, model, report)
     kernels = Kernels(products, chosen, own_blocks, adapters, sampling.choose(model.dtype, found.vocab_size))
@@ -215,11 +214,20 @@ def forget() -> None:
     delta_net.verdict.give(None)
 
 
-def problem(config: EngineConfig, model: LoadedModel, twin: nn.Module, found: probe.Examined, kernels: Kernels) -> str:
-    """Return what is wrong with the model's kernels, by one run of each beside plain operations; empty if nothing is.
+def problem(
+    config: EngineConfig,
+    model: LoadedModel,
+    twin: nn.Module,
+    found: probe.Examined,
+    kernels: Kernels,
+    report: Report,
+) -> str:
+    """Return what is wrong with the kernels that an earlier start has chosen, by one run of each beside plain
+    operations; empty if nothing is.
 
     `twin` is the model without any changes.
     """
+    report("checking kernels", 0.0)
     try:
         error = probe.served_error(model, twin, found, kernels.attention.layers, config.cache.block_size)
         if not error <= 1.0:
@@ -287,9 +295,9 @@ class Tried(NamedTuple):
     """The reason why the kernel must not be used; empty if it may."""
 
 
-def tried(target: Target, make: Make | None = None) -> Iterator[Tried]:
-    """Yield the result of each kernel's check for `target`. `make` makes the kernels, by default for this device."""
-    make = make or dialect.maker(target)
+def tried(target: Target) -> Iterator[Tried]:
+    """Yield the result of each kernel's check for `target`."""
+    make = dialect.maker(target)
     for name, check in _checks(target).items():
         calls = FirstCalls(make)
         problem = check(calls)
@@ -344,8 +352,8 @@ def _checks(target: Target) -> dict[str, Callable[[Make], str]]:
             form = RowFormat(KV_HEADS, HEAD_DIM, dtype, bits, 64 if bits else 0)
             shape = LayerShape(form, form, Asks(HEADS, sinks=False))
             found[name] = lambda make, shape=shape: _attention(target, make, shape)  # type: ignore[misc]
-    shapes = [lora.Shape(WIDTH, (WIDTH,) * members) for members in (1, 2, 3)]
-    found["adapters"] = _by(lambda make: lora.wrong(LoraKernels(make), shapes, mx.bfloat16))
+    forms: lora.Forms = {lora.Shape(WIDTH, (WIDTH,) * members): ("apart", "joined") for members in (1, 2, 3)}
+    found["adapters"] = _by(lambda make: lora.wrong(LoraKernels(make), forms, mx.bfloat16))
     dtypes = (mx.bfloat16, mx.float32)
     found["draws"] = _by(lambda make: sampling.wrong(GumbelMax(make), dtypes, VOCABULARY))
     found["truncated draws"] = _by(lambda make: sampling.wrong_truncated(TruncatedDraw(make), dtypes, VOCABULARY))

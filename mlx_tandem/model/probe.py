@@ -22,7 +22,7 @@ from mlx_tandem.model.cache.states import (
     keeps_state,
     leaves,
 )
-from mlx_tandem.model.kernels import timing
+from mlx_tandem.model.kernels import checking
 from mlx_tandem.model.loader import UNSERVED, LoadedModel, blamed_on, first_line, not_finite, suspects
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, ProbeCache, StepView
 from mlx_tandem.model_folder import CONFIG
@@ -55,9 +55,10 @@ def examine(model: LoadedModel, *, evaluate: bool = True) -> Examined:
     if model.model_type in UNSERVED:
         raise _unsupported(model, UNSERVED[model.model_type])
     with blamed_on(model.folder / CONFIG, "the model cannot be run", model.settings):
-        (layers, states), vocab_size = layer_shapes(model), vocabulary(model)
-        axes = mask_axes(model, layers, vocab_size, states) if evaluate else 0
-        return Examined([*layers, *_head_shapes(model)], vocab_size, axes, states)
+        layers, states = layer_shapes(model)
+        found = Examined(layers, vocabulary(model), 0, states)
+        axes = mask_axes(model, found) if evaluate else 0
+        return found._replace(layers=[*layers, *_head_shapes(model)], mask_axes=axes)
 
 
 def layer_shapes(model: LoadedModel) -> tuple[list[LayerShape], list[StateShape]]:
@@ -136,9 +137,7 @@ def vocabulary(model: LoadedModel) -> int:
     return int(module(mx.zeros((1, 1), mx.int32)).shape[-1])
 
 
-def mask_axes(
-    model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int, states: Sequence[StateShape] = ()
-) -> int:
+def mask_axes(model: LoadedModel, found: Examined) -> int:
     """Return how many axes the masks of this family have between rows and queries: 1, or 2 where its softmax groups
     queries.
 
@@ -147,8 +146,8 @@ def mask_axes(
     is right.
     """
     rng = np.random.default_rng(0)
-    rows = max(2, min(shapes[0].keys.heads if shapes else 0, 8))
-    prompts = [rng.integers(0, vocab_size, 9 if states else 9 + 2 * i).tolist() for i in range(rows)]
+    rows = max(2, min(found.layers[0].keys.heads if found.layers else 0, 8))
+    prompts = [rng.integers(0, found.vocab_size, 9 if found.states else 9 + 2 * i).tolist() for i in range(rows)]
     module: Any = model.module
     expected = [
         np.array(module(mx.array([p]), cache=make_prompt_cache(module))[0, -1].astype(mx.float32)) for p in prompts
@@ -158,7 +157,7 @@ def mask_axes(
     worst, problem = float("inf"), ""
     for axes in (1, 2):
         try:
-            got = _paged_logits(module, shapes, prompts, axes, states=states)
+            got = _paged_logits(module, found._replace(mask_axes=axes), prompts)
         except Exception as e:
             problem = first_line(e)
             continue
@@ -171,27 +170,13 @@ def mask_axes(
     raise _unsupported(model, changes if worst < float("inf") else problem)
 
 
-def fused_error(
-    model: LoadedModel,
-    vocab_size: int,
-    shapes: Sequence[LayerShape],
-    kernels: Sequence[LayerKernels | None],
-    block: int,
-    axes: int,
-    states: Sequence[StateShape] = (),
-) -> float:
+def fused_error(model: LoadedModel, found: Examined, kernels: Sequence[LayerKernels | None], block: int) -> float:
     """Return the largest difference of the model's logits with and without these kernels, as a multiple of what is
     allowed.
     """
-    rng = np.random.default_rng(2)
-    prompts = [rng.integers(0, vocab_size, n).tolist() for n in ((9, 9, 9) if states else (9, 3, 14))]
-    ours, theirs = (
-        _paged_logits(model.module, shapes, prompts, axes, each, block, states)
-        for each in (kernels, [None] * len(shapes))
-    )
-    pairs = zip(ours, theirs, strict=True)
-    errors = [float(np.abs(ours - theirs).max() / np.abs(theirs).max()) for ours, theirs in pairs]
-    return max(errors) / _TOLERANCE.get(model.dtype, 1e-1)
+    prompts = _prompts(found, 2)
+    ours = _paged_logits(model.module, found, prompts, kernels, block)
+    return _error(model, ours, _paged_logits(model.module, found, prompts, (), block))
 
 
 def served_error(
@@ -202,65 +187,65 @@ def served_error(
 
     Raise ModelError if the twin's logits are not finite.
     """
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, found.vocab_size, n).tolist() for n in ((9, 9, 9) if found.states else (9, 3, 14))]
-    theirs = _paged_logits(twin, found.layers, prompts, found.mask_axes, (), block, found.states)
+    prompts = _prompts(found, 3)
+    theirs = _paged_logits(twin, found, prompts, (), block)
     if not all(np.isfinite(logits).all() for logits in theirs):
         raise _not_numbers(model)
-    ours = _paged_logits(model.module, found.layers, prompts, found.mask_axes, kernels, block, found.states)
+    return _error(model, _paged_logits(model.module, found, prompts, kernels, block), theirs)
+
+
+def _prompts(found: Examined, seed: int) -> list[list[int]]:
+    """Return three random prompts, of one length if the model keeps states."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, found.vocab_size, n).tolist() for n in ((9, 9, 9) if found.states else (9, 3, 14))]
+
+
+def _error(model: LoadedModel, ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+    """Return the largest relative difference of two lists of logits, as a multiple of what is allowed."""
     errors = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(ours, theirs, strict=True)]
     return max(errors) / _TOLERANCE.get(model.dtype, 1e-1)
 
 
 def decode_seconds(
-    model: LoadedModel,
-    shapes: Sequence[LayerShape],
-    kernels: Sequence[LayerKernels | None],
-    block: int,
-    axes: int,
-    rows: int,
-    states: Sequence[StateShape] = (),
+    model: LoadedModel, found: Examined, kernels: Sequence[LayerKernels | None], block: int, rows: int
 ) -> float:
     """Return the seconds of a compiled forward of `rows` rows with one token each."""
-    paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block, states)
+    paged = _Paged(model.module, found, [[0] * 9] * rows, kernels, block)
     step = mx.compile(paged.step)
-    return timing.seconds(lambda: step(*paged.step_arguments()), 1)
+    return checking.seconds(lambda: step(*paged.step_arguments()), 1)
 
 
 def _paged_logits(
     module: Any,
-    shapes: Sequence[LayerShape],
+    found: Examined,
     prompts: list[list[int]],
-    axes: int,
     kernels: Sequence[LayerKernels | None] = (),
     block: int = 4,
-    states: Sequence[StateShape] = (),
 ) -> list[Any]:
     """Return each prompt's last logits [vocabulary] by the paged cache.
 
     All tokens but the last go in one padded batch, then the last tokens of all rows decode in one step. With kernels
     the rows of the batch have a common offset, as prompts that kernels read do.
     """
-    paged = _Paged(module, shapes, prompts, axes, kernels, block, states)
+    paged = _Paged(module, found, prompts, kernels, block)
     mx.eval(paged.read())
     output = paged.decode()
     return [np.array(output[i, -1].astype(mx.float32)) for i in range(len(prompts))]
 
 
 class _Paged:
-    """Prompts of up to 32 tokens in a pool of their own; with `states` all have the same length."""
+    """Prompts of up to 32 tokens in a pool of their own; all have the same length if the model keeps states."""
 
     def __init__(
         self,
         module: Any,
-        shapes: Sequence[LayerShape],
+        found: Examined,
         prompts: Sequence[Sequence[int]],
-        axes: int,
         kernels: Sequence[LayerKernels | None],
         block: int,
-        states: Sequence[StateShape] = (),
     ):
-        self._module, self._prompts, self._axes, self._block = module, prompts, axes, block
+        shapes, states = found.layers, found.states
+        self._module, self._prompts, self._axes, self._block = module, prompts, found.mask_axes, block
         self._common_offset = 0 if kernels and kernels[0] is not None else None
         self._width = -(-32 // block)
         self._blocks = 1 + len(prompts) * self._width

@@ -5,8 +5,8 @@ and neither the plan nor the engine knows of it.
 
 A step is cut into rectangles of rows of one length: decoding rows with the rows that share their forward, and prompt
 chunks by padded length. Each rectangle is one call of a pure function of arrays, compiled for each shape. The modules
-of `model/step` each do one thing for it: `rectangles` divides, `forward_inputs` makes the numbers, `forward` is the
-function, `compiled` keeps it, and `dispatch` brings it to the device.
+of `model/step` each do one thing for it: `rows` divides, `forward_inputs` makes the numbers, `forward` is the function,
+`compiled` keeps it, and `parts` bring it to the device.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ from mlx_tandem.model.ops.sampling.masks import MaskTable, places_of_rows
 from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers
 from mlx_tandem.model.step import pauses
 from mlx_tandem.model.step.compiled import USUAL, CompiledSteps
-from mlx_tandem.model.step.dispatch import DispatchQueue
 from mlx_tandem.model.step.draw import Undrawn
 from mlx_tandem.model.step.forward import Forward, StepArrays
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.operands import StepKey
-from mlx_tandem.model.step.parts import Flight, Part, copying, keeping, loading, putting, saving
+from mlx_tandem.model.step.parts import DispatchQueue, Flight, Part, copying, keeping, loading, putting, saving
 from mlx_tandem.model.step.pauses import NO_PAUSE, Pause
 from mlx_tandem.model.step.prebuilt import Prebuilt, RepeatableForward, StepCall
 from mlx_tandem.model.step.rows import Rectangles

@@ -29,7 +29,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model import build
 from mlx_tandem.model.backend.cpu import CPU
 from mlx_tandem.model.backend.cuda import CUDA
-from mlx_tandem.model.step.company import Company
+from mlx_tandem.model.step.prebuilt import Company
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import AdapterSource
 from tests.backends import answer_as

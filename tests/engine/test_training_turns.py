@@ -19,7 +19,7 @@ from mlx_tandem.engine.plan import Slice, StepPlan, StepResult
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.engine.trainers import TrainerHost
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.model.step.company import Company
+from mlx_tandem.model.step.prebuilt import Company
 from mlx_tandem.training.device.beside import BesideSteps
 from mlx_tandem.types import AdapterSource
 from tests.engine.front import Front, adapter, request

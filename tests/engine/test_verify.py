@@ -22,7 +22,7 @@ from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.model.cache.turns import TurnShape
 from mlx_tandem.model.inputs import Inputs, Staging
-from mlx_tandem.model.kernels.gate import OPEN, RESERVED
+from mlx_tandem.model.kernels.exchange import OPEN, RESERVED
 from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.attention.grouped import GroupedAttention
 from mlx_tandem.model.ops.lora.routes import Layout

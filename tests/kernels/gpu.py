@@ -20,7 +20,7 @@ from mlx_tandem.model import backend, build
 from mlx_tandem.model.backend.cuda import CUDA
 from mlx_tandem.model.backend.metal import METAL
 from mlx_tandem.model.device import Limit
-from mlx_tandem.model.kernels import dialect, inplace, timing
+from mlx_tandem.model.kernels import checking, dialect, inplace
 from mlx_tandem.model.kernels.checking import Verdict
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
 from mlx_tandem.model.ops import delta_net, gated_delta
@@ -109,7 +109,7 @@ def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch, limit: 
     monkeypatch.setattr(gated_delta, "verdict", Verdict())
     monkeypatch.setattr(delta_net, "TIMED_ROWS", 1)  # emulated, larger ones would take seconds
     monkeypatch.setattr(gated_delta, "TIMED_ROWS", 1)
-    monkeypatch.setattr(gated_delta, "TIMED_HEADS", (1, 32))
+    monkeypatch.setattr(gated_delta, "TIMED", gated_delta.Sizes(1, 1, 32, 32))
     inplace.writing.cache_clear()
     return gpu
 
@@ -123,9 +123,9 @@ def time_by_clock(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate(*arrays)
 
     monkeypatch.setattr(mx, "eval", counted)
-    for module in (choice, timing):
+    for module in (choice, checking):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))
-    monkeypatch.setattr(timing, "_LONG_ENOUGH", 1e-9)  # by this clock every run takes the same
+    monkeypatch.setattr(checking, "_LONG_ENOUGH", 1e-9)  # by this clock every run takes the same
 
 
 def uncompilable(source: Source, make: Make) -> Kernel:

@@ -21,7 +21,7 @@ from mlx_tandem.model import warm_up
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.choices import MOST_KEPT, Choices, Kept, KernelChoices, Pace, Subject
 from mlx_tandem.model.kernel_checks import examine
-from mlx_tandem.model.kernels import inplace, timing
+from mlx_tandem.model.kernels import checking, inplace
 from mlx_tandem.model.loader import load_unread
 from mlx_tandem.model.ops import delta_net, gated_delta
 from mlx_tandem.model.ops.attention import choice
@@ -93,7 +93,7 @@ def refuse(*args: Any, **options: Any) -> NoReturn:
 def serve_by_given(folder: Path, file: Path) -> None:
     """What the other process does."""
     forbidden: list[tuple[Any, str]] = [
-        (timing, "seconds"),
+        (checking, "seconds"),
         (warm_up.time, "perf_counter"),
         (choice, "_problem"),
         (choice, "_seconds"),

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_tandem.model.inputs import Inputs, receive, specs
-from mlx_tandem.model.kernels.gate import Gate
-from mlx_tandem.model.kernels.report import Report
+from mlx_tandem.model.kernels.exchange import Gate, Report
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")

@@ -395,7 +395,6 @@ FAULTS = {
     "a row too few": ("if (i < count) {", "if (i + 1 < count) {"),
     "another slot": ("(size_t)slot * K * R", "(size_t)(slot - 1) * K * R"),
     "no sum over the inputs' parts": ("s < parts", "s < 1"),
-    "rows of another length": ("Y_STRIDE(m) (places[1])", "Y_STRIDE(m) (N + 8)"),
     "does not compile": ("BARRIER();", "BARRIER(;"),
 }
 
@@ -410,13 +409,41 @@ class TwoLinears(nn.Module):
         return [self.gate_proj(x), self.up_proj(x)]
 
 
+FORMS = {"whole": ("z + before", "z"), "joined": ("Y_STRIDE(m) (places[2])", "Y_STRIDE(m) (N + 8)")}
+"""A fault of each form in which only merged linears are computed."""
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_sums_of_merged_linears_in_one_array_are_checked_at_start(make: Make, is_merged: bool) -> None:
-    model, wrong = TwoLinears(), Broken(make, "z + before", "z")
+def test_forms_of_merged_linears_are_checked_at_start(make: Make, is_merged: bool, form: str) -> None:
+    model, wrong = TwoLinears(), Broken(make, *FORMS[form])
     if is_merged:
         assert merge(find_groups(model))
     reason = choose(model, LoraConfig(), mx.float32, [wrong]).reason
     assert ("wrong" in reason) == is_merged
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("bits", [0, 4])
+def test_the_kernels_that_serve_are_the_ones_that_are_checked_at_start(make: Make, bits: int) -> None:
+    """Whichever linears adapters change, and with few tokens and many, for which packed linears are faster apart."""
+    used: set[str] = set()
+    for only in ("", "[qv]_proj|gate", "q_proj|down", "[qk]_proj|up"):
+        model, counting = build("qwen3", bits), Counting(make)
+        for whole in merge(find_groups(model)):
+            for member in whole.members:
+                own: Any = member
+                own._dequantise_from = 8
+        kernels = choose(model, LoraConfig(backend="fused"), mx.float32, [counting]).chosen
+        checked = set(counting.calls)
+        counting.calls.clear()
+        state = LoraState(model, LoraConfig(max_loras=1), mx.float32, kernels)
+        state.install(1, adapter(state.linears(), 16, 1, only))
+        for length in (1, 4):
+            run(model, state, prompts(3, length), [0, 1, 1], length)
+        used |= set(counting.calls)
+        assert used <= checked
+    assert {name for name in checked - used if not name.endswith("_whole")} == set(), "only blocks ask for the whole"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -441,7 +468,7 @@ def test_right_kernels_are_taken_when_asked_for_or_faster(make: Make) -> None:
 
 
 def test_kernels_are_taken_as_far_as_they_are_faster(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def times(kernels: Any, shape: Any, dtype: Any, tokens: int, slots: int) -> tuple[float, float]:
+    def times(kernels: Any, shape: Any, forms: Any, dtype: Any, tokens: int, slots: int) -> tuple[float, float]:
         return tokens, 20 if slots == 1 else 100
 
     monkeypatch.setattr("mlx_tandem.model.ops.lora.choice._times", times)

@@ -24,7 +24,7 @@ from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.engine_main import serve
 from mlx_tandem.model import build
 from mlx_tandem.model.choices import Kept
-from mlx_tandem.model.kernels import inplace, timing
+from mlx_tandem.model.kernels import checking, inplace
 from mlx_tandem.model.kernels.checking import finish
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.ops import gated_delta
@@ -198,7 +198,7 @@ def test_a_second_start_checks_little_and_times_nothing(
     def refuse(*args: Any) -> NoReturn:
         raise AssertionError("a second start times nothing")
 
-    monkeypatch.setattr(timing, "seconds", refuse)
+    monkeypatch.setattr(checking, "seconds", refuse)
     monkeypatch.setattr(choice, "_seconds", refuse)
     second = start(tmp_path, kept)
     assert second.built.info.attention_backend == "metal" and second.built.info.lora_backend == "fused"
@@ -351,10 +351,13 @@ def test_a_start_compiles_few_kernels(metal: Gpu, tmp_path: Path, prepare: bool)
     assert 0 < len(metal.forms) < first
 
 
-def test_a_start_of_a_hybrid_compiles_few_kernels(metal: Gpu, tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "kept")
-    start_hybrid(tmp_path, kept, prepare=False)
+@pytest.mark.parametrize("prepare", [False, True], ids=["without adapters", "with adapters"])
+def test_a_start_of_a_hybrid_compiles_few_kernels(metal: Gpu, tmp_path: Path, prepare: bool) -> None:
+    """And only those that may serve: of states none outside the pool, of merged linears none for outputs apart."""
+    start_hybrid(tmp_path, Kept(tmp_path / "kept"), prepare=prepare)
     assert len(metal.forms) + VARIANTS <= MOST_KERNELS
+    names = {form[0] for form in metal.forms}
+    assert names.isdisjoint({"gated_delta", "lora_expand_2_apart", "lora_expand_3_apart"})
 
 
 def of_adapters(gpu: Gpu) -> set[str]:
@@ -395,7 +398,7 @@ def test_what_is_chosen_for_adapters_later_is_kept_for_the_next_start(
     def refuse(*args: Any) -> NoReturn:
         raise AssertionError("nothing is timed again")
 
-    monkeypatch.setattr(timing, "seconds", refuse)
+    monkeypatch.setattr(checking, "seconds", refuse)
     monkeypatch.setattr(lora, "_times", refuse)
     engine = start(tmp_path, kept, prepare=False)
     assert not of_adapters(metal)

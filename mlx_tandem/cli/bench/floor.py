@@ -24,7 +24,7 @@ class Floor:
         process.
         """
         from mlx_tandem.model import footprint, loader
-        from mlx_tandem.model.kernels.timing import copy_bandwidth
+        from mlx_tandem.model.kernels.checking import copy_bandwidth
 
         model = loader.load_unread(config.model, lambda stage, fraction: None)
         return cls(

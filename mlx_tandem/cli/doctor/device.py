@@ -27,11 +27,11 @@ GPU_POOL_BLOCKS = 20_000
 def opens(bench: Bench) -> Outcome:
     """Check that MLX opens a device and multiplies matrices rightly on it."""
     from mlx_tandem.model import backend, device
-    from mlx_tandem.model.kernels import timing
+    from mlx_tandem.model.kernels import checking
 
     here = backend.current()
     says, on_cpu = here.describe(), here.name == "cpu"
-    error = timing.product_error()
+    error = checking.product_error()
     figures: Figures = {"product_error": error, "memory_gb": round(here.memory_limit().size / 2**30, 1)}
     if not error < 1e-5:
         raise Failed(f"{says}: a product of matrices is wrong by {error:.1e}", _REPORT, figures)
@@ -56,9 +56,9 @@ _REPORT = "This must not happen on a machine that is supported: please report it
 def compiles(bench: Bench) -> Outcome:
     """Check that compiled functions give the same as their parts."""
     from mlx_tandem.model import backend
-    from mlx_tandem.model.kernels import timing
+    from mlx_tandem.model.kernels import checking
 
-    error = timing.compiled_error()
+    error = checking.compiled_error()
     if not error < 1e-5:
         raise Failed(f"a fused function differs from its parts by {error:.1e}", _REPORT)
     if os.environ.get("MLX_DISABLE_COMPILE"):

@@ -183,7 +183,7 @@ def learns(bench: Bench) -> Outcome:
 
 def speed(bench: Bench) -> Outcome:
     """Measure decoded tokens per second and the copy bandwidth, without judging them."""
-    from mlx_tandem.model.kernels.timing import copy_bandwidth
+    from mlx_tandem.model.kernels.checking import copy_bandwidth
 
     engine = _usual(bench)
     figures: Figures = {f"tokens_s_at_{rows}": round(_rate(engine, rows)) for rows in (1, 8)}

@@ -25,7 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.model import backend
-from mlx_tandem.model.kernels import dialect, timing
+from mlx_tandem.model.kernels import checking, dialect
 from mlx_tandem.model.kernels.checking import Rejected, Verdict, checked
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source
 
@@ -250,4 +250,4 @@ def _seconds(write: Write) -> float:
     array, lines = mx.zeros(ARRAY), mx.ones((LINES, ARRAY[1]))
     rows = mx.arange(LINES, dtype=mx.int32)
     mx.eval(array, lines, rows)
-    return timing.seconds(lambda: [write(array[:], rows, lines)])
+    return checking.seconds(lambda: [write(array[:], rows, lines)])

@@ -26,7 +26,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_tandem.model import backend
 from mlx_tandem.model.cache.states import PoolLines, StateArray, StateCache, StateShape, StateView
-from mlx_tandem.model.kernels import dialect, inplace, timing
+from mlx_tandem.model.kernels import checking, dialect, inplace
 from mlx_tandem.model.kernels.checking import Rejected, Verdict, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Constant, Make, Source, bits_of
 from mlx_tandem.model.modules import mix_in, unmix
@@ -335,7 +335,7 @@ def seconds(layer: Any) -> float:
         cache.release()
         return [out, *view.written]
 
-    return timing.seconds(step)
+    return checking.seconds(step)
 
 
 def _apart(lines: mx.array) -> mx.array:

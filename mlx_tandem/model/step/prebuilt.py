@@ -6,25 +6,25 @@ arrays. So the host builds its graph while the device still computes, with a buf
 later. A step of another kind is built anew. Whoever writes into an argument of a step, `array[i] = x`, has to call
 `drop` before: the array stays the same object.
 
-On CUDA such a step can be dispatched as well. The device then waits at its first kernel (`kernels/gate.py`) until the
-host has written the numbers. If the next step is of another kind, or none comes, the host opens the gate, and the
-device repeats the last step, which writes the same values again. So does whoever else needs the device (`company.py`).
+On CUDA such a step can be dispatched as well. The device then waits at its first kernel (`kernels/exchange.py`) until
+the host has written the numbers. If the next step is of another kind, or none comes, the host opens the gate, and the
+device repeats the last step, which writes the same values again. So does whoever else needs the device (`Company`).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import CARRY, StepPlan
 from mlx_tandem.model.inputs import Inputs, Numbers, Sent
 from mlx_tandem.model.kernels import inplace
-from mlx_tandem.model.step.company import Company
 from mlx_tandem.model.step.forward_inputs import ForwardInputs
 from mlx_tandem.model.step.parts import Flight
 
@@ -52,6 +52,67 @@ FORGETS_AFTER = 10_000
 """Number of used steps in a row after which earlier long waits are forgotten."""
 
 log = logging.getLogger(__name__)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Company:
+    """The users of the device beside the steps of a runner: threads that read adapters or write versions, and learning.
+
+    A step may wait on the device for its numbers. Everything behind it waits, too, and a call of the driver that waits
+    for the device may keep Python's lock from the thread that would make the plan. So whoever makes or reads arrays
+    beside the steps does it within `with company:`, on any thread. Entering lets a waiting step go on, and none waits
+    until all have left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a pass may be collected as garbage, and closed, while it is held
+        self._number = 0
+        self._let_go: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._number += 1
+            let_go, self._let_go = self._let_go, None
+            if let_go is not None:
+                let_go()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._number -= 1
+
+    def around(self, work: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that does `work` in company, on any thread."""
+
+        def within(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self:
+                return work(*args, **kwargs)
+
+        return within
+
+    # for the runner
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step waits that nobody has let go."""
+        return self._let_go is not None
+
+    def begin_to_wait(self, let_go: Callable[[], None]) -> bool:
+        """Note that a step is going to wait until `let_go` is called; return False if it must not, since somebody uses
+        the device.
+        """
+        with self._lock:
+            if not self._number:
+                self._let_go = let_go
+            return not self._number
+
+    def end_to_wait(self) -> bool:
+        """Note that the runner itself lets the step go; return False if somebody has done that before."""
+        with self._lock:
+            let_go, self._let_go = self._let_go, None
+            return let_go is not None
 
 
 class StepCall(NamedTuple):

@@ -7,7 +7,7 @@ returns the image's embeddings, projected and scaled as the family does it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +17,36 @@ from safetensors.numpy import load
 
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model.vision import library
-from mlx_tandem.model.vision.positions import AXES, ORDERS
 from mlx_tandem.model_folder import VISION_FAMILIES, VisionFamily, text_settings
 from mlx_tandem.types import Image
 
 _PARTS = ("text", "vision", "projector")
 """The parts of a model that have a configuration of their own in config.json."""
+
+
+AXES = 3
+"""Time, line and column."""
+
+
+def consecutive(sections: Sequence[int]) -> list[int]:
+    """Return the axis of each frequency if those of the time come first, then those of lines, then those of columns.
+
+    sections: the number of frequencies of each axis.
+    """
+    return [axis for axis, count in enumerate(sections) for _ in range(count)]
+
+
+def alternating(sections: Sequence[int]) -> list[int]:
+    """Return the axis of each frequency if the axes take turns.
+
+    Where lines or columns have no frequency left, the frequency belongs to the time. sections: as above.
+    """
+    turns = [n % AXES for n in range(sum(sections))]
+    return [axis if n < AXES * sections[axis] else 0 for n, axis in enumerate(turns)]
+
+
+ORDERS: Mapping[str, Callable[[Sequence[int]], list[int]]] = {"consecutive": consecutive, "alternating": alternating}
+"""The functions that return the axis of each frequency, by the orders that `VisionFamily.axes` names."""
 
 
 class _NoLanguageModel(nn.Module):

@@ -1,4 +1,4 @@
-"""Trainers that share the device with steps, some of which wait on it for their numbers (`model/step/company.py`)."""
+"""Trainers that share the device with steps, some of which wait on it for their numbers (`model/step/prebuilt.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone
 from mlx_tandem.engine.plan import Wait
 from mlx_tandem.engine.trainers import Pause, TrainerBackend
-from mlx_tandem.model.step.company import Company
+from mlx_tandem.model.step.prebuilt import Company
 
 T = TypeVar("T")
 

@@ -33,6 +33,7 @@ from mlx_tandem.config import Config, EngineConfig, ModelConfig
 from mlx_tandem.engine.client import start_times
 from mlx_tandem.engine.client.ending import explain_end
 from mlx_tandem.engine.client.start_times import KeptTimes, Stage
+from mlx_tandem.model.backend.cpu import Cpu
 from mlx_tandem.model.ops.attention import cases, portable
 from mlx_tandem.model.ops.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner
@@ -398,12 +399,12 @@ def test_a_copied_pool_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_answers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long contexts are attended to a little wrongly, as by a kernel that loses a part of them."""
-    right = portable.attend
+    right = Cpu.attend
 
-    def wrong(queries: mx.array, *rest: Any) -> mx.array:
-        return right(queries, *rest) * (1.05 if rest[0].shape[2] > 64 else 1.0)
+    def wrong(self: Cpu, queries: mx.array, *rest: Any) -> mx.array:
+        return right(self, queries, *rest) * (1.05 if rest[0].shape[2] > 64 else 1.0)
 
-    monkeypatch.setattr(portable, "attend", wrong)
+    monkeypatch.setattr(Cpu, "attend", wrong)
     bench = Bench()
     with bench.cleanup, pytest.raises(Failed, match=r"^chunked \(base\): "):
         served.equal(bench)

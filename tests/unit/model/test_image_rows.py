@@ -15,8 +15,8 @@ from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.images import Images, shift_at, shown
 from mlx_tandem.engine.plan import Row, RowKind, Shown
 from mlx_tandem.model.step.rows import Rectangles
-from mlx_tandem.model.vision.embeddings import ShownImages
-from mlx_tandem.model.vision.positions import alternating, consecutive, positions_of
+from mlx_tandem.model.vision.embeddings import ShownImages, positions_of
+from mlx_tandem.model.vision.encoder import alternating, consecutive
 from mlx_tandem.types import Image, Request, SamplingParams
 
 

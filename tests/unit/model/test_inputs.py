@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.model.inputs import KEPT, Inputs, Staging, constant, receive, specs
-from mlx_tandem.model.kernels.gate import RESERVED
+from mlx_tandem.model.kernels.exchange import RESERVED
 
 SHAPES = st.lists(st.one_of(st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 5), st.integers(1, 7))), min_size=2)
 

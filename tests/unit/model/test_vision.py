@@ -15,7 +15,7 @@ from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.loader import LoadedModel, load_unread
 from mlx_tandem.model.vision import library
-from mlx_tandem.model.vision.positions import AxisPositions
+from mlx_tandem.model.vision.embeddings import AxisPositions
 from tests import tiny_vision
 
 installed = pytest.mark.skipif(not library.is_installed(), reason="mlx-vlm is not installed")
@@ -36,7 +36,7 @@ def test_no_more_of_mlx_vlm_is_imported_than_a_family() -> None:
 import sys
 import mlx_tandem.model
 from mlx_tandem.model.vision import library
-from mlx_tandem.model.vision.positions import AxisPositions
+from mlx_tandem.model.vision.embeddings import AxisPositions
 assert library.family("pixtral").Model
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"transformers", "fastapi", "datasets", "cv2"}))
 """

@@ -16,11 +16,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.kv.pool import first_block
+from mlx_tandem.model import backend
 from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
 from mlx_tandem.model.inputs import arange
 from mlx_tandem.model.kernels import inplace
 from mlx_tandem.model.kernels.inplace import after, write, zero_of
-from mlx_tandem.model.ops.attention import portable
 from mlx_tandem.model.ops.attention.grouped import GroupedAttention
 from mlx_tandem.model.ops.attention.ordered import OrderedAttention
 from mlx_tandem.model.ops.attention.paged import EVERYTHING, MOST_QUERIES, PagedAttention
@@ -228,7 +228,7 @@ class PagedCache:
         self._ordered = attention if isinstance(attention, OrderedAttention) else None
         self._fused = None if isinstance(attention, OrderedAttention) else attention
         self._arrays: list[mx.array] = []
-        self._view: StepView | None = None
+        self._bound: StepView | None = None
         self._fetched: tuple[mx.array, ...] = ()
         self._after: list[mx.array] = []  # zeros that depend on the last write
 
@@ -244,11 +244,17 @@ class PagedCache:
 
     def bind(self, arrays: Sequence[mx.array], view: StepView) -> None:
         """Bind the cache for a forward. `arrays`: those of the lines of keys, then those of values."""
-        self._arrays, self._view = list(arrays), view
+        self._arrays, self._bound = list(arrays), view
+
+    @property
+    def _view(self) -> StepView:
+        """The inputs of the present forward."""
+        assert self._bound is not None, "the cache is bound while a forward runs"
+        return self._bound
 
     def release(self) -> list[mx.array]:
         """Return the arrays after the forward and drop them, since the next write needs the only reference to them."""
-        arrays, self._arrays, self._view, self._fetched, self._after = self._arrays, [], None, (), []
+        arrays, self._arrays, self._bound, self._fetched, self._after = self._arrays, [], None, (), []
         return arrays
 
     def forget(self) -> None:
@@ -264,12 +270,10 @@ class PagedCache:
     @property
     def offset(self) -> mx.array:
         """Positions [rows] int32 of the rows' first tokens."""
-        assert self._view is not None
         return self._view.offset
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str:
         """Return the mask of N queries per row: "causal" where fused attention can use that, else an array."""
-        assert self._view is not None
         common_offset = self._view.common_offset
         window = self.shape.window if window_size is None else window_size
         if common_offset is not None and not return_array and (window is None or common_offset + N <= window):
@@ -280,7 +284,6 @@ class PagedCache:
         """Write keys and values [rows, heads, length, dim]; return [rows, heads, positions, dim] for all visible
         positions.
         """
-        assert self._view is not None
         self._view.arrive(self, keys)
         halves = self._halves()
         self._arrays, self._after = [], []
@@ -313,7 +316,6 @@ class PagedCache:
         pool. The gather of those keys is then never evaluated.
         """
         v = self._view
-        assert v is not None
         fetched = len(self._fetched) == 2 and keys is self._fetched[0] and values is self._fetched[1]
         if self._ordered is not None and self._ordered.kernel is not None:
             return self._ordered.paged(queries, self._arrays, after(self._after, v.tables), v.offset, scale)
@@ -337,7 +339,7 @@ class PagedCache:
     ) -> mx.array:
         """Return attention over keys and values that were gathered."""
         if self._ordered is None:
-            return portable.attend(queries, keys, values, scale, mask, sinks)
+            return backend.current().attend(queries, keys, values, scale, mask, sinks)
         assert isinstance(mask, mx.array)
         return self._ordered.gathered(queries, keys, values, scale, mask)
 
@@ -354,7 +356,6 @@ class PagedCache:
         queries: [rows, heads, length, dim].
         """
         v, fused = self._view, self._fused
-        assert v is not None
         assert fused is not None
         pool, tables = self._arrays, after(self._after, v.tables)
         if fused.grouped is not None and v.each > 1 and window == EVERYTHING and v.kept is None and sinks is None:
@@ -383,7 +384,7 @@ class PagedCache:
 
         x: [rows, length, …] or [rows · length, …].
         """
-        v = self._view
+        v = self._bound
         if v is None or self._fused is None or x.dtype != self.shape.keys.dtype or not v.turns_by_index:
             return False
         if v.length <= MOST_QUERIES:
@@ -405,7 +406,6 @@ class PagedCache:
         Its leading axes are those of the products. The keys and values are written into the pool.
         """
         v, fused = self._view, self._fused
-        assert v is not None
         assert fused is not None
         v.arrive(self, products[0])
         few = v.length <= MOST_QUERIES
@@ -424,7 +424,7 @@ class PagedCache:
                 for form, pool, own in zip(self.shape.halves, self._halves(), new, strict=True)
             ]
         keys, values = new
-        return portable.attend(queries, keys, values, scale, mask, None).swapaxes(1, 2).reshape(shape)
+        return backend.current().attend(queries, keys, values, scale, mask, None).swapaxes(1, 2).reshape(shape)
 
     def _halves(self) -> tuple[list[mx.array], list[mx.array]]:
         """Return the arrays of keys, and those of values."""
@@ -437,7 +437,6 @@ class PagedCache:
         Even new ones are returned as the pool holds them, so that it does not matter how a prompt was cut.
         """
         v = self._view
-        assert v is not None
         if new.shape[2] > 1 or new.shape[0] > EXACT_ROWS:
             # Padding after a token that is not finite is not finite either, nor is padding under an adapter that
             # overflows. From the scratch block it would reach every row, since a masked weight of 0 times NaN is NaN.
@@ -510,7 +509,7 @@ class ProbeCache:
         if self.shape is not None and keys is self._fetched[0]:
             asks = Asks(queries.shape[1], sinks is not None, casts=queries.dtype != keys.dtype)
             self.shape = replace(self.shape, asks=asks)
-        return portable.attend(queries, keys, values, scale, mask, sinks)
+        return backend.current().attend(queries, keys, values, scale, mask, sinks)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Record the formats of the layer's keys and values, and return these unchanged."""

@@ -23,21 +23,6 @@ NAME = "portable"
 """Name of this back end."""
 
 
-def attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    mask: mx.array | str | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Return attention [rows, heads, length, dim].
-
-    `keys` and `values` are [rows, kv heads, positions, dim]; `mask` is as the cache made it.
-    """
-    return backend.current().attend(queries, keys, values, scale, mask, sinks)
-
-
 QUERIES = 512
 """Queries of a block."""
 

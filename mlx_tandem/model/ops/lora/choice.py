@@ -7,7 +7,7 @@ server, before the first adapter is served. The first half of this module compar
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
@@ -29,11 +29,10 @@ from mlx_tandem.model.kernels.checking import (
     finish,
     floats,
     makers_of_device,
+    seconds,
 )
-from mlx_tandem.model.kernels.timing import seconds
-from mlx_tandem.model.ops.lora.kernel import MOST_MEMBERS, GroupedDeltas, LoraKernels, fits
+from mlx_tandem.model.ops.lora.kernel import MOST_MEMBERS, Form, GroupedDeltas, LoraKernels, fits, forms_of
 from mlx_tandem.model.ops.lora.routes import Ints, cut_tiles
-from mlx_tandem.model.ops.products.merged import whole_of
 from mlx_tandem.model.targets import Group, find_groups
 
 log = logging.getLogger(__name__)
@@ -68,11 +67,15 @@ class Shape(NamedTuple):
     outputs: tuple[int, ...]
 
 
+Forms = Mapping[Shape, Collection[Form]]
+"""The forms in which kernels may be called, by shape."""
+
+
 def can_wait(model: nn.Module, config: LoraConfig) -> bool:
     """Return whether there are kernels to choose that nothing needs before the first adapter is loaded."""
     if config.prepare or config.max_loras == 0 or config.backend != "auto" or not makers_of_device(None):
         return False
-    return any(_shapes(group) for group in find_groups(model))
+    return bool(_forms(find_groups(model)))
 
 
 def choose(
@@ -106,18 +109,18 @@ def choosing(
     if not makers:
         return _plain("this device has no fused kernels", forced)
     groups = find_groups(model)
-    shapes = sorted({s for group in groups for s in _shapes(group)})
-    if not shapes:
+    forms = _forms(groups)
+    if not forms:
         return _plain("no linear has a shape for fused kernels", forced)
 
     def check() -> Pieces[Choice[GroupedDeltas | None]]:
         kernels = LoraKernels(makers[0])
-        if problem := (yield from _checking(kernels, shapes, dtype, _joined(groups))):
+        if problem := (yield from _checking(kernels, forms, dtype)):
             raise Rejected(problem)
         if forced:
             return Choice(GroupedDeltas(kernels, groups, same=UNLIMITED, mixed=UNLIMITED), "asked for")
-        mixed = yield from _timing(kernels, shapes, dtype, _TIMED_SLOTS, most_bytes)
-        same = yield from _timing(kernels, shapes, dtype, 1, most_bytes)
+        mixed = yield from _timing(kernels, forms, dtype, _TIMED_SLOTS, most_bytes)
+        same = yield from _timing(kernels, forms, dtype, 1, most_bytes)
         if not mixed:
             raise Rejected("slower")
         limits = f"faster, for one adapter up to {_tokens(same)} a step, for several up to {_tokens(mixed)}"
@@ -150,13 +153,8 @@ def confirming(
     deltas = known.chosen
     if deltas is None:
         return known
-    groups = find_groups(model)
-    shapes = sorted({s for group in groups for s in _shapes(group)})
-
-    def check() -> Pieces[str]:
-        return (yield from _checking(deltas.kernels, shapes, dtype, _joined(groups)))
-
-    problem = yield from checked_in_pieces("the fused LoRA kernels", check(), lambda reason: reason)
+    check = _checking(deltas.kernels, _forms(find_groups(model)), dtype)
+    problem = yield from checked_in_pieces("the fused LoRA kernels", check, lambda reason: reason)
     if problem:
         log.warning("the fused LoRA kernels are checked anew, because with the choices of the last start %s", problem)
     return None if problem else known
@@ -174,42 +172,38 @@ def _tokens(count: int) -> str:
     return "any number of tokens" if count == UNLIMITED else f"{count} tokens"
 
 
-def _shapes(group: Group) -> list[Shape]:
-    """Return the shape of a group, and the shapes of its first members alone.
+def _forms(groups: Iterable[Group]) -> Forms:
+    """Return the shapes of groups and of their first members alone, ascending, with the forms that each may take.
 
     An adapter may leave out the last members of a group, and each number of members has kernels of its own.
     """
-    own = [t.shape for t in group if not t.shape.experts and fits(t.shape.inputs, t.shape.outputs)][:MOST_MEMBERS]
-    return [Shape(own[0].inputs, tuple(s.outputs for s in own[: n + 1])) for n in range(len(own))]
-
-
-def _joined(groups: Iterable[Group]) -> set[Shape]:
-    """Return the shapes of the groups whose linears are merged, so that their outputs may be written as one array."""
-    return {shape for group in groups for shape in _shapes(group)[-1:] if whole_of([t.module for t in group])}
+    found: dict[Shape, set[Form]] = {}
+    for group in groups:
+        own = tuple(t for t in group if not t.shape.experts and fits(t.shape.inputs, t.shape.outputs))[:MOST_MEMBERS]
+        for n in range(1, 1 + len(own)):
+            shape = Shape(own[0].shape.inputs, tuple(t.shape.outputs for t in own[:n]))
+            found.setdefault(shape, set()).update(forms_of(own, n))
+    return dict(sorted(found.items()))
 
 
 # --- Are the kernels right? ------------------------------------------------------------------------------------------
 
 
-def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, joined: Container[Shape] = ()) -> str:
-    """Return what is wrong with the kernels' results on random data; empty if nothing is.
-
-    For the shapes in `joined`, `add_joined` is checked too.
-    """
-    return finish(_checking(kernels, shapes, dtype, joined))
+def wrong(kernels: LoraKernels, forms: Forms, dtype: mx.Dtype) -> str:
+    """Return what is wrong with the kernels' results on random data; empty if nothing is."""
+    return finish(_checking(kernels, forms, dtype))
 
 
-def _checking(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, joined: Container[Shape]) -> Pieces[str]:
+def _checking(kernels: LoraKernels, forms: Forms, dtype: mx.Dtype) -> Pieces[str]:
     """Do what `wrong` does, a shape and a rank at a time.
 
     Each rank has kernels of its own, which take the device's compiler long. So one shape is checked at a second rank,
     the one with most linears, whose kernels contain what those of fewer have.
     """
-    most = max(len(shape.outputs) for shape in shapes)
-    longest = next(shape for shape in shapes if len(shape.outputs) == most)
-    for seed, shape in enumerate(shapes):
+    longest = max(forms, key=lambda shape: len(shape.outputs))
+    for seed, (shape, own) in enumerate(forms.items()):
         for rank in (8, 16) if shape == longest else (16,):
-            error = _error(kernels, shape, rank, dtype, seed, joined=shape in joined)
+            error = _error(kernels, shape, own, rank, dtype, seed)
             if not error <= TOLERANCE[dtype]:
                 return f"wrong by {error:.1e} in {shape.inputs} → {shape.outputs}, rank {rank}"
             yield
@@ -218,12 +212,10 @@ def _checking(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, jo
 
 def wrong_in_any_shape(model: nn.Module, deltas: GroupedDeltas, dtype: mx.Dtype) -> str:
     """Return what is wrong with the kernels of a model's adapters; empty if nothing is."""
-    groups = find_groups(model)
-    shapes = sorted({s for group in groups for s in _shapes(group)})
-    return wrong(deltas.kernels, shapes, dtype, _joined(groups))
+    return wrong(deltas.kernels, _forms(find_groups(model)), dtype)
 
 
-def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed: int, *, joined: bool) -> float:
+def _error(kernels: LoraKernels, shape: Shape, forms: Collection[Form], rank: int, dtype: mx.Dtype, seed: int) -> float:
     """Return the kernels' largest error for this shape and rank, relative to the largest number of the result."""
     rng = np.random.default_rng(seed)
     slots = np.sort(rng.integers(0, 4, 21))
@@ -231,8 +223,10 @@ def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed:
     tiles = mx.array(cut_tiles(slots, 1), mx.int32)
     ends = (0, *accumulate(shape.outputs))
     whole = mx.concatenate(y, -1)
-    ways = [kernels.add(x, tiles, a, b, y), kernels.add(x, tiles, a, b, [whole], ends)]
-    if joined:
+    ways = [kernels.add(x, tiles, a, b, y)] if "apart" in forms else []
+    if "joined" in forms:
+        ways.append(kernels.add(x, tiles, a, b, [whole], ends))
+    if "whole" in forms:
         sums = kernels.add_joined(x, tiles, a, b, whole)
         ways.append([sums[..., start:end] for start, end in pairwise(ends)])
     deltas = [expected(x, *member, slots) for member in zip(a, b, strict=True)]
@@ -283,21 +277,14 @@ def _arrays(
 # --- Are they faster? ------------------------------------------------------------------------------------------------
 
 
-def faster_up_to(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, *, slots: int) -> int:
+def _timing(kernels: LoraKernels, forms: Forms, dtype: mx.Dtype, slots: int, most_bytes: int) -> Pieces[int]:
     """Return the largest number of tokens per step for which the kernels take no longer than the products they
-    replace.
+    replace, a shape and a number of tokens at a time.
 
     The tokens are spread over `slots` adapters. For fewer tokens the kernels are faster, too. Return 0 if they never
-    are, UNLIMITED if they are for every number that fits into memory.
+    are, UNLIMITED if they are for every number whose outputs have at most `most_bytes` bytes.
     """
-    return finish(_timing(kernels, shapes, dtype, slots, _MOST_BYTES))
-
-
-def _timing(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, slots: int, most_bytes: int) -> Pieces[int]:
-    """Do what `faster_up_to` does, a shape and a number of tokens at a time."""
-    largest = [
-        s for s in shapes if not any(s != t and s == Shape(t.inputs, t.outputs[: len(s.outputs)]) for t in shapes)
-    ]
+    largest = [s for s in forms if not any(s != t and s == Shape(t.inputs, t.outputs[: len(s.outputs)]) for t in forms)]
     won = 0
     for tokens in _TOKENS:
         if tokens < slots:
@@ -306,7 +293,7 @@ def _timing(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, slot
             return won
         fused = plain = 0.0
         for shape in largest:
-            own, theirs = _times(kernels, shape, dtype, tokens, slots)
+            own, theirs = _times(kernels, shape, forms[shape], dtype, tokens, slots)
             fused, plain = fused + own, plain + theirs
             yield
         if fused > plain:
@@ -315,8 +302,10 @@ def _timing(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, slot
     return UNLIMITED
 
 
-def _times(kernels: LoraKernels, shape: Shape, dtype: mx.Dtype, tokens: int, slots: int) -> tuple[float, float]:
-    """Return the seconds of the kernels and the seconds of the products that compute the same."""
+def _times(
+    kernels: LoraKernels, shape: Shape, forms: Collection[Form], dtype: mx.Dtype, tokens: int, slots: int
+) -> tuple[float, float]:
+    """Return the seconds of the kernels, in a form that is used, and those of the products that compute the same."""
     x, a, b, y = _arrays(shape, _TIMED_RANK, slots, tokens, dtype)
     owner = np.sort(1 + np.arange(tokens) % slots)
     tiles = mx.array(cut_tiles(owner, 1), mx.int32)
@@ -328,5 +317,8 @@ def _times(kernels: LoraKernels, shape: Shape, dtype: mx.Dtype, tokens: int, slo
         u = mx.gather_mm(x, a, lhs_indices=order, rhs_indices=ids)
         return y + mx.gather_mm(u, b, lhs_indices=order, rhs_indices=ids)
 
-    fused = seconds(lambda: kernels.add(x, tiles, a, b, y))
-    return fused, seconds(lambda: [product(*member) for member in zip(a, b, y, strict=True)])
+    plain = seconds(lambda: [product(*member) for member in zip(a, b, y, strict=True)])
+    if "apart" not in forms:
+        y = [mx.concatenate(y, -1)]
+        mx.eval(y)
+    return seconds(lambda: kernels.add(x, tiles, a, b, y)), plain

@@ -386,8 +386,22 @@ class GroupedDeltas:
 def _own(modules: list[Any], x: mx.array) -> tuple[list[mx.array], tuple[int, ...] | None]:
     """Return the linears' own outputs: an array each and None, or one array that holds all and their places in it."""
     merged = home_of(modules)
-    if merged is not None and merged.joins(x):
-        places = merged.places(modules)
-        if all(place % 8 == 0 for place in places):
-            return [merged.whole(x)], tuple(places)
+    if merged is not None and merged.joins(x) and _aligned(places := merged.places(modules)):
+        return [merged.whole(x)], tuple(places)
     return [module.plain(x) for module in modules], None
+
+
+def _aligned(places: Iterable[int]) -> bool:
+    return all(place % 8 == 0 for place in places)
+
+
+def forms_of(members: Group, count: int) -> set[Form]:
+    """Return the forms in which the kernels may compute so many of these linears, the first members of a group."""
+    modules = [member.module for member in members]
+    merged = home_of(modules)
+    if merged is None:
+        return {"apart"}
+    found: set[Form] = {"joined"}
+    if not (merged.always_joins and _aligned(merged.places(modules))):
+        found.add("apart")
+    return found if whole_of(modules[:count]) is None else {*found, "whole"}

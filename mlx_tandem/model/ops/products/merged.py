@@ -73,7 +73,12 @@ class Merged:
         alone.
         """
         most = min(getattr(member, "_dequantise_from", MOST_TOKENS + 1) for member in self.members)
-        return isinstance(self.linear, nn.Linear) or x.size // x.shape[-1] < most
+        return self.always_joins or x.size // x.shape[-1] < most
+
+    @property
+    def always_joins(self) -> bool:
+        """Whether `whole` is as fast as its parts for any number of tokens."""
+        return isinstance(self.linear, nn.Linear)
 
     def places(self, members: Iterable[nn.Module]) -> list[int]:
         """Return where the outputs of each of these members begin in a row of `whole`, and the length of such a row."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, mask_words
-from mlx_tandem.model.kernels import dialect, timing
+from mlx_tandem.model.kernels import checking, dialect
 from mlx_tandem.model.kernels.checking import Choice, Rejected, checked, makers_of_device
 from mlx_tandem.model.ops.sampling.draw import GumbelMax, Limits, Masks, Noise, TruncatedDraw
 from mlx_tandem.model.ops.sampling.masks import bits_of
@@ -370,7 +370,7 @@ def _seconds(pickers: Pickers, dtype: mx.Dtype, vocabulary: int) -> Seconds:
     rounds = SamplingFlags.rounds_for(0.9)
     flags = SamplingFlags(noise=True, top_k=True, top_p_rounds=rounds, top_p_rows=ROWS)
     return Seconds(
-        timing.seconds(lambda: [pickers.plain(logits, None, None)], CHAIN),
-        timing.seconds(lambda: [pickers.plain(logits, noise, None)], CHAIN),
-        timing.seconds(lambda: [sample(logits, noise.position, off, flags, None, pickers).tokens], CHAIN),
+        checking.seconds(lambda: [pickers.plain(logits, None, None)], CHAIN),
+        checking.seconds(lambda: [pickers.plain(logits, noise, None)], CHAIN),
+        checking.seconds(lambda: [sample(logits, noise.position, off, flags, None, pickers).tokens], CHAIN),
     )
