@@ -7,6 +7,7 @@ import logging
 import random
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -151,6 +152,18 @@ def test_modules_of_mlx_have_the_names_of_their_instances(tmp_path: Path) -> Non
         assert again.compiled == compiled
 
 
+def test_a_process_ends_while_kernels_are_compiled(tmp_path: Path) -> None:
+    """As a server does that is stopped while it starts."""
+    program = (
+        "import sys, threading; from pathlib import Path; from mlx_tandem.model.kernels.nvrtc import Modules, Unit\n"
+        "class Compiler:\n"
+        "    recipe = ''\n"
+        "    def compile(self, unit): threading.Event().wait()\n"
+        "Modules(Path(sys.argv[1]), Compiler()).begin([Unit(f'unit{i}', '') for i in range(99)])"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+
+
 _LIBRARY = r"""
 #include <cstdlib>
 #include <cstring>
@@ -231,6 +244,7 @@ def test_recorded_modules_are_those_of_the_installed_version(monkeypatch: pytest
     assert found is not None and {module.group for module in found.modules} == set(recorded.GROUPS)
     units = found.units(["serve"])
     assert 40 < len(units) < len(found.modules) == len({module.name for module in found.modules})
+    assert found.units(["serve", "packed"])[0].name.startswith("qmm") and found.units(["packed", "serve"])[3:] == units
     assert all(unit.instances and "mlx::core::cu::" in unit.instances[0] for unit in units)
     included = {name for unit in units for name in re.findall(r'#include "(mlx/\S+)"', unit.text)}
     assert included <= found.headers.keys()

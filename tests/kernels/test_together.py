@@ -1,19 +1,27 @@
-"""Which kernels are compiled at once where kernels are compiled ahead of MLX: all that a check at start will call."""
+"""What is compiled at once, and when, where kernels are compiled ahead of MLX."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from mlx_tandem.engine.cost import CostModel
+from mlx_tandem.model import build, kernel_checks
 from mlx_tandem.model.cache.kvformat import Asks, LayerShape, RowFormat
+from mlx_tandem.model.choices import Kept
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Shaped, Source
+from mlx_tandem.model.kernels.nvrtc import Unit
 from mlx_tandem.model.ops.attention import choice as attention
 from mlx_tandem.model.ops.attention.fused import Fused
 from mlx_tandem.model.ops.sampling import choice as sampling
 from mlx_tandem.model.ops.sampling.sampler import MLX_PICKERS, Pickers
+from tests import tiny_models
+from tests.engine.mlx_engine import make_engine
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
@@ -71,3 +79,30 @@ def test_all_forms_that_pick_tokens_are_compiled_at_once(monkeypatch: pytest.Mon
     found = sampling.choose(mx.bfloat16, 500, [forms], seconds)
     assert found.chosen.truncated is not None
     assert len(forms.together) > 4 and not forms.alone
+
+
+def test_a_start_compiles_while_weights_are_read_and_waits_before_it_computes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A first start and a later one."""
+    events: list[str] = []
+
+    class Modules:
+        def begin(self, units: Iterable[Unit]) -> None:
+            events.append("begin" if list(units) else "begin nothing")
+
+        def wait(self) -> None:
+            events.append("wait")
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (events.append(name), function(*args, **kwargs))[1]
+
+    monkeypatch.setattr(dialect, "compiled_modules", Modules)
+    monkeypatch.setattr(build, "read_weights", noted("read", build.read_weights))
+    monkeypatch.setattr(kernel_checks, "prepare", noted("prepared", kernel_checks.prepare))
+    monkeypatch.setattr(kernel_checks, "examine", noted("examine", kernel_checks.examine))
+    kept = Kept(tmp_path / "choices")
+    for order in (["begin", "read", "prepared", "wait", "examine"], ["begin", "read", "wait", "prepared", "examine"]):
+        events.clear()
+        make_engine(tiny_models.make(tmp_path / "model", "llama"), num_blocks=12, kept=kept).built.warm_up(CostModel())
+        assert events == order

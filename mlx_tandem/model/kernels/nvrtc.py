@@ -22,9 +22,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -232,8 +232,8 @@ class Modules:
         self._folder = folder
         self._compiler = compiler
         self._lock = threading.Lock()
-        self._work: dict[str, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_AT_ONCE), thread_name_prefix="nvrtc")
+        self._work: dict[str, threading.Thread] = {}
+        self._room = threading.Semaphore(min(os.cpu_count() or 1, MOST_AT_ONCE))
         self._together = 0
         self.compiled = 0
         """Kernels that this process has compiled; all others were found."""
@@ -257,7 +257,7 @@ class Modules:
         unit = Unit(form.kernel, form.own_text(header, body, mlx_body))
         work = self._begin(module, unit, (f"mlx::core::cu::{form.kernel}\t{form.kernel}",))
         if not self._together:
-            work.result()
+            work.join()
 
     def begin(self, units: Iterable[Unit]) -> None:
         """Begin to compile modules of MLX's own, whose names are those of the units. `wait` waits for them."""
@@ -267,13 +267,20 @@ class Modules:
     def wait(self) -> None:
         """Wait until everything that was begun is done."""
         for work in list(self._work.values()):
-            work.result()
+            work.join()
 
-    def _begin(self, module: str, unit: Unit, names: tuple[str, ...]) -> Future[None]:
+    def _begin(self, module: str, unit: Unit, names: tuple[str, ...]) -> threading.Thread:
+        """Return the thread that makes a module. A process that ends does not wait for it."""
         with self._lock:
             if (work := self._work.get(module)) is None:
-                work = self._work[module] = self._pool.submit(self._make, module, unit, names)
+                work = threading.Thread(target=self._in_turn, args=(module, unit, names), name="nvrtc", daemon=True)
+                self._work[module] = work
+                work.start()
             return work
+
+    def _in_turn(self, *about: Any) -> None:
+        with self._room:
+            self._make(*about)
 
     def _make(self, module: str, unit: Unit, names: tuple[str, ...]) -> None:
         """Write a module unless it is there; `names`: lines with the names of functions that are no instances."""
@@ -286,7 +293,8 @@ class Modules:
             pass
         try:
             code, lowered = self._compiler.compile(unit)
-            self.compiled += 1
+            with self._lock:
+                self.compiled += 1
             lines = *names, *map("\t".join, zip(unit.instances, lowered, strict=True))
             path.parent.mkdir(parents=True, exist_ok=True)
             # MLX looks for the second, so that it never finds a module without its names.

@@ -3,7 +3,7 @@
 MLX compiles a fused or indexing operation at its first use, one at a time, and each takes NVRTC seconds. The name and
 the text of such a module depend on the operations and types of a model and not on its dimensions, so that one list
 serves all models whose operations are alike. What is not in the list, MLX compiles as before. The list is of use to one
-version of MLX only. `scripts/record_modules.py` makes it.
+version of MLX only. `scripts/record_modules.py` makes it. Its texts are MLX's, whose licence is in `recorded.LICENSE`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Recorded(Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[Module, ...]
 
     def units(self, groups: Collection[str]) -> list[Unit]:
-        """Return what is compiled for these groups."""
+        """Return what is compiled for these groups, the last group first: its modules take the compiler longest."""
         headers = tuple(self.headers.items())
-        return [Unit(one.name, one.text, headers, one.instances) for one in self.modules if one.group in groups]
+        ordered = sorted(self.modules, key=lambda one: GROUPS.index(one.group), reverse=True)
+        return [Unit(one.name, one.text, headers, one.instances) for one in ordered if one.group in groups]
 
 
 def read() -> Recorded | None:
