@@ -1,12 +1,14 @@
 """Measure the time from the start of a server's process to its first answer, for a first start and for later ones.
 
     python benchmarks/starts.py /path/to/model --json-out benchmarks/results/starts.json
-    python benchmarks/starts.py --shape qwen3-8b --options "--max-loras 0"
+    python benchmarks/starts.py --shape qwen3-8b
+    python benchmarks/starts.py --shape qwen3-8b --adapters 8 --options=--enable-rl-training
     python benchmarks/starts.py --real 4bit
 
-The first start has an empty cache folder of its own, so nothing is kept from an earlier start. With
-`--shape` the weights are drawn at random, and with `--real` the model is the one that `scripts/real_model.py`
-makes. The seconds of a stage are the time between two changes of `/health`.
+The first start has an empty cache folder of its own, so nothing is kept from an earlier start. With `--shape` the
+weights are drawn at random, and the adapters of `--adapters` are written before the first start. With `--real` the
+model is the one that `scripts/real_model.py` makes. The seconds of a stage are the time between two changes of
+`/health`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 from partial import Results, stop_cleanly
 from real import FORMS, write_real
 
-from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.cli.bench.shapes import SHAPES, write_adapter, write_model
 from mlx_tandem.cli.outputs import argument
 from mlx_tandem.http_client import HttpError, once
 
@@ -40,7 +42,9 @@ def start(command: list[str], port: int, environment: dict[str, str]) -> dict[st
     """Start a server, ask it once, stop it, and return the seconds of its stages."""
     url = f"http://127.0.0.1:{port}"
     began = time.perf_counter()
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, env=environment, cwd=environment["TMPDIR"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     try:
         stages = asyncio.run(_watch(url, began, process))
         ready = time.perf_counter() - began
@@ -83,18 +87,26 @@ def main() -> None:
     parser.add_argument("--shape", choices=[*SHAPES], help="a shape with random weights instead")
     parser.add_argument("--real", choices=FORMS, help="a real model of 135M parameters instead (scripts/real_model.py)")
     parser.add_argument("--bits", type=int, choices=(4, 8), help="quantise the random weights")
+    parser.add_argument("--adapters", type=int, default=0, help="serve so many adapters of the shape")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--options", default="", help="further options of the server")
     parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
+    if args.adapters and not args.shape:
+        parser.error("--adapters goes with --shape only")
     stop_cleanly()
-    results = Results(args.json_out, model=args.shape or args.real or str(args.model or "demo"), options=args.options)
+    name = args.shape or args.real or str(args.model or "demo")
+    about = {"bits": args.bits, "adapters": args.adapters, "options": args.options}
+    results = Results(args.json_out, model=name, **about)
     starts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tandem-starts-") as scratch:
         words: list[str] = [] if args.model is None else [str(args.model)]
         if args.shape:
             folder = write_model(Path(scratch) / "model", SHAPES[args.shape], weights=False, bits=args.bits)
             words = [str(folder), "--random-weights"]
+            for i in range(args.adapters):
+                adapter = write_adapter(Path(scratch) / f"adapter-{i}", SHAPES[args.shape], seed=i)
+                words += ["--adapter", f"a{i}", str(adapter)]
         if args.real:
             words = [str(write_real(Path(scratch) / "model", args.real))]
         environment = os.environ | {"XDG_CACHE_HOME": f"{scratch}/cache", "TMPDIR": f"{scratch}/tmp"}

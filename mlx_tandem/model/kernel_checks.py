@@ -99,16 +99,18 @@ def choose(
     """
     if given is not None:
         return _install(config, model, merged, candidates, report, given)
+    report(PRODUCTS, 0.0)
     if config.deterministic:
+        dialect.wait_for_compiled()
         return _without(config, model)
     delta_net.verdict.give(None)
-    report(PRODUCTS, 0.0)
     merged = use_views(model.module, merged) if candidates else merged
     modules = few_rows.candidates(model.module, merged)
     products = few_rows.choose(modules)
     if products.chosen is not None:
         few_rows.speed_up(modules, merged, products.chosen)
     prepare()
+    dialect.wait_for_compiled()
     report(MODEL, 0.0)
     found = examine(config, model)
     report(ATTENTION, 0.0)
@@ -175,6 +177,7 @@ def _install(
 
     Kernels of adapters are chosen here where they are configured and the other process had none.
     """
+    dialect.wait_for_compiled()
     inplace.given(given.store_problem)
     gated_delta.verdict.give(given.rule_problem)
     delta_net.verdict.give(given.own_delta_nets)

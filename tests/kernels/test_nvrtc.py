@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import random
+import re
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_tandem.config import DutyConfig, EngineConfig, LoraConfig, ModelConfig, SpeculationConfig
 from mlx_tandem.model import kernel_checks
-from mlx_tandem.model.kernels import dialect, nvrtc
+from mlx_tandem.model.kernels import dialect, nvrtc, recorded
 from mlx_tandem.model.kernels.dialect import Source
-from mlx_tandem.model.kernels.nvrtc import CompileError, Form, Modules, Nvrtc
+from mlx_tandem.model.kernels.nvrtc import CompileError, Form, Modules, Nvrtc, Unit
 from tests.kernels import shim
 
 FORM = Form("double", (("x", mx.bfloat16, 1),), (("y", mx.float32),), (("N", 3), ("FAST", True), ("T", mx.bfloat16)))
@@ -33,12 +35,12 @@ class Compiler:
         self._barrier = threading.Barrier(at_once)
         self._refuses = refuses
 
-    def compile(self, name: str, text: str) -> bytes:
+    def compile(self, unit: Unit) -> tuple[bytes, list[str]]:
         self._barrier.wait(60)
-        self.texts.append(text)
+        self.texts.append(unit.text)
         if self._refuses:
             raise CompileError("error: expected a ';'")
-        return text.encode()
+        return unit.text.encode(), [instance.replace("<", "I") for instance in unit.instances]
 
 
 def provide(folder: Path, compiler: Any, *forms: Form) -> Modules:
@@ -135,14 +137,154 @@ def test_many_at_once_leave_whole_files(tmp_path: Path) -> None:
     assert provide(tmp_path, Compiler(), FORM).compiled == 0
 
 
+def test_modules_of_mlx_have_the_names_of_their_instances(tmp_path: Path) -> None:
+    """The texts are told apart by their headers, too."""
+    long = Unit("m" * 300, "text", (("a.h", "1"),), ("f<1>", "f<2>"))
+    modules = Modules(tmp_path, Compiler(at_once=2))  # type: ignore[arg-type]
+    modules.begin([long, Unit("other", "text", long.headers)])
+    modules.wait()
+    path = tmp_path / ("m" * 245) / ("m" * 55 + ".ptx")
+    assert path.read_text() == "text" and path.with_suffix(".txt").read_text() == "f<1>\tfI1>\nf<2>\tfI2>\n"
+    for headers, compiled in ((long.headers, 0), ((("a.h", "2"),), 1)):
+        again = Modules(tmp_path, Compiler())  # type: ignore[arg-type]
+        again.begin([Unit(long.name, long.text, headers, long.instances)])
+        again.wait()
+        assert again.compiled == compiled
+
+
+def test_a_process_ends_while_kernels_are_compiled(tmp_path: Path) -> None:
+    """As a server does that is stopped while it starts."""
+    program = (
+        "import sys, threading; from pathlib import Path; from mlx_tandem.model.kernels.nvrtc import Modules, Unit\n"
+        "class Compiler:\n"
+        "    recipe = ''\n"
+        "    def compile(self, unit): threading.Event().wait()\n"
+        "Modules(Path(sys.argv[1]), Compiler()).begin([Unit(f'unit{i}', '') for i in range(99)])"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+
+
+_LIBRARY = r"""
+#include <cstdlib>
+#include <cstring>
+#include <string>
+static std::string text, log_, names;
+extern "C" {
+int nvrtcVersion(int* major, int* minor) { *major = 13; *minor = 0; return 0; }
+int nvrtcCreateProgram(void**, const char* source, const char* name, int n, const char** texts, const char** headers) {
+  text = std::string(name) + "|" + source;
+  for (int i = 0; i < n; i++) text += std::string("|") + headers[i] + "=" + texts[i];
+  return 0;
+}
+int nvrtcAddNameExpression(void*, const char* name) { names += name; return 0; }
+int nvrtcCompileProgram(void*, int n, const char** options) {
+  if (text.find("abort") != std::string::npos) abort();
+  for (int i = 0; i < n; i++) text += std::string("|") + options[i];
+  log_ = text.find("wrong") != std::string::npos ? "error: wrong" : "";
+  return !log_.empty();
+}
+int nvrtcGetProgramLogSize(void*, size_t* size) { *size = log_.size(); return 0; }
+int nvrtcGetProgramLog(void*, char* to) { memcpy(to, log_.data(), log_.size()); return 0; }
+int nvrtcGetCUBINSize(void*, size_t* size) { *size = text.size(); return 0; }
+int nvrtcGetCUBIN(void*, char* to) { memcpy(to, text.data(), text.size()); return 0; }
+int nvrtcGetLoweredName(void*, const char* name, const char** to) {
+  static std::string found;
+  found = std::string("_Z") + name;
+  *to = found.c_str();
+  return names.find(name) == std::string::npos;
+}
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library with NVRTC's functions whose machine code says what it was given. One word ends its process."""
+    if shim.COMPILER is None:
+        pytest.skip("needs g++")
+    file = tmp_path_factory.mktemp("nvrtc") / "libnvrtc.so.13"
+    words = [str(shim.COMPILER), "-shared", "-fPIC", "-x", "c++", "-o", str(file), "-"]
+    subprocess.run(words, input=_LIBRARY.encode(), check=True)
+    return file
+
+
+def test_each_text_is_compiled_in_a_process(library: Path, tmp_path: Path) -> None:
+    compiler = Nvrtc(library, "sm_90a", [tmp_path])
+    assert compiler.recipe == "nvrtc 13.0 --device-as-default-execution-space --gpu-architecture=sm_90a"
+    options = f"--device-as-default-execution-space|--gpu-architecture=sm_90a|--include-path={tmp_path}"
+    code, names = compiler.compile(Unit("unit", "te\nxt", (("a.h", "é"),), ("f<1>",)))
+    assert code.decode() == f"unit.cu|te\nxt|a.h=é|{options}" and names == ["_Zf<1>"]
+    with pytest.raises(CompileError, match="error: wrong"):
+        compiler.compile(Unit("unit", "wrong"))
+    with pytest.raises(CompileError, match="ended with -6"):
+        compiler.compile(Unit("unit", "abort"))
+
+
+def test_a_library_that_is_gone_is_said(library: Path, tmp_path: Path) -> None:
+    copy = tmp_path / library.name
+    copy.write_bytes(library.read_bytes())
+    compiler = Nvrtc(copy, "sm_90a", [])
+    copy.unlink()
+    with pytest.raises(CompileError, match="No such file"):
+        compiler.compile(Unit("unit", "text"))
+
+
+def test_the_compiler_is_the_one_that_mlx_has_loaded(library: Path, tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f00-7f01 r--p 00000000 fe:00 12   /lib/libc.so.6\n7f02-7f03 r-xp 0 fe:00 13   {library}\n")
+    found = Nvrtc.load("sm_90a", maps)
+    assert found is not None and found._library == str(library)
+    maps.write_text(f"7f00-7f01 r--p 00000000 fe:00 12   {library.with_name('libnvrtc-builtins.so.13')}\n")
+    assert Nvrtc.load("sm_90a", maps) is None
+
+
+def test_recorded_modules_are_those_of_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails after an update of MLX, the list has to be recorded anew on a GPU; until then starts are slower."""
+    found = recorded.read()
+    assert found is not None and {module.group for module in found.modules} == set(recorded.GROUPS)
+    units = found.units(["serve"])
+    assert 40 < len(units) < len(found.modules) == len({module.name for module in found.modules})
+    assert found.units(["serve", "packed"])[0].name.startswith("qmm") and found.units(["packed", "serve"])[3:] == units
+    assert all(unit.instances and "mlx::core::cu::" in unit.instances[0] for unit in units)
+    included = {name for unit in units for name in re.findall(r'#include "(mlx/\S+)"', unit.text)}
+    assert included <= found.headers.keys()
+    monkeypatch.setattr(recorded, "version", lambda package: "0.99.0")
+    assert recorded.read() is None
+
+
+def test_a_start_begins_with_what_it_needs() -> None:
+    config = EngineConfig(ModelConfig("model"), lora=LoraConfig(max_loras=4))
+    assert recorded.groups_of(config, packed=False) == ["serve"]
+    config = EngineConfig(
+        ModelConfig("model"),
+        lora=LoraConfig(prepare=True),
+        duty=DutyConfig(trainer_rank=8),
+        speculation=SpeculationConfig(method="ngram"),
+    )
+    assert recorded.groups_of(config, packed=True) == ["serve", "adapters", "learning", "drafts", "packed"]
+
+
 def _real() -> Nvrtc | None:
     """Return NVRTC of the package nvidia-cuda-nvrtc, with CUDA's headers from their packages."""
     spec = importlib.util.find_spec("nvidia")
     for root in map(Path, (spec and spec.submodule_search_locations) or ()):
         for library in root.glob("cu13/lib/libnvrtc.so.13"):
             include = root / "cu13" / "include"
-            return Nvrtc(ctypes.CDLL(str(library)), "sm_90a", [*nvrtc.header_folders(13), include, include / "cccl"])
+            return Nvrtc(library, "sm_90a", [*nvrtc.header_folders(13), include, include / "cccl"])
     return None
+
+
+def test_recorded_modules_compile_for_hopper() -> None:
+    """One of each kind: a fused operation, and one that gathers."""
+    compiler, found = _real(), recorded.read()
+    if compiler is None or found is None:
+        pytest.skip("needs nvidia-cuda-nvrtc, nvidia-cuda-runtime and nvidia-cuda-cccl")
+    units = found.units(["serve"])
+    for kind in ("Ci4IBroadcast", "gather_int32"):
+        unit = next(unit for unit in units if unit.name.startswith(kind))
+        code, names = compiler.compile(unit)
+        assert code.startswith(b"\x7fELF")
+        assert all(name.startswith("_ZN3mlx4core2cu") and name.encode() in code for name in names)
 
 
 def test_every_kernel_compiles_for_hopper(

@@ -54,12 +54,11 @@ indexed by its name. Nothing of this was ever run on Metal (docs/doctor.md).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,7 +69,7 @@ import numpy as np
 from mlx_tandem import files
 from mlx_tandem.model import backend
 from mlx_tandem.model.backend import Target as Target
-from mlx_tandem.model.kernels import nvrtc
+from mlx_tandem.model.kernels import nvrtc, recorded
 
 Constant = int | bool | mx.Dtype
 """Value of a template parameter."""
@@ -364,12 +363,26 @@ def compiled_modules() -> nvrtc.Modules | None:
     return nvrtc.Modules(Path(folder), compiler) if folder and compiler else None
 
 
-@contextlib.contextmanager
-def compiled_together() -> Iterator[None]:
-    """Compile the kernels that are called inside the block at once. Nothing may be evaluated inside it."""
-    modules = compiled_modules()
-    with modules.together() if modules else contextlib.nullcontext():
-        yield
+def compile_together(calls: Callable[[], None]) -> None:
+    """Have the kernels that `calls` calls compiled at once if kernels are compiled ahead of MLX here; else do nothing.
+
+    `calls` evaluates nothing, since MLX would compile a kernel by itself that is not there yet.
+    """
+    if modules := compiled_modules():
+        with modules.together():
+            calls()
+
+
+def compile_ahead(groups: Collection[str]) -> None:
+    """Begin to compile the modules of MLX's own that starts of these groups (`recorded.py`) need."""
+    if (modules := compiled_modules()) and (found := recorded.read()):
+        modules.begin(found.units(groups))
+
+
+def wait_for_compiled() -> None:
+    """Wait for everything that is being compiled, since MLX would compile by itself what is not there yet."""
+    if modules := compiled_modules():
+        modules.wait()
 
 
 def _declared(source: Source, declare: Any, header: str, body: str, **options: int) -> Kernel:

@@ -1,10 +1,11 @@
 """Compiles this package's kernels for CUDA and puts them where MLX looks for compiled kernels.
 
 MLX compiles a custom kernel at its first launch: one kernel at a time, behind a header of its own that takes NVRTC more
-than a second, and for one process only. But it first looks for the module's file in its cache folder (`JitModule` in
+than a second, and again in each process. But it first looks for the module's file in its cache folder (`JitModule` in
 its mlx/backend/cuda/jit_module.cpp). `Modules` writes that file. It compiles the same body behind a header that takes a
-tenth of the time, several kernels at once, and finds it again at the next start. Where the names of another version of
-MLX differ, MLX finds no file and compiles by itself, which takes longer and is as right.
+tenth of the time, several kernels at once, and finds it again at the next start. It also compiles modules of MLX's own
+(`recorded.py`). Where the names of another version of MLX differ, MLX finds no file and compiles by itself, which takes
+longer and is as right.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import json
 import logging
 import os
+import re
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -64,6 +69,10 @@ struct Shape {
 };
 """
 """The part of MLX's header that kernels use. MLX's own `Shape` is an array of as many numbers."""
+
+
+MOST_AT_ONCE = 32
+"""Most kernels that are compiled at once. Each needs a processor and some hundred megabytes of memory."""
 
 
 @dataclass(frozen=True)
@@ -136,52 +145,70 @@ def string_hash(data: bytes) -> int:
     return result ^ result >> 47
 
 
+@dataclass(frozen=True)
+class Unit:
+    """A text that NVRTC compiles at once.
+
+    Attributes:
+        name: The name of the text in messages.
+        text: The text.
+        headers: Name and text of headers that it includes and that are in no file.
+        instances: The instances of its templates that are compiled. Functions that are no templates need not be named.
+    """
+
+    name: str
+    text: str
+    headers: tuple[tuple[str, str], ...] = ()
+    instances: tuple[str, ...] = ()
+
+
 class CompileError(Exception):
     """Raised when NVRTC refuses a kernel; the message is its log."""
 
 
 class Nvrtc:
-    """NVRTC by its C interface, for one architecture, such as `sm_90a`. Several threads can call it at once."""
+    """NVRTC for one architecture, such as `sm_90a`. Each call compiles in a process of its own (`nvrtc_program.py`)."""
 
-    def __init__(self, library: ctypes.CDLL, architecture: str, includes: Sequence[Path]):
-        self._library = library
+    def __init__(self, library: Path, architecture: str, includes: Sequence[Path]):
+        self._library = str(library)
         # MLX's options. A folder of headers changes no result, so it is no part of what a compiled kernel depends on.
-        self._options = ["--device-as-default-execution-space", f"--gpu-architecture={architecture}"]
-        self._includes = [f"--include-path={folder}" for folder in includes]
+        options = ["--device-as-default-execution-space", f"--gpu-architecture={architecture}"]
+        self._options = [*options, *(f"--include-path={folder}" for folder in includes)]
         major, minor = ctypes.c_int(), ctypes.c_int()
-        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        self.recipe = " ".join([f"nvrtc {major.value}.{minor.value}", *self._options])
+        ctypes.CDLL(self._library).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        self.recipe = " ".join([f"nvrtc {major.value}.{minor.value}", *options])
         """Everything beside the text that the machine code depends on."""
 
     @classmethod
-    def load(cls, architecture: str) -> Nvrtc | None:
-        """Return NVRTC of MLX's version of CUDA with the folders of headers that MLX gives it, or None."""
-        for major in (13, 12):
-            with contextlib.suppress(OSError):
-                # The library that MLX has loaded, and no other.
-                library = ctypes.CDLL(f"libnvrtc.so.{major}", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-                return cls(library, architecture, list(header_folders(major)))
+    def load(cls, architecture: str, maps: Path = Path("/proc/self/maps")) -> Nvrtc | None:
+        """Return the NVRTC that MLX has loaded, with the folders of headers that MLX gives it; None if it has none.
+
+        maps: the list of files in this process's memory.
+        """
+        with contextlib.suppress(OSError):
+            for major in (13, 12):
+                if found := re.search(rf"/\S.*/libnvrtc\.so\.{major}\b.*$", maps.read_text(), re.MULTILINE):
+                    return cls(Path(found[0]), architecture, list(header_folders(major)))
         return None
 
-    def compile(self, name: str, text: str) -> bytes:
-        """Return the machine code of a text in the form that CUDA's driver loads. Raise CompileError."""
-        nvrtc, program, size = self._library, ctypes.c_void_p(), ctypes.c_size_t()
-        if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None):
-            raise CompileError("NVRTC makes no program")
-        try:
-            options = [option.encode() for option in self._options + self._includes]
-            if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
-                nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-                said = ctypes.create_string_buffer(size.value + 1)
-                nvrtc.nvrtcGetProgramLog(program, said)
-                raise CompileError(said.value.decode(errors="replace"))
-            if nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) or not size.value:
-                raise CompileError("NVRTC has no machine code for this device")
-            code = ctypes.create_string_buffer(size.value)
-            nvrtc.nvrtcGetCUBIN(program, code)
-            return code.raw
-        finally:
-            nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    def compile(self, unit: Unit) -> tuple[bytes, list[str]]:
+        """Return the machine code of a unit in the form that CUDA's driver loads, and the names of its instances there.
+
+        Raises:
+            CompileError: NVRTC refuses the unit, or its process fails.
+        """
+        headers = dict(unit.headers)
+        about = {"name": unit.name, "text": unit.text, "headers": headers, "instances": unit.instances}
+        job = json.dumps(about | {"library": self._library, "options": self._options}).encode()
+        program = Path(__file__).with_name("nvrtc_program.py")
+        done = subprocess.run([sys.executable, "-I", "-S", program], input=job, capture_output=True, check=False)
+        line, _, code = done.stdout.partition(b"\n")
+        if done.returncode or not line:
+            raise CompileError(f"NVRTC's process has ended with {done.returncode}: {done.stderr.decode()[-500:]}")
+        found = json.loads(line)
+        if "error" in found:
+            raise CompileError(found["error"])
+        return code, found["names"]
 
 
 def header_folders(major: int) -> Iterator[Path]:
@@ -205,8 +232,8 @@ class Modules:
         self._folder = folder
         self._compiler = compiler
         self._lock = threading.Lock()
-        self._work: dict[str, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="nvrtc")
+        self._work: dict[str, threading.Thread] = {}
+        self._room = threading.Semaphore(min(os.cpu_count() or 1, MOST_AT_ONCE))
         self._together = 0
         self.compiled = 0
         """Kernels that this process has compiled; all others were found."""
@@ -222,37 +249,60 @@ class Modules:
             yield
         finally:
             self._together -= 1
-            for work in list(self._work.values()):
-                work.result()
+            self.wait()
 
     def provide(self, form: Form, header: str, body: str, mlx_header: str, mlx_body: str) -> None:
         """See to it that MLX finds the kernel at its first launch. Errors are logged: MLX then compiles it."""
         module = f"{form.kernel}_{string_hash(form.mlx_text(mlx_header, mlx_body).encode()):x}"
+        unit = Unit(form.kernel, form.own_text(header, body, mlx_body))
+        work = self._begin(module, unit, (f"mlx::core::cu::{form.kernel}\t{form.kernel}",))
+        if not self._together:
+            work.join()
+
+    def begin(self, units: Iterable[Unit]) -> None:
+        """Begin to compile modules of MLX's own, whose names are those of the units. `wait` waits for them."""
+        for unit in units:
+            self._begin(unit.name, unit, ())
+
+    def wait(self) -> None:
+        """Wait until everything that was begun is done."""
+        for work in list(self._work.values()):
+            work.join()
+
+    def _begin(self, module: str, unit: Unit, names: tuple[str, ...]) -> threading.Thread:
+        """Return the thread that makes a module. A process that ends does not wait for it."""
         with self._lock:
             if (work := self._work.get(module)) is None:
-                text = form.own_text(header, body, mlx_body)
-                work = self._work[module] = self._pool.submit(self._make, module, form.kernel, text)
-        if not self._together:
-            work.result()
+                work = threading.Thread(target=self._in_turn, args=(module, unit, names), name="nvrtc", daemon=True)
+                self._work[module] = work
+                work.start()
+            return work
 
-    def _make(self, module: str, kernel: str, text: str) -> None:
+    def _in_turn(self, *about: Any) -> None:
+        with self._room:
+            self._make(*about)
+
+    def _make(self, module: str, unit: Unit, names: tuple[str, ...]) -> None:
+        """Write a module unless it is there; `names`: lines with the names of functions that are no instances."""
         path = module_path(self._folder, module)
-        recipe = hashlib.sha256(f"{self._compiler.recipe}\n{text}".encode()).hexdigest()
+        recipe = hashlib.sha256(f"{self._compiler.recipe}\n{unit.text}\n{unit.headers}".encode()).hexdigest()
         try:
             if path.exists() and path.with_suffix(".sum").read_text() == _sums(path, recipe):
                 return
         except OSError:
             pass
         try:
-            code = self._compiler.compile(kernel, text)
-            self.compiled += 1
+            code, lowered = self._compiler.compile(unit)
+            with self._lock:
+                self.compiled += 1
+            lines = *names, *map("\t".join, zip(unit.instances, lowered, strict=True))
             path.parent.mkdir(parents=True, exist_ok=True)
             # MLX looks for the second, so that it never finds a module without its names.
-            _put(path.with_suffix(".txt"), f"mlx::core::cu::{kernel}\t{kernel}\n".encode())
+            _put(path.with_suffix(".txt"), "".join(f"{line}\n" for line in lines).encode())
             _put(path, code)
             _put(path.with_suffix(".sum"), _sums(path, recipe).encode())
         except (CompileError, OSError) as e:
-            log.warning("the kernel %s is left to MLX's compiler: %s", kernel, str(e)[:500])
+            log.warning("the kernel %s is left to MLX's compiler: %s", unit.name, str(e)[:500])
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)  # it may be damaged
 

@@ -178,6 +178,15 @@ def answer(case: Case, attention: LayerKernels | None = None, *, grouped: bool =
     With `attention`, its kernels answer what they can. grouped: whether each new token is a row of its own, as in steps
     that verify drafts.
     """
+    output = called(case, attention, mx.eval, grouped=grouped)
+    mx.eval(output)
+    return output
+
+
+def called(
+    case: Case, attention: LayerKernels | None, write: Callable[..., None], *, grouped: bool = False
+) -> mx.array:
+    """Return what `answer` does, not yet computed; `write` computes the arrays into which the context is written."""
     rows, heads, length, dim = case.queries.shape
     block = case.block_size
     blocks = 1 + case.tables.size
@@ -202,7 +211,7 @@ def answer(case: Case, attention: LayerKernels | None = None, *, grouped: bool =
     if before := int(case.starts.max()):
         at = np.broadcast_to(np.arange(before, dtype=np.int32), (rows, before))
         cache.bind(pool.layers[0], view(at, at < case.starts[:, None]))
-        mx.eval(cache.update_and_fetch(case.keys[:, :, :before], case.values[:, :, :before]))
+        write(cache.update_and_fetch(case.keys[:, :, :before], case.values[:, :, :before]))
         pool.layers = [cache.release()]
     positions = (case.starts[:, None] + np.arange(length)).astype(np.int32)
     new = mx.array(positions)[:, None, :, None]
@@ -217,8 +226,7 @@ def answer(case: Case, attention: LayerKernels | None = None, *, grouped: bool =
     output = cache.attend(queries, *seen, case.scale, step.mask(queries.shape[2], case.window), case.sinks)
     if grouped:
         output = output.reshape(rows, length, heads, dim).swapaxes(1, 2)
-    mx.eval(output)
-    pool.layers = [cache.release()]
+    cache.release()
     return output
 
 

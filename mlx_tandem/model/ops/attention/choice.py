@@ -21,6 +21,7 @@ from msgspec import Struct
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.pools import KVArrays
+from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.checking import Rejected, checked
 from mlx_tandem.model.ops.attention import cases, fused, portable
 from mlx_tandem.model.ops.attention.cache import LayerKernels, PagedCache, PoolLayout, StepView
@@ -188,6 +189,16 @@ def _try(
     return checked(f"attention by {candidate.name}", check, lambda reason: ({}, reason))
 
 
+def _compile(kernels: LayerKernels, own: Sequence[cases.Case], *, grouped: bool = False) -> None:
+    """Have all forms of the kernels for these cases compiled at once."""
+
+    def calls() -> None:
+        for case in own:
+            cases.called(case, kernels, lambda *arrays: None, grouped=grouped)
+
+    dialect.compile_together(calls)
+
+
 def _initial_kernels(candidate: fused.Fused, kind: LayerShape, block_size: int) -> LayerKernels:
     """Return the kernels with the first division. The kernel for groups of rows is left out if it is wrong or fails."""
     kernels = candidate.kernels(kind, block_size)
@@ -195,7 +206,9 @@ def _initial_kernels(candidate: fused.Fused, kind: LayerShape, block_size: int) 
         return kernels
 
     def check() -> LayerKernels:
-        for case in _cases(kind, block_size, (), lengths=(2, 5)):
+        own = list(_cases(kind, block_size, (), lengths=(2, 5)))
+        _compile(kernels, own, grouped=True)
+        for case in own:
             if problem := _error(case, cases.answer(case, kernels, grouped=True)):
                 raise Rejected(problem)
         return kernels
@@ -267,7 +280,9 @@ def _figures(times: Sequence[float], portables: Sequence[float], rivals: Sequenc
 def _problem(attentions: dict[LayerShape, LayerKernels], block_size: int, windows: Sequence[int]) -> str:
     """Return what is wrong with the kernels' answers to random cases; empty if nothing is."""
     for shape, attention in attentions.items():
-        for case in _cases(shape, block_size, windows):
+        own = list(_cases(shape, block_size, windows))
+        _compile(attention, own)
+        for case in own:
             if problem := _error(case, cases.answer(case, attention)):
                 return problem
     return ""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -269,9 +270,7 @@ def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | Non
         kinds.setdefault(shape, Kind(shape.inputs, module["weight"].nbytes, [])).modules.append(module)
     if not kinds:
         return Choice(None, "no linear has a type and shape for the kernel")
-    with dialect.compiled_together():
-        for shape, kind in kinds.items():
-            check.call_all(shape, kind)
+    dialect.compile_together(partial(check.call_all, kinds))
     timed = {shape: check.forms(shape, kind) for shape, kind in kinds.items()}
     base, adapted = (_within(timed, share) for share in (HOST_SHARE, SHARE_ADAPTED))
     if not any(adapted.values()):
@@ -336,10 +335,10 @@ class _Check:
     room: int
     wide: bool
 
-    def call_all(self, shape: Shape, kind: Kind) -> None:
-        """Call each form that `forms` may try, without evaluating its product, so that all are compiled at once."""
-        linear = kind.modules[0]
-        for many in EIGHTHS:
+    def call_all(self, kinds: Mapping[Shape, Kind]) -> None:
+        """Call each form that `forms` may try for these linears, without evaluating its product."""
+        for (shape, kind), many in product(kinds.items(), EIGHTHS):
+            linear = kind.modules[0]
             for form in self._fitting(shape, many):
                 _product(self.kernels, form, linear, mx.zeros((8 * many, shape.inputs), linear["weight"].dtype))
 

@@ -7,6 +7,7 @@ not compiled: to compile them takes minutes at a first start. `choose` runs at s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -89,6 +90,7 @@ def choose(
     time_of = seconds or _seconds
     dtypes = list(dict.fromkeys((dtype, mx.float32)))
     pickers = Pickers(GumbelMax(makers[0]), TruncatedDraw(makers[0]))
+    about = dtypes, vocabulary
     times: list[Seconds] = []
 
     def timed() -> list[Seconds]:
@@ -97,6 +99,7 @@ def choose(
         return times
 
     def plain() -> Choice[Pickers]:
+        _compile(lambda logits, noise, _, masks: [pickers.plain(logits, each, masks) for each in (None, noise)], *about)
         if problem := wrong(pickers.plain, dtypes, vocabulary):
             raise Rejected(problem)
         ours, theirs = timed()
@@ -110,6 +113,7 @@ def choose(
 
     def truncated(chosen: Choice[Pickers]) -> Choice[Pickers]:
         assert pickers.truncated is not None
+        _compile(pickers.truncated, *about)
         if problem := wrong_truncated(pickers.truncated, dtypes, vocabulary):
             raise Rejected(problem)
         ours, theirs = (own.truncated * 1e6 for own in timed())
@@ -129,6 +133,21 @@ def choose(
         return Choice(only, f"{chosen.reason}; the kernel for truncated draws is not used: {reason}")
 
     return checked("the kernel for truncated draws", lambda: truncated(chosen), without)
+
+
+def _compile(
+    pick: Callable[[mx.array, Noise, Limits, Masks | None], object], dtypes: Iterable[mx.Dtype], vocabulary: int
+) -> None:
+    """Have all forms of a kernel compiled at once."""
+    rng = np.random.default_rng(0)
+    noise, masks = invent_draws(rng, vocabulary)
+    noise, limits = _first(noise, _FEW), Limits(*(array[:_FEW] for array in invent_limits(rng, vocabulary)))
+
+    def calls() -> None:
+        for dtype, own in product(dtypes, (None, masks)):
+            pick(mx.zeros((_FEW, vocabulary), dtype), noise, limits, own)
+
+    dialect.compile_together(calls)
 
 
 def described(choice: Choice[Pickers]) -> SamplingKernels:
