@@ -304,7 +304,7 @@ def test_a_pause_holds_new_requests_and_a_swap_meanwhile_answers_them(server):
 
 def test_what_waits_is_refused_when_the_server_ends():
     with serving(demo_config()) as server:
-        server.client.post("/pause")
+        server.client.post("/pause", params={"mode": "keep", "clear_cache": "false"})  # as prime-rl does
         statuses: list[int] = []
         thread = threading.Thread(target=lambda: statuses.append(server.complete("Once").status_code))
         thread.start()
