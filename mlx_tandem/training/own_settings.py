@@ -100,7 +100,11 @@ def _merged(training: RLTrainingConfig, name: str) -> RLTrainingConfig:
         raise explain(e, RLTrainingConfig, place) from None
     for key in given:
         bounds, value = limits.SETTINGS.get(f"rl_training.{key}"), getattr(merged, key)
-        if bounds is not None and not (bounds.low <= value <= bounds.high and math.isfinite(value)):
+        if (
+            bounds is not None
+            and isinstance(value, int | float)
+            and not (bounds.low <= value <= bounds.high and math.isfinite(value))
+        ):
             raise InvalidRequest(f"'{place}.{key}' is {value}: it must lie {bounds}")
     return merged
 

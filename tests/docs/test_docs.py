@@ -95,9 +95,6 @@ SHORT = {
     ],
     "benchmarks/engine_memory.py": ["--cycles", "1", "--requests", "1"],
     "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
-    "benchmarks/federated.py": [
-        *("--seeds", "0", "--trainers", "2", "--updates", "1", "--every", "1", "--round-updates", "1"),
-    ],
     "benchmarks/rate.py": ["--seeds", "1", "--steps", "1", "--runs", "admit"],
     "benchmarks/learn_beside.py": [
         *("--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4", "--update-tokens", "64"),

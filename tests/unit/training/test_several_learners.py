@@ -292,7 +292,10 @@ def test_each_has_its_own_settings_and_its_own_folder(tmp_path: Path) -> None:
             {"adapters": {"policy": {"learning_rat": 1.0}}},
             "rl_training.adapters.policy.learning_rat is not a parameter",
         ),
-        ({"adapters": {"policy": {"learning_rate": "fast"}}}, "rl_training.adapters.policy.learning_rate must be of"),
+        (
+            {"adapters": {"policy": {"learning_rate": "fast"}}},
+            "rl_training.adapters.policy.learning_rate must be a number or 'auto'",
+        ),
         ({"adapters": {"policy": {"learning_rate": -1.0}}}, "'rl_training.adapters.policy.learning_rate' is -1.0: it"),
         (
             {"adapters": {"policy": {"algorithm": "best"}}},
