@@ -220,6 +220,14 @@ def _check(config: Config) -> None:
         )
     if training.kl_reference != "base" and not training.kl_coef:
         warn("'rl_training.kl_reference' has no effect without 'rl_training.kl_coef'")
+    _check_environments(config)
+    require(training.report_to)
+    _check_scoring(config)
+
+
+def _check_environments(config: Config) -> None:
+    """Refuse settings of environments that contradict each other; warn about those without effect."""
+    training = config.rl_training
     if training.atropos_url:
         check_url(training.atropos_url)
         if training.atropos_api:
@@ -234,8 +242,6 @@ def _check(config: Config) -> None:
     for name in ("verifiers", "atropos_url", "atropos_api"):
         if getattr(training, name) and config.engine.duty.mode == "inference_only":
             warn(f"'rl_training.{name}' has no effect in the mode inference_only, in which nothing is trained")
-    require(training.report_to)
-    _check_scoring(config)
 
 
 def _check_checkpoints(config: Config) -> None:
