@@ -22,7 +22,7 @@ from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.engine_main import serve
-from mlx_tandem.model import build
+from mlx_tandem.model import build, warm_up
 from mlx_tandem.model.choices import Kept
 from mlx_tandem.model.kernels import checking, inplace
 from mlx_tandem.model.kernels.checking import finish
@@ -59,6 +59,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for others in ("shorter", "wider"):  # compiling them takes seconds; test_attention_choice has them
         monkeypatch.setattr(choice, others, lambda *args: ())
     monkeypatch.setattr(sampling, "ROWS", 2)
+    monkeypatch.setattr(warm_up, "SLOW", float("inf"))  # emulated, a step takes long on a machine with other work
     monkeypatch.setattr(lora, "_TOKENS", (1, 16))
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
     yield gpu
