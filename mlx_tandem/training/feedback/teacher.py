@@ -26,6 +26,22 @@ REMEMBERED = 1024
 """Number of the newest feedback that was learned from among which earlier good answers are drawn."""
 
 
+MOST_TOKENS = 1 << 18
+"""Most tokens of the feedback of one update, and of what is repeated beside it, but for the first of each."""
+
+
+def _within(feedback: Sequence[Stored], tokens: int) -> list[Stored]:
+    """Return the first feedback, and those after it as far as all of them have at most so many tokens."""
+    found: list[Stored] = []
+    for each in feedback:
+        f = each.feedback
+        tokens -= (len(f.answers) + 1) * len(f.prompt) + sum(map(len, f.answers)) + len(f.corrected)
+        if found and tokens < 0:
+            break
+        found.append(each)
+    return found
+
+
 class TeacherStatus(Struct):
     """Counts of the teacher since the server's start, with what it does now."""
 
@@ -100,6 +116,7 @@ class Teacher:
             self.status.state = "waiting"
             return False
         self.status.state = "learning"
+        due = _within(due, MOST_TOKENS)
         replayed = await self._replayed(due)
         plan = lesson(due, replayed, settings.beta)
         await self._learner.teach(plan, settings.learning_rate, learned_once_more(due))
@@ -129,7 +146,7 @@ class Teacher:
         known = await self._store.learned(self.adapters, self._settings.epochs, REMEMBERED)
         good = [each for each in known if each.feedback.good and each.feedback.good in each.feedback.answers]
         lot = random.Random(f"{due[0].number}/{due[0].learned}")
-        return lot.sample(good, min(count, len(good)))
+        return _within(lot.sample(good, min(count, len(good))), MOST_TOKENS)
 
     def _fail(self, error: str) -> None:
         """Record an error, which is logged once."""

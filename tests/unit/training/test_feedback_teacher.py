@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.config import Config, FeedbackConfig
+from mlx_tandem.training.feedback import teacher as module
 from mlx_tandem.training.feedback.opinions import Feedback
 from mlx_tandem.training.feedback.store import FeedbackStore
 from mlx_tandem.training.feedback.teacher import Teacher
@@ -103,6 +104,17 @@ async def test_less_than_a_batch_is_learned_from_when_it_has_waited(tmp_path: Pa
         await taught.say(thumb(1, at=0.0, comment="still"))
         await taught.side.until(lambda: taught.updates >= 2)
         assert 1001 in taught.side.trained
+
+
+@on_a_loop
+async def test_long_answers_are_learned_from_in_smaller_updates(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_TOKENS", 9)
+        async with teaching(settings(tmp_path, feedback={"epochs": 1, "wait_s": 0.0})) as taught:
+            await taught.say(thumb(1), thumb(2))
+            await taught.side.until(lambda: taught.updates >= 2)
+            assert Counter(taught.side.trained) == {1001: 2, 1002: 1}, "the first is repeated beside the second"
+            assert [report.feedback for report in taught.side.learner.history] == [1, 1]
 
 
 @on_a_loop
