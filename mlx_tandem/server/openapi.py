@@ -109,9 +109,11 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
         "security": [] if is_public else [{"bearer": []}, {"key": []}],
     }
     if route.reads == "bytes":
-        binary = {"schema": {"type": "string", "format": "binary"}}
-        media = route.media or ("application/x-protobuf",)
-        operation["requestBody"] = {"required": True, "content": dict.fromkeys(media, binary)}
+        binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+        content = dict.fromkeys(route.media or ("application/x-protobuf",), binary)
+        if "application/json" in content:
+            content["application/json"] = {"schema": {"type": ["array", "object"]}}
+        operation["requestBody"] = {"required": True, "content": content}
     if path == "/health":
         content = {"application/json": {"schema": _UNHEALTHY}}
         operation["responses"]["503"] = {"description": "No requests are accepted now.", "content": content}

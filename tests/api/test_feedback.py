@@ -243,7 +243,7 @@ def test_stored_completions_are_taken_one_a_line(served: tuple[httpx.Client, Pee
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ({"anything": 1}, "neither"),
+        ({"anything": 1}, "no feedback of Open WebUI"),
         (chat_of() | {"snapshot": None}, "does not have the rated message"),
         (chat_of(rating=None), "no rating"),
         (chat_of(content=""), "empty"),
@@ -266,6 +266,7 @@ def test_what_cannot_be_used_is_skipped_with_its_reason(
     [
         (b"[]", "application/json", 400),
         (b"[1]", "application/json", 400),
+        (b"[{}]", "application/json", 400),
         (b"{}\n{", "application/json", 400),
         (b"\xff", "application/json", 400),
         (b"[{}]", "text/plain", 415),

@@ -36,6 +36,9 @@ _OPEN, _CLOSE = "<details", "</details>"
 """What thoughts and calls of tools stand between in Open WebUI's messages; it sends none of it back to the model."""
 
 
+FORMS = "feedback of Open WebUI (data, meta, snapshot) or chat.completion object"
+
+
 class Told(Struct, frozen=True):
     """An entry of an export in plain texts. `messages` is the conversation before the answer; None: it has none."""
 
@@ -76,7 +79,17 @@ def entries(body: bytes) -> list[dict[str, Any]]:
     for i, entry in enumerate(found):
         if not isinstance(entry, dict):
             raise InvalidRequest(f"entry {i} is no JSON object", code="invalid_type")
+    if not any(_is_stored_completion(entry) or _is_open_webui(entry) for entry in found):
+        raise InvalidRequest(f"this is no export: no entry is {FORMS}")
     return found
+
+
+def _is_stored_completion(entry: Mapping[str, Any]) -> bool:
+    return entry.get("object") == "chat.completion"
+
+
+def _is_open_webui(entry: Mapping[str, Any]) -> bool:
+    return isinstance(entry.get("data"), dict) and isinstance(entry.get("meta"), dict)
 
 
 def _line(line: bytes, number: int) -> Any:
@@ -88,11 +101,11 @@ def _line(line: bytes, number: int) -> Any:
 
 def told(entry: Mapping[str, Any]) -> Told:
     """Return what an entry says. Raises Unusable."""
-    if entry.get("object") == "chat.completion":
+    if _is_stored_completion(entry):
         return _stored_completion(entry)
-    if isinstance(entry.get("data"), dict) and isinstance(entry.get("meta"), dict):
+    if _is_open_webui(entry):
         return _open_webui(entry)
-    raise Unusable("it is neither feedback of Open WebUI (data, meta, snapshot) nor a chat.completion object")
+    raise Unusable(f"it is no {FORMS}")
 
 
 # -- Open WebUI -------------------------------------------------------------------------------------------------------
