@@ -55,6 +55,14 @@ def test_noise_makes_the_rate_neither_large_nor_small() -> None:
     assert max(found[20:]) < 5e-3 and min(found[20:]) > 2e-4
 
 
+def test_one_measurement_that_is_far_too_high_at_first_does_not_keep_the_rate_low() -> None:
+    pace = Pace()
+    pace.note(TARGET / 5, pace.rate, TARGET)
+    found = after(25, lambda rate: TARGET * (rate / 1e-3) ** 2, pace)
+    assert found[0] < 1e-4
+    assert found[-1] > 0.5e-3
+
+
 def test_one_wild_measurement_changes_little() -> None:
     pace = Pace()
     before = after(20, lambda rate: TARGET * (rate / 1e-3) ** 2, pace)[-1]
