@@ -18,8 +18,8 @@ from msgspec import Struct
 FIRST = 3e-5
 """The rate of the first update, which is too low for most adapters."""
 
-LEAST, MOST = 1e-7, 1e-2
-"""Bounds of the rate."""
+LEAST, MOST = 1e-7, 1e-3
+"""Bounds of the rate. Updates from noise move the policy less at the same rate: the upper bound limits what they do."""
 
 MOST_CHANGE = 4.0
 """The most by which one update divides the rate, and multiplies it while updates hardly move the policy."""
