@@ -22,7 +22,7 @@ Verdict = Literal["ok", "corrected", "refused"]
 TOLERANCE = 1e-3
 """Nats of k3 between sampler and trainer that rounding explains; above it the loss's importance weights have work."""
 
-MOVED = 1 / 16
+MOVED = 1 / 128
 """Least share of a measured movement that is not taken for rounding."""
 
 GIVE_UP = 10

@@ -4,8 +4,9 @@ The divergence of a small step (k3, `guard.py`) grows with the square of the lea
 `used` the rates of past updates, the rate is therefore sqrt(target * sum(used²) / sum(moved)). One measurement is noisy
 and now and then ten times too high, so that sums over several updates decide, and a very high one weighs less.
 
-At first the rate rises fast, until an update moves the policy noticeably. From then on it rises slowly and falls fast:
-where rewards are noise, gradients cancel and updates move the policy less, which must not make the rate large.
+While the last updates have hardly moved the policy, the rate rises fast, as it does at first. Else it rises slowly and
+falls fast: where rewards are noise, gradients cancel and updates move the policy less, which must not make the rate
+large.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from msgspec import Struct
 FIRST = 3e-5
 """The rate of the first update, which is too low for most adapters."""
 
-LEAST, MOST = 1e-7, 1e-2
-"""Bounds of the rate."""
+LEAST, MOST = 1e-7, 1e-3
+"""Bounds of the rate. Updates from noise move the policy less at the same rate: the upper bound limits what they do."""
 
 MOST_CHANGE = 4.0
-"""The most by which one update divides the rate, and at first multiplies it."""
+"""The most by which one update divides the rate, and multiplies it while updates hardly move the policy."""
 
 MOST_RISE = 1.1
-"""The most by which one update multiplies the rate, once an update has moved the policy noticeably."""
+"""The most by which one update multiplies the rate otherwise."""
 
-NOTICEABLE = 1 / 16
-"""Share of the target from which on a movement is noticeable: a quarter of the right rate."""
+HARDLY = 1 / 64
+"""Share of the target below which an update hardly moves the policy: an eighth of the right rate."""
 
 KEPT = 0.9
 """Factor of all earlier measurements with each new one: about ten updates decide."""
@@ -39,7 +40,7 @@ class Pace(Struct):
     rate: float = FIRST
     nats: float = 0.0  # by which updates have moved the policy
     squares: float = 0.0  # of their rates
-    is_found: bool = False  # whether an update has moved the policy noticeably
+    lately: float = 0.0  # mean of the nats in which each update counts half of the one after it
 
     def note(self, moved: float, used: float, target: float) -> None:
         """Note that an update at the rate `used` has moved the policy by `moved` nats. The rate 0 says nothing."""
@@ -49,6 +50,6 @@ class Pace(Struct):
         self.nats = KEPT * self.nats + weight * moved
         self.squares = KEPT * self.squares + weight * used * used
         wanted = math.sqrt(target * self.squares / self.nats) if self.nats else math.inf
-        most = self.rate * (MOST_RISE if self.is_found else MOST_CHANGE)
+        most = self.rate * (MOST_CHANGE if self.lately < HARDLY * target else MOST_RISE)
         self.rate = min(max(wanted, self.rate / MOST_CHANGE, LEAST), most, MOST)
-        self.is_found = self.is_found or moved >= NOTICEABLE * target
+        self.lately = (self.lately + moved) / 2

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, Datum, StepDone
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone
 from mlx_tandem.training.online import advantages, guard
 from mlx_tandem.training.online.progress import Progress
 from mlx_tandem.training.online.serving import Outcome, UpdateReport
@@ -119,7 +119,8 @@ async def attempt(client: EngineClient, pending: Pending, version: int, config: 
     not. Raises what the engine raises; the trainer is then as the engine left it.
     """
     began = pending.began
-    progress = pending.progress = Progress(began, _guarded(began))
+    guarded = [[b.data[i] for i in chosen] for b, chosen in zip(began.batches, _guarded(began), strict=True)]
+    progress = pending.progress = Progress(began, guarded)
     results = await gradients(client, began, progress)
     k3 = _mismatch(pending, results, version)
     finding = Finding(
@@ -198,30 +199,35 @@ def _mismatch(pending: Pending, results: Sequence[BatchResult], version: int) ->
     return guard.mismatch([t for t, _ in pairs], [o for _, o in pairs], version) if version else None
 
 
-def _guarded(began: Began) -> list[tuple[Datum, ...]]:
-    """Return the first sequences of the update, about GUARD_TOKENS, by batch; some batches have none."""
-    found: list[tuple[Datum, ...]] = []
-    tokens = 0
+def _guarded(began: Began) -> list[list[int]]:
+    """Return the numbers of the sequences of each batch that movement is measured on, about GUARD_TOKENS in all.
+
+    They are spread over the update, since answers to one prompt move alike. There is at least one; a batch may have
+    none.
+    """
+    sizes = [len(datum.tokens) for batch in began.batches for datum in batch.data]
+    count = min(max(len(sizes) * GUARD_TOKENS // max(sum(sizes), 1), 1), len(sizes))
+    chosen = {i * len(sizes) // count for i in range(count)}
+    found: list[list[int]] = []
+    first = 0
     for batch in began.batches:
-        count = 0
-        while count < len(batch.data) and (tokens == 0 or tokens < GUARD_TOKENS):
-            tokens += len(batch.data[count].tokens)
-            count += 1
-        found.append(batch.data[:count])
+        found.append([i for i in range(len(batch.data)) if first + i in chosen])
+        first += len(batch.data)
     return found
 
 
 async def _moved(client: EngineClient, began: Began, results: Sequence[BatchResult], progress: Progress) -> float:
-    """Return how far the step that was just done moved the policy, on the first sequences of the update."""
+    """Return how far the step that was just done moved the policy, on some sequences of the update."""
     before: list[tuple[float, ...]] = []
     after: list[tuple[float, ...]] = []
-    for batch, data, result in zip(began.batches, _guarded(began), results, strict=True):
-        if data:
+    for batch, chosen, result in zip(began.batches, _guarded(began), results, strict=True):
+        if chosen:
+            data = tuple(batch.data[i] for i in chosen)
             part = Batch(batch.trainer, data, replace(batch.loss, kl_coef=0.0))
             with progress.passing(data, gradients=False):
                 (now,) = await client.run_pass([part], forward_only=True, micro_batch_tokens=began.micro_batch_tokens)
             trained = [datum.trained for datum in part.data]
-            before += map(_chosen, result.model_logprobs, trained)
+            before += map(_chosen, [result.model_logprobs[i] for i in chosen], trained)
             after += map(_chosen, now.model_logprobs, trained)
     return guard.movement(before, after)
 

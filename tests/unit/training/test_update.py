@@ -180,10 +180,19 @@ def test_numbers_that_json_does_not_have_are_reported_as_0(field: str, value: fl
     assert getattr(report, field) == 0.0
 
 
-def test_movement_is_measured_on_the_first_sequences_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as it takes to have so many tokens, and one at least."""
-    for tokens, counts in ((1, [1]), (4, [1]), (5, [2]), (7, [2]), (8, [2, 1])):
+def test_movement_is_measured_on_so_many_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many sequences as have so many tokens, of nine in three, and one at least."""
+    for tokens, counts in ((1, [1]), (5, [1]), (6, [2]), (8, [2]), (9, [2, 1])):
         monkeypatch.setattr(update, "GUARD_TOKENS", tokens)
         client = Client()
         attempt(client, pending(LOSS, 1))
         assert [len(a[1].data) for a in client.asked if a[0] == "forward"] == counts, tokens
+
+
+def test_movement_is_measured_on_sequences_from_all_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers to one prompt stand together and move alike."""
+    monkeypatch.setattr(update, "GUARD_TOKENS", 16)
+    began = pending(LOSS, 1).began
+    batch = replace(began.batches[0], data=(began.batches[0].data[0],) * 6)
+    assert len(batch.data[0].tokens) == 4
+    assert update._guarded(replace(began, batches=(batch, batch))) == [[0, 3], [0, 3]]
