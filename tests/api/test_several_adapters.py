@@ -74,7 +74,7 @@ def test_each_equals_itself_alone_and_a_long_update_keeps_no_short_one_waiting(s
     """`policy` learns while nothing else does, and `twin`, which has its settings, in the middle of an update of
     another."""
     assert update(server, "policy")["report"]["outcome"] == "published"
-    long = update(server, "coder", wait=False, trajectories=trajectories(400, "Sort down: 5 3 9 1 7 2 8 6 4"))
+    long = update(server, "coder", wait=False, trajectories=trajectories(200, "Sort down: 5 3 9 1 7 2 8 6 4"))
     twin = update(server, "twin")
     assert job(server, long["id"])["status"] == "running", "the device was shared, and the shorter one was done first"
     assert twin["report"]["outcome"] == "published"
@@ -83,7 +83,7 @@ def test_each_equals_itself_alone_and_a_long_update_keeps_no_short_one_waiting(s
     assert [status(server, name)["version"] for name in ADAPTERS] == [2, 2, 2]
     assert digest(server, "coder@2") != digest(server, "policy@2")
     history = get(server, "/v1/training/history", "coder")["updates"]
-    assert [(u["trajectories"], u["learning_rate"]) for u in history] == [(400, 3e-3)]
+    assert [(u["trajectories"], u["learning_rate"]) for u in history] == [(200, 3e-3)]
 
 
 def test_each_learns_from_its_own_answers(server: RunningServer) -> None:
@@ -200,7 +200,7 @@ def test_a_server_that_was_killed_goes_on_with_each_of_them(tmp_path: Path) -> N
         for name in ("policy", "coder"):
             assert update(server, name)["report"]["outcome"] == "published"
         collect(server, n=4, model="coder")
-        update(server, "twin", wait=False, trajectories=trajectories(400))
+        update(server, "twin", wait=False, trajectories=trajectories(200))
         until(lambda: status(server, "twin")["busy"])
         before = {name: status(server, name) for name in ADAPTERS}
         found = {name: digest(server, name) for name in ("policy", "coder")}
