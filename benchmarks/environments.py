@@ -32,12 +32,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem.cli.http import once
 from partial import Results, stop_cleanly
 from servers import free_port, tandem
 
 from mlx_tandem import demo
 from mlx_tandem.cli.outputs import argument
+from mlx_tandem.http_client import once
 
 PLAYED = Path(__file__).resolve().parents[1] / "tests" / "clients" / "environments"
 QUIET = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

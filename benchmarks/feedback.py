@@ -22,7 +22,6 @@ from time import perf_counter
 from typing import Any
 
 import yaml
-from mlx_tandem.cli.http import Connection
 from partial import Results, stop_cleanly
 from servers import tandem
 
@@ -30,6 +29,7 @@ from mlx_tandem import demo
 from mlx_tandem.cli.demo import traffic
 from mlx_tandem.cli.outputs import argument
 from mlx_tandem.config import FeedbackConfig
+from mlx_tandem.http_client import Connection
 from recipes.demo_model import data
 from recipes.demo_model.exchanges import Exchange
 

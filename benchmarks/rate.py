@@ -17,13 +17,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_tandem.cli.http import once
 from partial import Results, stop_cleanly
 from servers import Running, tandem
 
 from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import SORTING, Curve, Learner, Question, Task
 from mlx_tandem.cli.outputs import argument
+from mlx_tandem.http_client import once
 
 WINDOW = 5
 """Batches whose mean reward is compared."""
