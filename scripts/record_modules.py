@@ -21,8 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from mlx_tandem.model.kernels import recorded
-from mlx_tandem.model.kernels.recorded import Module, Recorded
+from mlx_tandem.model.kernels import nvrtc
+from mlx_tandem.model.kernels.nvrtc import Module, Recorded
 
 HEADERS = "mlx/backend/cuda/device/"
 
@@ -60,20 +60,20 @@ def included(texts: list[str], source: Path, library: mmap.mmap) -> dict[str, st
 def main() -> None:
     """Record the modules."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="+", metavar="GROUP=FOLDER", help=f"groups: {', '.join(recorded.GROUPS)}")
+    parser.add_argument("groups", nargs="+", metavar="GROUP=FOLDER", help=f"groups: {', '.join(nvrtc.GROUPS)}")
     parser.add_argument("--mlx", type=Path, required=True, help="a checkout of MLX")
     parser.add_argument("--library", type=Path, default=installed(), help="MLX's library; by default the installed one")
     args = parser.parse_args()
     found: dict[str, Module] = {}
     for group, _, folder in (each.partition("=") for each in args.groups):
-        if group not in recorded.GROUPS:
+        if group not in nvrtc.GROUPS:
             parser.error(f"there is no group {group!r}")
         for module in modules(Path(folder)):
             found.setdefault(module.name, msgspec.structs.replace(module, group=group))
     with args.library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
         headers = included([module.text for module in found.values()], args.mlx, library)
     own = Recorded(version("mlx"), headers, tuple(found.values()))
-    target = Path(recorded.__file__).with_name(recorded.FILE)
+    target = Path(nvrtc.__file__).with_name(nvrtc.FILE)
     target.write_bytes(gzip.compress(msgspec.json.encode(own), mtime=0))
     print(f"{len(found)} modules in {target.stat().st_size} bytes: {target}")
 

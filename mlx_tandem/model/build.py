@@ -29,7 +29,7 @@ from mlx_tandem.model.device import Limit
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import Kernels, examine
-from mlx_tandem.model.kernels import dialect, recorded
+from mlx_tandem.model.kernels import dialect, nvrtc
 from mlx_tandem.model.kernels.checking import Pieces
 from mlx_tandem.model.loader import LoadedModel, Report, lay_out, load_unread, read_weights, unpack_for_cpu
 from mlx_tandem.model.modules import clone
@@ -175,7 +175,7 @@ def _build(
     limit = backend.current().memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
     model, unread = _load_unread(config, limit, report)
-    dialect.compile_ahead(recorded.groups_of(config, packed=model.quantization is not None))
+    dialect.compile_ahead(nvrtc.groups_of(config, packed=model.quantization is not None))
     subject = _subject(config, model, unread, given)
     again, known = (None, None) if kept is None or given is not None else _kept(kept, subject, config, model)
     given = given or again

@@ -18,7 +18,7 @@ import pytest
 
 from mlx_tandem.config import DutyConfig, EngineConfig, LoraConfig, ModelConfig, SpeculationConfig
 from mlx_tandem.model import kernel_checks
-from mlx_tandem.model.kernels import dialect, nvrtc, recorded
+from mlx_tandem.model.kernels import dialect, nvrtc
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.nvrtc import CompileError, Form, Modules, Nvrtc, Unit
 from tests.kernels import shim
@@ -240,28 +240,28 @@ def test_the_compiler_is_the_one_that_mlx_has_loaded(library: Path, tmp_path: Pa
 
 def test_recorded_modules_are_those_of_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails after an update of MLX, the list has to be recorded anew on a GPU; until then starts are slower."""
-    found = recorded.read()
-    assert found is not None and {module.group for module in found.modules} == set(recorded.GROUPS)
+    found = nvrtc.recorded()
+    assert found is not None and {module.group for module in found.modules} == set(nvrtc.GROUPS)
     units = found.units(["serve"])
     assert 40 < len(units) < len(found.modules) == len({module.name for module in found.modules})
     assert found.units(["serve", "packed"])[0].name.startswith("qmm") and found.units(["packed", "serve"])[3:] == units
     assert all(unit.instances and "mlx::core::cu::" in unit.instances[0] for unit in units)
     included = {name for unit in units for name in re.findall(r'#include "(mlx/\S+)"', unit.text)}
     assert included <= found.headers.keys()
-    monkeypatch.setattr(recorded, "version", lambda package: "0.99.0")
-    assert recorded.read() is None
+    monkeypatch.setattr(nvrtc, "version", lambda package: "0.99.0")
+    assert nvrtc.recorded() is None
 
 
 def test_a_start_begins_with_what_it_needs() -> None:
     config = EngineConfig(ModelConfig("model"), lora=LoraConfig(max_loras=4))
-    assert recorded.groups_of(config, packed=False) == ["serve"]
+    assert nvrtc.groups_of(config, packed=False) == ["serve"]
     config = EngineConfig(
         ModelConfig("model"),
         lora=LoraConfig(prepare=True),
         duty=DutyConfig(trainer_rank=8),
         speculation=SpeculationConfig(method="ngram"),
     )
-    assert recorded.groups_of(config, packed=True) == ["serve", "adapters", "learning", "drafts", "packed"]
+    assert nvrtc.groups_of(config, packed=True) == ["serve", "adapters", "learning", "drafts", "packed"]
 
 
 def _real() -> Nvrtc | None:
@@ -276,7 +276,7 @@ def _real() -> Nvrtc | None:
 
 def test_recorded_modules_compile_for_hopper() -> None:
     """One of each kind: a fused operation, and one that gathers."""
-    compiler, found = _real(), recorded.read()
+    compiler, found = _real(), nvrtc.recorded()
     if compiler is None or found is None:
         pytest.skip("needs nvidia-cuda-nvrtc, nvidia-cuda-runtime and nvidia-cuda-cccl")
     units = found.units(["serve"])

@@ -69,7 +69,7 @@ import numpy as np
 from mlx_tandem import files
 from mlx_tandem.model import backend
 from mlx_tandem.model.backend import Target as Target
-from mlx_tandem.model.kernels import nvrtc, recorded
+from mlx_tandem.model.kernels import nvrtc
 
 Constant = int | bool | mx.Dtype
 """Value of a template parameter."""
@@ -374,8 +374,8 @@ def compile_together(calls: Callable[[], None]) -> None:
 
 
 def compile_ahead(groups: Collection[str]) -> None:
-    """Begin to compile the modules of MLX's own that starts of these groups (`recorded.py`) need."""
-    if (modules := compiled_modules()) and (found := recorded.read()):
+    """Begin to compile the modules of MLX's own that starts of these groups need."""
+    if (modules := compiled_modules()) and (found := nvrtc.recorded()):
         modules.begin(found.units(groups))
 
 
