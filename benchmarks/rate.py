@@ -129,6 +129,7 @@ def main() -> None:
         for seed in range(args.seeds):
             finished.append(learned(name, seed, args, progress))
     results.finish(results=finished)
+    print("\n".join(map(_line, finished)))
 
 
 def _line(run: dict[str, Any]) -> str:

@@ -152,7 +152,7 @@ class Hub:
         if not self._started:
             return None
         if len(self._environments) >= MOST_ENVIRONMENTS:
-            raise QuotaExceeded(f"{MOST_ENVIRONMENTS} environments have registered, which is the most", code="full")
+            raise QuotaExceeded(f"{MOST_ENVIRONMENTS} environments have registered, which is the most")
         alike = sum(e.said.desired_name == said.desired_name for e in self._environments)
         name = f"{said.desired_name}_{alike}"
         self._environments.append(Environment(said, name, said.group_size))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from msgspec.structs import replace
-
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.learning import Batch, Datum, LossConfig
 from mlx_tandem.training.online import update
@@ -56,7 +54,7 @@ async def teach(
         step=step,
         trajectories=(),
         batches=(Batch(trainer.name, tuple(data), LossConfig("cross_entropy")),),
-        adam=update.adam(replace(config, learning_rate=learning_rate), step, learner.ledger.counters.course.rate_scale),
+        adam=update.adam(config, step, learning_rate * learner.ledger.counters.course.rate_scale),
         micro_batch_tokens=micro,
         taught=taught,
     )

@@ -51,11 +51,12 @@ class Database:
         held: Callable[[], bool] = lambda: True,
         *,
         name: str = NAME,
-        migrations: Sequence[str] = MIGRATIONS,
+        migrations: Sequence[str] | None = None,
     ) -> Database:
         """Return the database in `folder`, made or brought to this version's tables where that is needed.
 
-        `held` returns whether this process still has the folder's lock. `migrations` are those of the file `name`.
+        `held` returns whether this process still has the folder's lock. `migrations` are those of the file `name`; by
+        default those of learning.
         Raises StorageError when the file is damaged, or was written by a newer version.
         """
         path = folder.resolve() / name
@@ -69,7 +70,7 @@ class Database:
                 for pragma in (*PRAGMAS, "journal_mode = WAL", f"journal_size_limit = {WAL_BYTES}"):
                     connection.execute(f"PRAGMA {pragma}")
                 _check_whole(path, connection)
-                _migrate(path, connection, migrations)
+                _migrate(path, connection, MIGRATIONS if migrations is None else migrations)
                 return Database(path, connection, held)
             except BaseException:
                 connection.close()

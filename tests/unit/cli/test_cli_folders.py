@@ -120,9 +120,9 @@ def test_what_was_learned_is_listed_shown_and_exported(learned: Path, tmp_path: 
     rows = [
         line for line in tandem("learn", "show", "policy", "--last", "2", *at).stdout.splitlines() if line[:1] == "│"
     ]
-    assert [[cell.strip() for cell in row.split("│")[1:6]] for row in rows] == [
-        ["2", "published", "3", "1", "0.5"],
-        ["3", "published", "4", "1", "0.75"],
+    assert [[cell.strip() for cell in row.split("│")[1:7]] for row in rows] == [
+        ["2", "published", "3", "1", "0", "0.5"],
+        ["3", "published", "4", "1", "0", "0.75"],
     ]
     assert [u["update"] for u in json.loads(tandem("learn", "show", "policy", "--json", *at).stdout)] == [1, 2, 3]
     found = [json.loads(line) for line in tandem("learn", "export", "policy", *at).stdout.splitlines()]

@@ -246,6 +246,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--enable-rl-training --report-to tensorboard,wandb", "rl_training.report_to", ("tensorboard", "wandb")),
     ("--enable-rl-training --checkpoint-dir c", "checkpointing.checkpoint_dir", "c"),
     ("--enable-rl-training --checkpoint-interval 9", "checkpointing.interval", 9),
+    ("--learn-from-feedback sql", "feedback.learn", "sql"),
     ("--enable-tinker", "tinker.enabled", True),
     ("--enable-tinker --tinker-trainers 9", "tinker.trainers", 9),
     ("--enable-tinker --tinker-rank 9", "tinker.rank", 9),

@@ -50,7 +50,7 @@ FOLDERS = {
 }
 READ = {"adapter-root", "config", "valid", "init-from", "api-key-file", "validation-prompts", "ssl-certfile"}
 READ |= {"ssl-keyfile", "chat-template", "generation-config", "cacert", "adapter", "model"}
-READ |= {"draft-model-path"}
+READ |= {"draft-model-path", "environment-python"}
 OTHERS = {  # a path of URLs, a socket that is bound first, folders that are read, and a copy of what is there
     "learn export --out",
     *("serve --root-path", "train rl --root-path", "serve --uds", "train rl --uds"),
