@@ -263,11 +263,17 @@ class Learner:
         return report
 
     async def _failed(self, pending: Pending, error: TandemError, started: float) -> UpdateReport:
-        """Take the trainer back to where it was. Raises `error` when the update is worth another attempt."""
+        """Take the trainer back to where it was. Raises `error` when the update is worth another attempt.
+
+        One that the drive does not take waits for it as long as it lasts: what would begin in its place is not taken
+        either, and what it was to learn from would be lost.
+        """
         await self._take_back()
-        passing = isinstance(error, EngineError | StorageError) or not self.is_up
+        if isinstance(error, StorageError):
+            raise error
+        passing = isinstance(error, EngineError) or not self.is_up
         if passing and pending.attempts < MAX_ATTEMPTS:
-            if isinstance(error, EngineError | StorageError):
+            if isinstance(error, EngineError):
                 raise error
             raise EngineUnavailable("the engine ended during the update") from error
         return self._end(pending, Finding("skipped", error.message, step=self.trainer.step), started)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from mlx_tandem.files import StorageError
+from mlx_tandem.training.online.learner import MAX_ATTEMPTS
 from mlx_tandem.training.online.states import States
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.database import Database
 from tests.unit.learning_fakes import Killed, Points, config, died, group
-from tests.unit.online_side import Side, validated
+from tests.unit.online_side import Side, full_drive, on_a_loop, running, validated
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
@@ -133,3 +135,17 @@ def test_when_the_engine_fails_at_any_point_the_same_process_goes_on(tmp_path: P
     assert whole[1] == EXPECTED
     for at in range(1, plain.count):
         assert asyncio.run(go(tmp_path / str(at), Points(at))) == whole, f"at {at} of {plain.count}"
+
+
+@on_a_loop
+async def test_a_drive_that_is_full_for_long_loses_no_update(tmp_path: Path) -> None:
+    """It is tried again as often as it takes, and no other one begins in its place."""
+    async with running(config(tmp_path)) as side:
+        ledger = side.learner._learner.ledger
+        with full_drive():
+            with pytest.raises(StorageError):
+                await side.learner.add(group(1), 2)
+            await side.until(lambda: ledger.pending is not None and ledger.pending.attempts > 2 * MAX_ATTEMPTS)
+            assert side.learner.status().updates == 0
+        await side.until(lambda: side.learner.status().updates == 1)
+        assert side.learner.history[-1].outcome == "published"

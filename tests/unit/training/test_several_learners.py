@@ -221,16 +221,12 @@ async def test_a_full_drive_delays_all_of_them_and_changes_nothing(tmp_path: Pat
     process = Process(own_settings(of_all(tmp_path / "together")))
     await process.bring_up()
     await process.teach("policy")
-    for name in ("coder", "writer"):  # an update of what nobody has acknowledged is given up after some attempts
-        process.learners[name].stop()
     with full_drive():
         for name in ("coder", "writer"):
             with pytest.raises(StorageError, match="full"):
                 await process.learners[name].add(lesson(name, 0), 2)
         assert await process.learners["coder"].folder.error() == "", "the folder is there"
         assert [each.status().updates for each in process.learners.values()] == [UPDATES, 0, 0]
-    for name in ("coder", "writer"):
-        process.learners[name].start()
     await asyncio.gather(*map(process.teach, ADAPTERS))
     assert {name: process.found(name) for name in ADAPTERS} == expected
     await process.close()
