@@ -144,7 +144,7 @@ async def test_a_drive_that_is_full_for_long_loses_no_update(tmp_path: Path) -> 
         ledger = side.learner._learner.ledger
         with full_drive():
             with pytest.raises(StorageError):
-                await side.learner.add(group(1), 2)
+                await side.learner.add([*group(1), *group(2)], 2)
             await side.until(lambda: ledger.pending is not None and ledger.pending.attempts > 2 * MAX_ATTEMPTS)
             assert side.learner.status().updates == 0
         await side.until(lambda: side.learner.status().updates == 1)
