@@ -21,6 +21,7 @@ from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.dialects.route import Reply, Route
 from mlx_tandem.dialects.routes import ROUTES
+from mlx_tandem.errors import UnsupportedMedia
 from mlx_tandem.explain import explain
 from mlx_tandem.limits import MAX_RECEIVED_BYTES, MAX_TINKER_BODY
 from mlx_tandem.server.auth import Gate
@@ -116,7 +117,11 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
         if route.reads == "bytes":
             front.client.check_ready()
             with unpacked.receiving.body() as incoming:
-                return await _handled(front, route, [*values, await read_bytes(request, unpacked, incoming)])
+                received = await read_bytes(request, unpacked, incoming)
+                named = received.media in route.media or not (received.media or "origin" in request.headers)
+                if route.media and not named:  # a page of another site may send other types without asking
+                    raise UnsupportedMedia(f"Content-Type must be {' or '.join(route.media)}")
+                return await _handled(front, route, [*values, received])
         if body is not None:
             # A request that cannot be admitted now is refused before its body is read.
             if route.reads == "prompts":

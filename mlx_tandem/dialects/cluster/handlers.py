@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from mlx_tandem import limits
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.route import Received, Reply
-from mlx_tandem.errors import NotFound
+from mlx_tandem.errors import Forbidden, NotFound
 from mlx_tandem.training.cluster.wire import (
     MOST_ITEMS,
     MOST_WAIT,
@@ -96,6 +96,11 @@ async def contribute(front: ServerFront, body: Received) -> dict[str, Any]:
     """Take what a trainer has learned in a round of federated averaging."""
     await front.check_leader().contribute(decode(body.content, Contribution))
     return {"status": "contributed"}
+
+
+def refuse_browser(front: ServerFront) -> None:
+    """Raise Forbidden: a page that a browser shows could take a trainer's lease by GET."""
+    raise Forbidden("browsers may not take trajectories")
 
 
 async def take(front: ServerFront, query: TakeQuery) -> Reply:

@@ -8,6 +8,9 @@ from mlx_tandem.training.cluster.wire import PATH
 
 BYTES = ("application/octet-stream",)
 
+BROWSER = "sec-fetch-site"
+"""A header that every browser sends, and no program."""
+
 ROUTES = (
     Route("GET", f"{PATH}/status", h.status),
     Route("GET", f"{PATH}/base", h.base),
@@ -16,6 +19,7 @@ ROUTES = (
     Route("POST", f"{PATH}/contributions", h.contribute, reads="bytes", media=BYTES),
     Route("GET", f"{PATH}/files/{{sha256}}", h.read, query=h.ReadQuery),
     Route("PUT", f"{PATH}/files/{{sha256}}", h.write, query=h.WriteQuery, reads="bytes", media=BYTES),
+    Route("GET", f"{PATH}/trajectories", h.refuse_browser, header=BROWSER),
     Route("GET", f"{PATH}/trajectories", h.take, query=h.TakeQuery),
     Route("POST", f"{PATH}/trajectories", h.collect, reads="bytes", media=BYTES),
 )

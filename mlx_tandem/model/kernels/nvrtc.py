@@ -78,6 +78,9 @@ struct Shape {
 """The part of MLX's header that kernels use. MLX's own `Shape` is an array of as many numbers."""
 
 
+COMPILE_SECONDS = 600.0
+"""Seconds after which a text that is still being compiled is given up, so that MLX compiles it."""
+
 MOST_AT_ONCE = 32
 """Most kernels that are compiled at once. Each needs a processor and 0.4 GB of memory, and MLX's products of packed
 weights need 3 GB."""
@@ -209,7 +212,11 @@ class Nvrtc:
         about = {"name": unit.name, "text": unit.text, "headers": headers, "instances": unit.instances}
         job = json.dumps(about | {"library": self._library, "options": self._options}).encode()
         program = Path(__file__).with_name("nvrtc_program.py")
-        done = subprocess.run([sys.executable, "-I", "-S", program], input=job, capture_output=True, check=False)
+        words = [sys.executable, "-I", "-S", program]
+        try:
+            done = subprocess.run(words, input=job, capture_output=True, check=False, timeout=COMPILE_SECONDS)
+        except subprocess.TimeoutExpired as e:
+            raise CompileError(f"NVRTC has not ended within {COMPILE_SECONDS:g} s") from e
         line, _, code = done.stdout.partition(b"\n")
         if done.returncode or not line:
             raise CompileError(f"NVRTC's process has ended with {done.returncode}: {done.stderr.decode()[-500:]}")

@@ -92,7 +92,7 @@ class Feed:
             except Exception as e:
                 log_exception("taking from Atropos failed", e)
                 self.status.error = f"internal error: {type(e).__name__}"
-                self._left = []
+                del self._left[:1]  # the others may be in order
             if not again:
                 await asyncio.sleep(POLL_SECONDS)
 

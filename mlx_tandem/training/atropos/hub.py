@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from mlx_tandem.errors import NotFound, Overloaded, QuotaExceeded
+from mlx_tandem.errors import InvalidRequest, NotFound, Overloaded, QuotaExceeded
 from mlx_tandem.training.atropos.client import NotRegistered
 from mlx_tandem.training.atropos.scored import ScoredData
 
@@ -48,9 +48,9 @@ class Registration(Struct):
     batch_size: Annotated[int, Meta(ge=1, le=1 << 20)]  # sequences
     max_token_len: Count
     checkpoint_dir: Folder
-    save_checkpoint_interval: int
+    save_checkpoint_interval: Annotated[int, Meta(ge=-1, le=2**31 - 1)]
     starting_step: Count
-    num_steps: int
+    num_steps: Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 
 
 class EnvironmentBody(Struct):
@@ -165,8 +165,10 @@ class Hub:
     def put(self, group: Group) -> int | None:
         """Take a group. Return the sequences that wait in the buffer of its environment, if it goes there.
 
-        Raises Overloaded while too much waits.
+        Raises Overloaded while too much waits, and InvalidRequest for an empty group.
         """
+        if not group.size:
+            raise InvalidRequest("tokens must have at least one sequence", param="tokens")
         self._check_room(group)
         env_id = group.env_id
         known = self._environments[env_id] if env_id is not None and self._is_known(env_id) else None

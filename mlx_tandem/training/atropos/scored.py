@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
@@ -37,7 +37,7 @@ class ScoredData(Struct):
     overrides: list[dict[str, Any] | None] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
-    env_id: int | None = None
+    env_id: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 def trajectories(

@@ -86,11 +86,16 @@ class ClusterFolder:
             return sorted(p.name for p in (self.path / "versions").iterdir() if not p.name.startswith("."))
 
     def assemble(self, version: Version) -> AdapterSource:
-        """Make the folder of a version of its files, all of which have to be whole. Raises InvalidRequest if not."""
+        """Make the folder of a version of its files, all of which have to be whole. Raises InvalidRequest if not.
+
+        The files are compared with their hashes once more: another request may have named another size for them.
+        """
+        if len({file.name for file in version.files}) < len(version.files):
+            raise InvalidRequest("the files of a version must have different names", param="version.files")
         new = self.new(version.digest)
         with files.storage(new):
             for file in version.files:
-                if self.received(file) < file.size:
+                if self.received(file) != file.size or hash_file(self._part(file.sha256)) != file.sha256:
                     raise InvalidRequest(f"the file {file.sha256} is not there", param="version.files")
                 files.link_or_copy(self._part(file.sha256), new / file.name)
             files.sync_folder(new)

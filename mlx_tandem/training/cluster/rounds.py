@@ -79,8 +79,11 @@ class Rounds:
             await self._serve(target, number)
             self.done += 1
             log("round ended", version=number, trainers=len(given), examples=sum(each.examples for each in given))
-        except TandemError as e:
-            log("a round has failed", logging.WARNING, reason=e.message)
+        except Exception as e:
+            # What was acknowledged is not lost: the round is tried again, with what is handed in until then.
+            self._given = {each.trainer: each for each in given}
+            self._timer = asyncio.create_task(self._time(current))
+            log("a round has failed", logging.WARNING, reason=e.message if isinstance(e, TandemError) else repr(e))
             raise
 
     def _stop_timer(self) -> None:

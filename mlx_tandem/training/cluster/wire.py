@@ -30,10 +30,10 @@ MOST_WAIT = 30.0
 PATH = "/v1/cluster"
 """The beginning of all paths."""
 
-Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Id = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
-Name = Annotated[str, Meta(pattern=f"^{limits.NAME.pattern}$")]
-Number = Annotated[int, Meta(ge=1, le=2**53)]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
+Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$(?!\n)")]
+Name = Annotated[str, Meta(pattern=rf"^{limits.NAME.pattern}$(?!\n)")]
+Number = Annotated[int, Meta(ge=1, le=2**52)]
 Text = Annotated[str, Meta(max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$")]
 FileName = Literal["adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"]
 

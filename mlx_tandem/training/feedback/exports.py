@@ -123,7 +123,7 @@ def _open_webui(entry: Mapping[str, Any]) -> Told:
     if score is None and not said:
         raise Unusable("it has no rating, and the answer was not edited")
     others = [_said(s, "originalContent") or _said(s, "content") for s in _siblings(messages, message)]
-    others = [text for text in dict.fromkeys(others) if text and text != (said or edited)]
+    others = [text for text in dict.fromkeys(others) if text and text != (said or edited)][:MOST_SIBLINGS]
     prefers = score == 1.0 and bool(others) and not said
     answer = said or edited
     if not answer:
@@ -150,6 +150,10 @@ def _inner(value: Any, *keys: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+MOST_SIBLINGS = 16
+"""Other answers to the same message that a preference is learned against."""
+
+
 def _siblings(messages: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the other answers to the message that this one answers."""
     children = _inner(messages, _text(message.get("parentId"))).get("childrenIds")
@@ -162,12 +166,16 @@ def _siblings(messages: Mapping[str, Any], message: Mapping[str, Any]) -> Iterat
 def _before(messages: Mapping[str, Any], message: Mapping[str, Any], system: str) -> list[dict[str, Any]]:
     """Return the conversation up to a message, from its parents. Raises Unusable."""
     found: list[dict[str, Any]] = []
-    at = messages.get(_text(message.get("parentId")))
-    while isinstance(at, dict) and len(found) <= limits.MAX_MESSAGES:
+    seen: set[str] = set()
+    id = _text(message.get("parentId"))
+    while isinstance(at := messages.get(id), dict) and len(found) <= limits.MAX_MESSAGES:
+        if id in seen:
+            raise Unusable("the conversation is a loop: a message is among those before it")
+        seen.add(id)
         if at.get("files"):
             raise Unusable("the conversation has files, whose content the export does not have")
         found.append({"role": _text(at.get("role")), "content": _said(at, "content")})
-        at = messages.get(_text(at.get("parentId")))
+        id = _text(at.get("parentId"))
     if not found:
         raise Unusable("its snapshot does not have the question")
     if len(found) > limits.MAX_MESSAGES:
