@@ -24,7 +24,7 @@ OF_THE_SERVER = ("enabled", "adapter", "adapters", "atropos_url", "atropos_api",
 """Settings of `rl_training` that belong to the server. What comes from Atropos goes to the default adapter."""
 
 FOLDERS = ("journal", "tensorboard", "wandb")
-"""Names of folders beside the checkpoints that are no adapter's."""
+"""Names of folders beside the checkpoints that belong to no adapter."""
 
 
 class Own(NamedTuple):
@@ -112,7 +112,7 @@ def _merged(training: RLTrainingConfig, name: str) -> RLTrainingConfig:
 def _folder(root: Path, name: str, *, default: bool) -> Path:
     """Return the folder of an adapter's checkpoints. One that has learned stays where it is."""
     own, prefix = root / name, f".state-{name}-"
-    is_other_s = (own / DATABASE).exists()  # a whole folder of another server, whose name is this adapter's by chance
+    is_other_s = (own / DATABASE).exists()  # a folder of another server that has this adapter's name by chance
     has_learned = (own / files.LOCK).is_file() and not is_other_s
     is_in_root = any(p.name.removeprefix(prefix).isdigit() for p in root.glob(f"{prefix}*"))
     if default:

@@ -18,7 +18,7 @@ MOST_UNPACKED = 64 << 20
 """Most bytes of a body after decompression."""
 
 GZIP = 16 + zlib.MAX_WBITS
-"""What tells zlib that data has gzip's header."""
+"""The argument that tells zlib that data has gzip's header."""
 
 T = TypeVar("T")
 
@@ -49,11 +49,11 @@ def _unpacked(body: Received, kind: type[T]) -> T:
         try:
             content = unpacking.decompress(content, MOST_UNPACKED)
         except zlib.error as e:
-            raise InvalidRequest("the body is no whole gzip data") from e
+            raise InvalidRequest("the body is not complete gzip data") from e
         if unpacking.unconsumed_tail:
             raise TooLarge(f"the body is over the limit of {MOST_UNPACKED} bytes when it is unpacked")
         if not unpacking.eof:
-            raise InvalidRequest("the body is no whole gzip data")
+            raise InvalidRequest("the body is not complete gzip data")
     return decode(content, kind)
 
 
@@ -140,7 +140,7 @@ def scored_data_list(front: ServerFront, body: Received) -> dict[str, Any]:
 
 
 def latest_example(front: ServerFront) -> Any:
-    """Return the group that came last, or one of nothing."""
+    """Return the group that came last, or an empty one."""
     latest = _hub(front).latest
     names = (
         "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
@@ -156,5 +156,5 @@ def reset_data(front: ServerFront) -> str:
 
 
 def refuse_browser(front: ServerFront) -> None:
-    """Raise Forbidden: a page that a browser shows could have it ask for anything by GET."""
+    """Raise Forbidden: any page that a browser shows can make it send GET requests."""
     raise Forbidden("browsers may not take or drop what environments have posted")

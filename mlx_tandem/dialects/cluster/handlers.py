@@ -53,7 +53,7 @@ class WriteQuery(Struct, forbid_unknown_fields=True):
 
 
 class TakeQuery(Struct, forbid_unknown_fields=True):
-    """A trainer's request for trajectories: those with numbers up to `after` in `queue` it has."""
+    """A trainer's request for trajectories. It already has those with numbers up to `after` in `queue`."""
 
     trainer: Id
     queue: Id
@@ -115,7 +115,7 @@ async def collect(front: ServerFront, body: Received) -> dict[str, Any]:
 
 
 def status(front: ServerFront) -> dict[str, Any]:
-    """Return the part that this server has among several machines."""
+    """Return the role of this server among several machines, and its counters."""
     if front.cluster is None:
         raise NotFound("this server is one machine: it neither leads (--share-model) nor is connected (--connect-to)")
     return dict(plain(front.cluster.status()))

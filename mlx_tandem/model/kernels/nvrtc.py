@@ -5,7 +5,7 @@ than a second, and again in each process. But it first looks for the module's fi
 its mlx/backend/cuda/jit_module.cpp). `Modules` writes that file. It compiles the same body behind a header that takes a
 tenth of the time, several kernels at once, and finds it again at the next start. It also compiles modules of MLX's own
 (`Recorded`). Where the names of another version of MLX differ, MLX finds no file and compiles by itself, which takes
-longer and is as right.
+longer and gives the same results.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ def _sums(path: Path, recipe: str) -> str:
 FILE = "recorded.json.gz"
 
 SERVE, ADAPTERS, LEARNING, DRAFTS, PACKED = GROUPS = ("serve", "adapters", "learning", "drafts", "packed")
-"""What starts need modules for; a module belongs to the first group whose start needed it."""
+"""The features whose starts need modules; a module belongs to the first group whose start needed it."""
 
 
 class Module(Struct, frozen=True, forbid_unknown_fields=True):

@@ -37,7 +37,7 @@ def compiled(
     nvrtc, program, size = ctypes.CDLL(library), ctypes.c_void_p(), ctypes.c_size_t()
     count, texts, names = len(headers), _strings(headers.values()), _strings(headers)
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), count, texts, names):
-        raise Refused("NVRTC makes no program")
+        raise Refused("NVRTC cannot create a program")
     for instance in instances:
         nvrtc.nvrtcAddNameExpression(program, instance.encode())
     if nvrtc.nvrtcCompileProgram(program, len(options), _strings(options)):

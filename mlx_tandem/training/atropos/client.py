@@ -20,11 +20,11 @@ MOST_BYTES = 256 << 20
 
 
 class Unreachable(Exception):
-    """The API does not answer, or not as it should."""
+    """The API does not answer, or its reply is not valid."""
 
 
 class NotRegistered(Exception):
-    """The API knows of no trainer, as after it was started again."""
+    """The API has no registered trainer, for example because it was started again."""
 
 
 class _Batch(msgspec.Struct):

@@ -20,13 +20,13 @@ from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.types import EngineInfo
 
 POLL_SECONDS = 1.0
-"""Seconds between two looks for a batch."""
+"""Seconds between two requests for a batch."""
 
 PATIENCE = 60
-"""Looks without a batch after which the log says what may be the reason."""
+"""Requests without a batch after which the log says what the reason may be."""
 
 MANY_STEPS = 1_000_000_000
-"""Number of updates that environments are told. They end when it is reached; learning here does not."""
+"""The number of updates that environments are told. They end when it is reached, but learning does not."""
 
 State = Literal["connecting", "waiting", "learning", "stopped"]
 
@@ -39,7 +39,7 @@ class FeedStatus(Struct):
     batch_size: int = 0  # sequences; 0: not registered yet
     batches: int = 0
     trajectories: int = 0
-    without_logprobs: int = 0  # of these, which were drawn with logprobs that nobody has told
+    without_logprobs: int = 0  # of these, those whose environment gave no logprobs
     refused_groups: int = 0
     error: str = ""  # the last one; empty since it was overcome
 
@@ -148,7 +148,7 @@ class Feed:
         self.status.without_logprobs += sum(t.external for t in made)
 
     def _count(self) -> None:
-        """Count a look, and the batch that it has found; say after many looks without one what may be wrong."""
+        """Count a request, and the batch that it got; log what may be wrong after many requests without one."""
         if self._left:
             self._looks = 0
             self.status.batches += 1

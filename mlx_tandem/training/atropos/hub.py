@@ -258,8 +258,8 @@ def batch(queue: Sequence[Group], size: int, shares: Mapping[int, float]) -> lis
     """Return the places in the queue of groups that sum to `size` sequences; [] if there are none.
 
     Groups of one size are packed until a pack is as large as the largest group, since packs of one size always fill a
-    batch. `shares` has the least shares of a batch by environment; an environment that has none and nothing to give
-    makes the others wait. With shares, a pack has groups of one environment.
+    batch. `shares` has the least shares of a batch by environment. The others wait while an environment with a share
+    has no pack. With shares, a pack has groups of one environment only.
     """
     largest = max((group.size for group in queue), default=0)
     if not largest or size % largest:

@@ -46,7 +46,7 @@ def trajectories(
     """Return the group as trajectories that are compared with one another.
 
     `most_tokens` bounds each sequence, and `created` is in Unix seconds. The name of the group begins with `source`;
-    `version` of the trained adapter has drawn all of it, 0: nobody knows which one. A sequence whose advantage is set
+    `version` is that of the trained adapter that has drawn all of it; 0: unknown. A sequence whose advantage is set
     to zero counts in the mean, and nothing is learned from it. Where a drawn token has no logprob, those of the
     sequence are computed again. Raises InvalidRequest for a group that cannot be learned from.
     """
@@ -125,7 +125,7 @@ def _override(given: Sequence[dict[str, Any] | None] | None, i: int) -> dict[str
 def _params(group: ScoredData, own: dict[str, Any]) -> SamplingParams:
     """Return how a sequence was drawn: by its overrides, else by the group's parameters, else by the group's overrides.
 
-    What none of them says was not changed. Raises InvalidRequest for a temperature or truncation out of its range.
+    A parameter that is in none of them had no effect. Raises InvalidRequest for a value out of its range.
     """
     said: dict[str, Any] = {}
     for layer in (group.group_overrides, group.generation_params, own):

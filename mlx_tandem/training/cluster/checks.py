@@ -19,7 +19,7 @@ GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,399}")
 
 
 HIGHEST = limits.LEARNING["example_logprob"].high
-"""Highest logprob, which rounding may bring over 0."""
+"""Highest logprob that is accepted: rounding may bring one slightly over 0."""
 
 
 def check_items(items: Sequence[Item], *, vocab_size: int, most_tokens: int) -> None:

@@ -33,16 +33,16 @@ from mlx_tandem.training.cluster.wire import (
 )
 
 GRACE = 10.0
-"""Seconds for which a request waits for its reply, besides those that it asks the leader to wait."""
+"""Seconds for which a request waits for its reply, in addition to those that it asks the leader to wait."""
 
 BASE_SECONDS = 600.0
-"""Seconds for which the leader may read its base, of which it computes the digest first."""
+"""Seconds that the leader may take for its first reply about its base, for which it reads all files of the base."""
 
 Message = TypeVar("Message", bound=Struct)
 
 
 class Unreachable(Exception):
-    """The leader does not answer, or cannot now. It is worth asking again."""
+    """The leader does not answer, or cannot do what it was asked now. A later attempt may succeed."""
 
 
 class Refused(Exception):
@@ -96,8 +96,9 @@ class LeaderClient:
         return await self._ask("GET", f"/files/{file.sha256}?offset={offset}", most=CHUNK)
 
     async def upload(self, file: File, offset: int, content: bytes) -> int:
-        """Send bytes of a file from `offset` on, and return how many the leader has; it has to be asked with none
-        first.
+        """Send bytes of a file from `offset` on, and return how many the leader has.
+
+        The first call has no bytes: its result says from where on the leader needs them.
         """
         path = f"/files/{file.sha256}?name={quote(file.name)}&size={file.size}&offset={offset}"
         return _decoded(await self._ask("PUT", path, content), Received).received
@@ -115,7 +116,7 @@ class LeaderClient:
         await self._ask("POST", "/trajectories", msgspec.json.encode(Items(base, queue, tuple(items))))
 
     async def take(self, trainer: str, queue: str, after: int, most: int, wait: float) -> Items:
-        """Return trajectories with numbers above `after` in the queue `queue`; others go: the trainer has them."""
+        """Return trajectories with numbers above `after` in `queue`. The leader removes those up to it."""
         path = f"/trajectories?trainer={trainer}&queue={queue}&after={after}&most={most}&wait={wait:g}"
         return _decoded(await self._ask("GET", path, seconds=wait + GRACE), Items)
 

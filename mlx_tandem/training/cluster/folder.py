@@ -1,7 +1,7 @@
 """The folder of a machine of the cluster: adapters by digest, files that are not whole yet, and what is known.
 
-`versions/DIGEST` is an adapter's folder. `parts/SHA256` is a file that is on its way or waits for its sibling. Names
-from other machines are checked by their types and never become other paths.
+`versions/DIGEST` is an adapter's folder. `parts/SHA256` is a file that is on its way, or waits for the other file
+of its adapter. Names from other machines are checked by their types and never become other paths.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ClusterFolder:
             return sorted(p.name for p in (self.path / "versions").iterdir() if not p.name.startswith("."))
 
     def assemble(self, version: Version) -> AdapterSource:
-        """Make the folder of a version of its files, all of which have to be whole. Raises InvalidRequest if not.
+        """Make the folder of a version from its files. Raises InvalidRequest unless all of them are complete.
 
         The files are compared with their hashes once more: another request may have named another size for them.
         """

@@ -14,8 +14,8 @@ class Joined(Struct, frozen=True):
     """The leader as it was when this machine joined it last."""
 
     url: str
-    id: str  # of this machine, which the leader knows again by it
+    id: str  # of this machine, by which the leader recognises it
     base: Base
     model: str  # folder of the base on this machine
     newest: int = 0  # highest number of a version of the trained adapter
-    beginning: Version | None = None  # that a trainer has begun with; None: with a fresh adapter
+    beginning: Version | None = None  # with which a trainer has begun; None: a fresh adapter

@@ -39,7 +39,7 @@ from mlx_tandem.training.cluster.wire import (
 from mlx_tandem.types import AdapterSource
 
 LEASE = 15.0
-"""Seconds after its last request in which a trainer is the only one."""
+"""Seconds after its last request for which a trainer keeps its lease."""
 
 MOST_WAITING = 256
 """Most requests that wait for something new."""
@@ -222,7 +222,7 @@ class Leader:
     async def publish(self, wanted: Publication) -> None:
         """Serve a version whose files are there. Raises InvalidRequest if it is not what it says; nothing changes then.
 
-        Publishing the same version again, as a trainer does that has not got the answer, changes nothing.
+        Publishing the same version again, as a trainer does that has not received the reply, changes nothing.
         """
         if self._front.config.cluster.trainers > 1:
             raise InvalidRequest("this leader averages what trainers contribute (--federate)", param="version")
@@ -238,7 +238,7 @@ class Leader:
             self._published += 1
 
     async def contribute(self, given: Contribution) -> None:
-        """Take what a trainer has learned in a round of averaging. The first version of all is served as it is.
+        """Take what a trainer has learned in a round of averaging. The very first version is served as it is.
 
         Raises Conflict for what was learned from an earlier version, and InvalidRequest if it is not what it says.
         """
@@ -263,7 +263,7 @@ class Leader:
         self._hold(wanted.trainer)
 
     async def _have(self, version: Version) -> None:
-        """Make the folder of a version of its files, unless it is there. Raises InvalidRequest."""
+        """Make the folder of a version from its files, unless it is there. Raises InvalidRequest."""
         if self.folder.source(version.digest) is None:
             await asyncio.to_thread(self.folder.assemble, version)
 
@@ -293,7 +293,7 @@ class Leader:
         return Items(base, self.queue.id, found)
 
     async def _free(self) -> None:
-        """Let others have what a trainer has not acknowledged whose lease has ended."""
+        """Let other trainers have what those whose leases have ended did not acknowledge."""
         active = frozenset(self._leases)
         if active != self._active and time.monotonic() > self._started + LEASE:
             await self.queue.free(active)

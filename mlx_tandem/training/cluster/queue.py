@@ -48,7 +48,7 @@ class Queue:
         self._arrived = asyncio.Event()
         self._reading = asyncio.Lock()
         self.id = ""
-        """The name of this file, without which its numbers mean nothing."""
+        """The id of this queue. Numbers of trajectories have a meaning only together with it."""
         self.dropped = 0
         """Trajectories that went for lack of room since the start."""
         self.waiting = 0
@@ -86,7 +86,7 @@ class Queue:
 
         Where there are none, wait for some for `wait` seconds. Raises StorageError.
         """
-        self._arrived.clear()  # before looking, so that nothing that comes meanwhile is missed
+        self._arrived.clear()  # before looking, so that nothing that comes in between is missed
         found = await self._look(after, most, taker)
         if not found and most and wait:
             with contextlib.suppress(TimeoutError):
@@ -107,7 +107,7 @@ class Queue:
             await asyncio.to_thread(self._remove, through, taker)
 
     async def free(self, takers: Collection[str]) -> None:
-        """Let everybody have the trajectories of those that are not among `takers`. Raises StorageError."""
+        """Make the trajectories of machines that are not among `takers` available to all again. Raises StorageError."""
         marks = ", ".join("?" * len(takers))
         statement = f"UPDATE items SET taker = '' WHERE taker NOT IN ({marks})"
         async with self._reading:

@@ -35,7 +35,7 @@ class Collector:
         return frozenset()
 
     def choose(self, asked: AdapterRef) -> Pair | None:
-        """Return None: prompts are compared where there is learning."""
+        """Return None: only the machine that learns compares versions on prompts."""
         return None
 
     def wait(self, prompt: Prompt, rewards: Sequence[float], n: int, pair: Pair) -> None:

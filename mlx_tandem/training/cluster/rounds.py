@@ -22,7 +22,7 @@ class Rounds:
     """The round of one leader. It ends with the contribution of the last trainer, or when the time is over."""
 
     def __init__(self, folder: ClusterFolder, trainers: int, seconds: float, serve: Serve):
-        """Prepare for so many trainers; `serve` serves their average, `seconds` after the first one at the latest."""
+        """Prepare for `trainers` trainers. `serve` serves their average, at most `seconds` after the first one."""
         self._folder, self._trainers, self._seconds, self._serve = folder, trainers, seconds, serve
         self._given: dict[str, Contribution] = {}  # by trainer
         self._timer: asyncio.Task[None] | None = None
@@ -53,7 +53,7 @@ class Rounds:
                 self._timer = asyncio.create_task(self._time(current))
 
     async def close(self) -> None:
-        """Give up the round: the trainers hand in again."""
+        """Give up the round: the trainers will hand in their contributions again."""
         self._stop_timer()
 
     async def _time(self, current: int) -> None:

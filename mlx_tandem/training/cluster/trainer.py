@@ -37,7 +37,7 @@ from mlx_tandem.training.store.records import GOOD
 from mlx_tandem.types import AdapterRef
 
 REST = 1.0
-"""Seconds between two signs of life while nothing is lacking for an update."""
+"""Seconds between two requests, which keep the lease, while the next update needs no more trajectories."""
 
 KEPT = 4
 """Versions whose files are kept, so that the leader can be told to go back to them."""
@@ -51,7 +51,7 @@ class TrainerStatus(Struct):
     trajectories: int = 0  # from the leader
     refused: int = 0  # trajectories that could not be from this base
     published: int = 0  # versions
-    version: int = 0  # that the leader serves of this trainer's; 0: none yet
+    version: int = 0  # of this trainer's, the one that the leader serves; 0: none yet
     error: str = ""  # of taking trajectories; empty since it was overcome
     publishing_error: str = ""
 
@@ -81,7 +81,7 @@ class Trainer:
         self._tasks: list[asyncio.Task[NoReturn]] = []
 
     async def join(self) -> None:
-        """Take the folder, and let what this server begins with have the number that it has on the leader."""
+        """Take the folder, and give the version that this server begins with the number that it has on the leader."""
         if self._base:
             return
         await asyncio.to_thread(self.folder.lock)
@@ -107,7 +107,7 @@ class Trainer:
             ]
 
     async def close(self) -> None:
-        """End both. The leader keeps what was not taken."""
+        """End both tasks. The leader keeps the trajectories that were not taken."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -120,7 +120,7 @@ class Trainer:
     # -- trajectories -----------------------------------------------------------------------------------------------
 
     async def _take(self) -> None:
-        """Take as many trajectories as are lacking for an update. What the leader is told next acknowledges them."""
+        """Take as many trajectories as the next update still needs. The next request acknowledges them."""
         lacking = self._learning.learner.lacking()
         most = max(0, min(lacking or 0, MOST_ITEMS))
         found = await self._client.take(self._id, self._queue, self._after, most, WAIT if most else 0.0)
@@ -152,18 +152,18 @@ class Trainer:
     # -- versions ---------------------------------------------------------------------------------------------------
 
     async def _publish(self) -> None:
-        """Have the leader serve what this server serves of the trained adapter, and wait until that may differ.
+        """Have the leader serve the version of the trained adapter that is served here, then wait until one may change.
 
-        Of several trainers, take part in rounds instead.
+        Where several trainers learn, take part in rounds instead.
         """
         self._learning.published.clear()
         feed = await self._client.feed()
         there = next((adapter for adapter in feed.adapters if adapter.name == self._name), None)
-        if self._learning.learner.status().recovering:  # and serves an earlier version until then
+        if self._learning.learner.status().recovering:  # this server serves an earlier version until then
             await self._news(feed)
             return
         if feed.trainers > 1:
-            if feed.leader != self._leader:  # one that was started again knows of no contribution
+            if feed.leader != self._leader:  # a leader that was started again has no contributions
                 self._leader, self._handed_in = feed.leader, -1
             await self._round(there)
         elif (version := await self._version(self._learning.current())) is not None:
@@ -171,7 +171,7 @@ class Trainer:
         await self._news(feed)
 
     async def _news(self, feed: Feed) -> None:
-        """Wait until this server or the leader, whose last feed this is, serves something else, for a while at most."""
+        """Wait until this server or the leader, whose last feed is given, serves something else, but not for long."""
         here = asyncio.create_task(self._learning.published.wait())
         there = asyncio.create_task(self._client.feed(feed.sequence, feed.leader, WAIT))
         try:
@@ -206,7 +206,7 @@ class Trainer:
         return version
 
     async def _show(self, version: Version, there: Adapter | None) -> None:
-        """Have the leader, which serves `there` of the adapter, serve a version, unless it does."""
+        """Have the leader serve a version unless it already does. `there` is the adapter as the leader serves it."""
         known = there is not None and version in there.versions
         if there is None or not known or there.current != version.number:
             if not known:
@@ -234,7 +234,7 @@ class Trainer:
                 await self._client.contribute(Contribution(*given))
                 self._handed_in = self._status.version
                 self._status.published += 1
-            else:  # all of it was taken back
+            else:  # all of these updates were taken back
                 self._began += updates
                 self._learning.learner.start()
 
@@ -253,7 +253,7 @@ class Trainer:
         log("round begins", adapter=f"{self._name}@{version.number}")
 
     async def _upload(self, version: Version) -> None:
-        """Send what the leader does not have of the files of a version."""
+        """Send those bytes of a version's files that the leader does not have."""
         for file in version.files:
             await self._upload_file(self.folder.version(version.digest) / file.name, file)
 

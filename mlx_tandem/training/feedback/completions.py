@@ -12,7 +12,7 @@ from mlx_tandem.errors import NotFound
 from mlx_tandem.types import AdapterRef
 
 OVERHEAD_BYTES = 1024
-"""Bytes that a completion is taken to need besides its tokens."""
+"""Bytes that are counted for each completion in addition to its tokens."""
 
 
 def packed(tokens: Sequence[int]) -> bytes:
@@ -80,7 +80,7 @@ class Completions:
         if found is None or self._is_old(found):
             most = f"{self._most_bytes / (1 << 20):g} MiB"
             raise NotFound(
-                f"there is no completion {id[:64]!a} here, or no longer: the newest completions are remembered for "
+                f"completion {id[:64]!a} is unknown or no longer remembered: the newest completions are remembered for "
                 f"{self._seconds:g} s (feedback.remember_s), within {most} (feedback.remember_mb), and until the "
                 "server is restarted; those with images are not remembered",
                 param=param,

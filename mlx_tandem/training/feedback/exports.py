@@ -33,7 +33,7 @@ KEYS = ("score", "rating", "thumb", "feedback")
 """The keys of a stored completion's metadata under which a rating is looked for, in this order."""
 
 _OPEN, _CLOSE = "<details", "</details>"
-"""What thoughts and calls of tools stand between in Open WebUI's messages; it sends none of it back to the model."""
+"""Tags around thoughts and calls of tools in Open WebUI's messages, which it does not send back to the model."""
 
 
 FORMS = "feedback of Open WebUI (data, meta, snapshot) or chat.completion object"
@@ -184,7 +184,7 @@ def _before(messages: Mapping[str, Any], message: Mapping[str, Any], system: str
 
 
 def _said(message: Mapping[str, Any], key: str) -> str:
-    """Return a text of a message without the details in it, each up to the next end of details."""
+    """Return a text of a message without its details: what lies between _OPEN and the next _CLOSE."""
     text, kept, at = _text(message.get(key)), list[str](), 0
     while (begin := text.find(_OPEN, at)) >= 0 and (end := text.find(_CLOSE, begin)) >= 0:
         kept.append(text[at:begin])

@@ -1,6 +1,6 @@
 """From feedback to the data of an update: likelihood for what should be said, DPO for pairs, KTO for single answers.
 
-With p and r for the sums of an answer's logprobs by the trainer and by the reference, and β from the settings:
+p and r are the sums of an answer's logprobs by the trainer and by the reference, and β is a setting:
 
     likelihood   -p / tokens                             of corrections, preferred answers and earlier good answers
     DPO          -log σ(β (p₁ - r₁) - β (p₀ - r₀))       of a better answer 1 and a worse one 0 (Rafailov et al. 2023)
@@ -8,11 +8,11 @@ With p and r for the sums of an answer's logprobs by the trainer and by the refe
 
 A correction is preferred to what it corrects, and a preferred choice to each of the others; the likelihood of the
 better one keeps DPO from making both less likely (Pang et al. 2024). z, which has no gradient, is the mean of p - r
-over answers to other prompts of the update, at least 0. w is twice the distance of the score from 0.5; of good and bad
-answers, the rarer ones of an update count for more, at most BALANCE times.
+over answers to other prompts of the update, at least 0. w is twice the distance of the score from 0.5. Where an update
+has more good answers than bad ones, the bad ones count for more, at most BALANCE times as much, and the reverse.
 
-Each loss depends on the trainer by p alone. So its derivative by p, as the weight of each token of the answer in a
-cross entropy, gives its gradient exactly.
+Each loss depends on the trainer through p alone. So its derivative with respect to p, used as the weight of each token
+of the answer in a cross entropy, gives exactly its gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BALANCE = 4.0
 
 
 class Pair(NamedTuple):
-    """A better and a worse answer by their places among the sequences, and what the pair counts."""
+    """A better and a worse answer by their places among the sequences, and the weight of the pair."""
 
     better: int
     worse: int
@@ -47,7 +47,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class FeedbackLesson:
-    """What one update learns: of each prompt with an answer, whether it is shown, in a pair, or judged alone.
+    """What one update learns: for each prompt with an answer, whether it is only shown, in a pair, or judged alone.
 
     The first `held` of the sequences are in pairs or judged, and the others are only shown.
     """
@@ -57,7 +57,7 @@ class FeedbackLesson:
     shown: Sequence[int]
     pairs: Sequence[Pair]
     judged: Sequence[Judged]
-    strangers: Sequence[Datum]  # answers that were judged, to other prompts, for z
+    strangers: Sequence[Datum]  # the judged answers, each behind another's prompt, for z
     beta: float
     feedback: int
     replayed: int

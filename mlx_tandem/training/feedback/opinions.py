@@ -11,7 +11,7 @@ Source = Literal["api", "open_webui", "stored_completion"]
 """Where a feedback comes from: a request of this API, an export of Open WebUI, or one of stored completions."""
 
 ALL = -1
-"""The number in place of a choice's where a feedback is about all choices of a completion."""
+"""The number of the choice where a feedback is about all choices of a completion."""
 
 
 class Feedback(Struct, frozen=True, array_like=True):

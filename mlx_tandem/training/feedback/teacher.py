@@ -20,18 +20,18 @@ from mlx_tandem.training.feedback.store import FeedbackStore, learned_once_more
 from mlx_tandem.training.online.online import OnlineLearner
 
 LOOK_SECONDS = 1.0
-"""Most seconds between two looks for feedback that has waited for long enough."""
+"""Most seconds between two checks for feedback that has waited for long enough."""
 
 REMEMBERED = 1024
-"""Number of the newest feedback that was learned from among which earlier good answers are drawn."""
+"""Earlier good answers are drawn from this many of the newest feedback that was learned from."""
 
 
 MOST_TOKENS = 1 << 18
-"""Most tokens of the feedback of one update, and of what is repeated beside it, but for the first of each."""
+"""Most tokens of the feedback of one update, and also of what it repeats. The first of each may be longer."""
 
 
 def _within(feedback: Sequence[Stored], tokens: int) -> list[Stored]:
-    """Return the first feedback, and those after it as far as all of them have at most so many tokens."""
+    """Return the first feedback, and as many after it as have at most `tokens` tokens together with it."""
     found: list[Stored] = []
     for each in feedback:
         f = each.feedback
@@ -57,7 +57,7 @@ class Teacher:
     """The teacher of one adapter. `close` ends it."""
 
     def __init__(self, config: Config, learner: OnlineLearner, store: FeedbackStore, clock: Callable[[], float]):
-        """Prepare to learn from feedback on the adapter, and on the base where the adapter began as it.
+        """Prepare to learn from feedback on the adapter, and on the base if the adapter began as a new one.
 
         `clock` returns the time in Unix seconds.
         """
@@ -79,7 +79,7 @@ class Teacher:
         self._wake.set()
 
     async def close(self) -> None:
-        """End the task. What it has begun is gone on with at the next start."""
+        """End the task. The next start goes on with what it has begun."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

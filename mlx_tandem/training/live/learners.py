@@ -17,7 +17,7 @@ from mlx_tandem.types import AdapterRef
 
 
 class Learners:
-    """All learners of a server, on the front's event loop. Each goes its own way: the failure of one is its own."""
+    """All learners of a server, on the front's event loop. A failure of one does not affect the others."""
 
     def __init__(self, front: Front, clock: Callable[[], float] = time.time):
         """Create the learners, which `bring_up` starts. `clock` returns the time in Unix seconds."""

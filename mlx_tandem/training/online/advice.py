@@ -18,17 +18,17 @@ STILL = 1 / 25
 """Share of `target_kl` below which an update hardly moves the policy: less than a fifth of the step."""
 
 NEARLY_ALL = 0.9
-"""Share of the trajectories since the last update from which on "nearly all" is said."""
+"""Share of the trajectories since the last update from which on the advice says "nearly everything"."""
 
 FRUITLESS_UPDATES, FRUITLESS_PROMPTS = 30, 60
-"""Updates without a gain, and comparisons since the accepted version, after which that is said."""
+"""Updates without a gain, and comparisons since the accepted version, after which the advice says that."""
 
 MASTERED = 0.9
 """Mean reward from which on answers that all get the same reward are taken for right ones."""
 
 
 def advice(learner: Learner, training: RLTrainingConfig) -> str:
-    """Return what to do about whatever keeps the loop from learning; empty if nothing is seen that does."""
+    """Return what to do about whatever keeps the loop from learning; empty if nothing seems to."""
     said = (each(learner, training) for each in _EACH)
     return " ".join(text for text in said if text)
 
@@ -120,7 +120,7 @@ def _still(learner: Learner, training: RLTrainingConfig) -> str:
     if len(last) < LOOKED_AT or not all(r.outcome in GOOD for r in last):
         return ""
     if not any(r.learning_rate for r in last):
-        return "Nothing is learned, since the learning rate is 0: set rl_training.learning_rate, or decay_steps."
+        return "Nothing is learned because the learning rate is 0: set rl_training.learning_rate or decay_steps."
     moved = sorted(r.kl for r in last)[LOOKED_AT // 2]
     if moved >= STILL * training.target_kl:
         return ""

@@ -10,7 +10,7 @@ from mlx_tandem.engine.learning import Datum
 from mlx_tandem.training.store.records import Began
 
 BACKWARD = 3
-"""Work of a token in a pass with gradients, over that in a pass without."""
+"""Work for a token in a pass with gradients, relative to that in a pass without."""
 
 
 class Progress:
@@ -38,7 +38,7 @@ class Progress:
         return min((self._done + of_pass * self._passing) / max(self._whole, 1), 1.0)
 
     def seconds_left(self, share: float) -> float | None:
-        """Return how long the update still takes if it goes on as so far; None while nothing of it is done."""
+        """Return how long the update still takes if it goes on at the same pace; None while nothing of it is done."""
         return (time.monotonic() - self._began) * (1.0 - share) / share if share else None
 
 

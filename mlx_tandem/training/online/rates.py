@@ -2,10 +2,10 @@
 
 The divergence of a small step (k3, `guard.py`) grows with the square of the learning rate. With `moved` the nats and
 `used` the rates of past updates, the rate is therefore sqrt(target * sum(used²) / sum(moved)). One measurement is noisy
-and now and then ten times too high, so that sums over several updates decide, and a very high one weighs less.
+and sometimes ten times too high. So sums over several updates decide, and a very high measurement weighs less.
 
-While the last updates have hardly moved the policy, the rate rises fast, as it does at first. Else it rises slowly and
-falls fast: where rewards are noise, gradients cancel and updates move the policy less, which must not make the rate
+While the last updates have hardly moved the policy, the rate rises fast, as it does at first. Otherwise it rises slowly
+and falls fast: where rewards are noise, gradients cancel and updates move the policy less, which must not make the rate
 large.
 """
 
@@ -19,7 +19,7 @@ FIRST = 3e-5
 """The rate of the first update, which is too low for most adapters."""
 
 LEAST, MOST = 1e-7, 1e-3
-"""Bounds of the rate. Updates from noise move the policy less at the same rate: the upper bound limits what they do."""
+"""Bounds of the rate. Updates from noise move the policy less, so that only the upper bound limits the rate."""
 
 MOST_CHANGE = 4.0
 """The most by which one update divides the rate, and multiplies it while updates hardly move the policy."""
@@ -31,7 +31,7 @@ HARDLY = 1 / 64
 """Share of the target below which an update hardly moves the policy: an eighth of the right rate."""
 
 KEPT = 0.9
-"""Factor of all earlier measurements with each new one: about ten updates decide."""
+"""Factor by which each new measurement lowers the weight of all earlier ones: about ten updates decide."""
 
 
 class Pace(Struct):
@@ -43,7 +43,7 @@ class Pace(Struct):
     lately: float = 0.0  # mean of the nats in which each update counts half of the one after it
 
     def note(self, moved: float, used: float, target: float) -> None:
-        """Note that an update at the rate `used` has moved the policy by `moved` nats. The rate 0 says nothing."""
+        """Note that an update at the rate `used` has moved the policy by `moved` nats. The rate 0 is not counted."""
         if not used:
             return
         weight = min(1.0, MOST_CHANGE**2 * target / moved) if moved else 1.0

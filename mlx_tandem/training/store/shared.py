@@ -39,7 +39,7 @@ class SharedDatabase:
             return self._database
 
     def close(self) -> None:
-        """Give up one use; the last one closes the file. Without a use nothing happens."""
+        """Give up one use; the last one closes the file. Does nothing if there is none."""
         with self._mutex:
             if not self._users:
                 return

@@ -31,14 +31,14 @@ POLL_SECONDS = 0.2
 """Seconds between two looks at whether learning has room."""
 
 PAUSES = (1.0, 60.0)
-"""Seconds between the end of the program and its next start: the first time, and at most. Each time it is twice as
-long."""
+"""Seconds between the end of the program and its next start: the first pause and the longest one. Each is twice as
+long as the one before."""
 
 MOST_BYTES = 256 << 20
 """Most bytes of the answers to one task."""
 
 END_SECONDS = 5.0
-"""Seconds that the program has to end when its input has ended."""
+"""Seconds within which the program has to end after its input has ended."""
 
 FIRST_VERSION = (0, 4)
 """The first version of verifiers whose environments can be played."""
@@ -190,7 +190,7 @@ class Environment:
         else:
             self.status.error = ""
         if not rewards:
-            await asyncio.sleep(PAUSES[0])  # all have failed, as while an engine starts again
+            await asyncio.sleep(PAUSES[0])  # all episodes have failed, as they do while an engine starts again
 
     async def _take(self, group: ScoredData, ref: AdapterRef) -> None:
         """Keep a group that this version has made, or count it as refused; wait while nothing can be kept."""

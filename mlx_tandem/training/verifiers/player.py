@@ -29,7 +29,7 @@ KEY = "TANDEM_API_KEY"
 """The environment variable that has the server's key."""
 
 DRAWN = ("temperature", "top_p", "top_k", "min_p")
-"""What is told of how tokens were drawn. The server draws from the whole distribution where the file says nothing."""
+"""The sampling parameters that a group reports. Those that the file leaves out do not change the distribution."""
 
 
 def read(environment: str, url: str, tokenizer: str) -> Any:
@@ -121,7 +121,7 @@ class Player:
         self._error = ""
 
     async def round(self, model: str, episodes: int) -> None:
-        """Play at least so many episodes, with as many tasks as that takes."""
+        """Play at least `episodes` episodes, with as many tasks as that takes."""
         from verifiers.v1.clients import ModelContext
 
         context = ModelContext(client=self._config.client, model=model, sampling=self._config.sampling)
