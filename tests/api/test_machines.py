@@ -409,6 +409,19 @@ def test_numbers_and_texts_are_bounded(
     assert status(leader) == before
 
 
+def test_pages_of_other_sites_neither_post_nor_take(leader: RunningServer) -> None:
+    """Without a key a browser would send these for any page that is open in it."""
+    page = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
+    body = {"base": feed(leader).base, "queue": OURS, "items": [{"trajectory": msgspec.to_builtins(GOOD)}]}
+    before = status(leader)
+    for media in ({"Content-Type": "text/plain"}, {}):
+        headers = page | media
+        assert leader.client.post(f"{PATH}/trajectories", content=json.dumps(body), headers=headers).status_code == 415
+    taking = f"{PATH}/trajectories?trainer={OURS}&queue={OURS}"
+    assert leader.client.get(taking, headers=page).status_code == 403
+    assert status(leader) == before
+
+
 def test_too_many_trajectories_at_once(leader: RunningServer) -> None:
     items = [Item(replace(GOOD, id=f"traj-{i}")) for i in range(MOST_ITEMS + 1)]
     body = msgspec.json.encode({"base": feed(leader).base, "queue": OURS, "items": items})

@@ -6,11 +6,12 @@ import contextlib
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.feedback.exports import Told, Unusable, entries, told
+from mlx_tandem.training.feedback.exports import MOST_SIBLINGS, Told, Unusable, entries, told
 
 KEYS = (
     "id object data meta snapshot chat history messages parentId childrenIds role content originalContent rating "
@@ -70,6 +71,18 @@ def test_bodies_of_any_kind(body: bytes) -> None:
     with contextlib.suppress(InvalidRequest, Unusable):
         for entry in entries(body):
             told(entry)
+
+
+def test_a_conversation_in_a_circle_and_many_siblings_end() -> None:
+    entry, _ = whole()
+    messages = entry["snapshot"]["chat"]["chat"]["history"]["messages"]
+    for name in map(str, range(1000)):
+        messages[name] = {"role": "assistant", "content": f"no {name}"}
+        messages["q"]["childrenIds"].append(name)
+    assert len(told(entry).answers) == 1 + MOST_SIBLINGS
+    messages["q"]["parentId"] = "q"
+    with pytest.raises(Unusable, match="a loop"):
+        told(entry)
 
 
 def test_details_without_an_end_are_read_in_time() -> None:

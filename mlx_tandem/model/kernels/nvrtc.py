@@ -212,7 +212,7 @@ class Nvrtc:
         about = {"name": unit.name, "text": unit.text, "headers": headers, "instances": unit.instances}
         job = json.dumps(about | {"library": self._library, "options": self._options}).encode()
         program = Path(__file__).with_name("nvrtc_program.py")
-        words = [sys.executable, "-I", "-S", program]
+        words = [sys.executable, "-I", "-S", str(program)]
         try:
             done = subprocess.run(words, input=job, capture_output=True, check=False, timeout=COMPILE_SECONDS)
         except subprocess.TimeoutExpired as e:

@@ -56,6 +56,9 @@ def test_what_it_refuses():
     assert ask("POST", "/disconnect-env", {"env_id": -1})[1]["status"] == "failure"
     assert ask("POST", "/scored_data", {"tokens": [["x"]], "masks": [], "scores": []})[0] == 400
     assert ask("POST", "/scored_data_list", group(4))[0] == 400
+    empty = {"tokens": [], "masks": [], "scores": []}
+    assert ask("POST", "/scored_data", empty)[0] == 400, "any number of them would have room"
+    assert ask("POST", "/scored_data", group(4) | {"env_id": 2**70})[0] == 400
 
 
 def test_a_server_without_it_says_how_to_have_it():

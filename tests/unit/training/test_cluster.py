@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from msgspec import ValidationError, convert
 from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
-from mlx_tandem.errors import Conflict, InvalidRequest
+from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.cluster import queue as queues
 from mlx_tandem.training.cluster.adopted import KEPT, with_version
@@ -205,6 +206,22 @@ def test_bytes_that_are_not_what_they_are_called_are_gone(folder: ClusterFolder)
     assert len(list((folder.path / "parts").iterdir())) == MOST_PARTS
 
 
+def test_a_file_that_was_called_larger_or_smaller_is_compared_with_its_hash(folder: ClusterFolder) -> None:
+    config, weights = a_file(b"{}", "adapter_config.json"), a_file(b"weights")
+    version = Version(1, "d" * 64, (config, weights))
+    folder.append(config, 0, b"{}")
+    folder.append(replace(weights, size=10**6), 0, b"weightx")
+    with pytest.raises(InvalidRequest, match="is not there"):
+        folder.assemble(version)
+    with pytest.raises(InvalidRequest, match="its bytes were changed"):
+        folder.append(replace(weights, size=8), 7, b"x")
+    with pytest.raises(InvalidRequest, match="different names"):
+        folder.assemble(replace(version, files=(config, config)))
+    for text in ("d" * 64 + "\n", "D" * 64):
+        with pytest.raises(ValidationError):
+            convert({"name": "adapter_config.json", "size": 1, "sha256": text}, File)
+
+
 def test_what_is_known_may_be_damaged(folder: ClusterFolder) -> None:
     adapters = (Adapter("a", 1, (Version(1, "d" * 64, (a_file(b"a", "adapter_config.json"), a_file(b"b"))),)),)
     folder.write("known.json", adapters)
@@ -302,9 +319,18 @@ def test_a_round_ends_with_the_last_trainer_or_when_the_time_is_over(folder: Clu
         await late.add(contribution(folder, 3, 11, 10, 1), 10)
         await arrived.wait()
         await late.close()
+        served.pop()
+        failing = Rounds(folder, 1, 3600.0, broken)
+        with pytest.raises(EngineUnavailable):
+            await failing.add(contribution(folder, 4, 12, 11, 1), 11)
+        assert failing.waiting == 1, "what was taken is averaged later"
+        await failing.close()
+
+    async def broken(path: Path, number: int) -> None:
+        raise EngineUnavailable("not now")
 
     asyncio.run(work())
-    assert len(served) == 2
+    assert len(served) == 1
     (number, mean), *_ = served
     assert number == 10  # above all that were handed in
     for name, array in mean.items():
