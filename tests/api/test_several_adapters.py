@@ -202,7 +202,8 @@ def test_a_server_that_was_killed_goes_on_with_each_of_them(tmp_path: Path, monk
             assert update(server, name)["report"]["outcome"] == "published"
         collect(server, n=4, model="coder")
         update(server, "twin", wait=False, trajectories=trajectories(200))
-        until(lambda: status(server, "twin")["busy"])
+        # Its data are on the drive once a pass of it runs.
+        until(lambda: (now := status(server, "twin"))["update_done"] or now["updates"])
         before = {name: status(server, name) for name in ADAPTERS}
         found = {name: digest(server, name) for name in ("policy", "coder")}
         server.process.send_signal(signal.SIGKILL)
