@@ -93,7 +93,7 @@ class ServerFront(Front):
 
     @property
     def collecting(self) -> Learners | Relay | None:
-        """What collects completions: the learners, or the way to that of another machine; None if nothing does."""
+        """The learners, or the relay to those of another machine, which collect completions; None if nothing does."""
         return self.relay or self.learning
 
     def collector(self, adapter: str) -> Collecting | None:

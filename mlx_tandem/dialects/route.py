@@ -14,6 +14,9 @@ from mlx_tandem.errors import TandemError
 PLAIN = frozenset({"", "application/x-www-form-urlencoded"})
 """Content types that curl sends by default, without a body and with one."""
 
+BROWSER = "sec-fetch-site"
+"""A header that every browser sends, and no program."""
+
 Reads = Literal["json", "steering", "prompts", "texts", "bytes"]
 """The way in which the body of a route is read.
 

@@ -46,7 +46,7 @@ prompts a step may have depends on them.
 """
 
 AGAIN_SECONDS = 0.5
-"""As MOST_SECONDS, for a CPU's warm-up in a later start. What was compiled before is only loaded there."""
+"""Maximum seconds of a CPU's warm-up in a later start, which only loads what an earlier one has compiled."""
 
 
 _DRAFTS = 4

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from mlx_tandem.dialects.atropos import handlers
-from mlx_tandem.dialects.route import Route
+from mlx_tandem.dialects.route import BROWSER, Route
 from mlx_tandem.training.atropos.hub import EnvironmentBody, Registration
-
-BROWSER = "sec-fetch-site"
-"""A header that every browser sends, and other programs do not."""
 
 JSON = ("application/json",)
 """The content type of groups, which may be compressed."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from mlx_tandem.dialects.cluster import handlers as h
-from mlx_tandem.dialects.route import Route
+from mlx_tandem.dialects.route import BROWSER, Route
 from mlx_tandem.training.cluster.wire import PATH
 
 BYTES = ("application/octet-stream",)
-
-BROWSER = "sec-fetch-site"
-"""A header that every browser sends, and no program."""
 
 ROUTES = (
     Route("GET", f"{PATH}/status", h.status),

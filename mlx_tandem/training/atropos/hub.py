@@ -41,7 +41,7 @@ Folder = Annotated[str, Meta(max_length=4096)]
 
 
 class Registration(Struct):
-    """What a trainer says of itself."""
+    """The registration of a trainer, by which it describes itself."""
 
     wandb_group: Name
     wandb_project: Name
@@ -54,7 +54,7 @@ class Registration(Struct):
 
 
 class EnvironmentBody(Struct):
-    """What an environment says of itself."""
+    """The registration of an environment, by which it describes itself."""
 
     max_token_length: Count
     desired_name: Name

@@ -17,7 +17,7 @@ from mlx_tandem.types import AdapterRef, SamplingParams
 
 
 class Collector:
-    """What becomes of scored completions: they go into the queue, each with the size of its group."""
+    """The taker of scored completions, which puts them into the queue, each with the size of its group."""
 
     def __init__(self, front: Front, queue: Queue):
         """Prepare the workers that score."""
