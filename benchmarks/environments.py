@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from partial import Results, stop_cleanly
-from servers import free_port, tandem
+from servers import tandem
 
 from mlx_tandem import demo
 from mlx_tandem.cli.outputs import argument
 from mlx_tandem.http_client import once
+from mlx_tandem.server.sockets import unused_port
 
 PLAYED = Path(__file__).resolve().parents[1] / "tests" / "clients" / "environments"
 QUIET = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -115,7 +116,7 @@ def run(way: str, seed: int, *, shuffled: bool, pythons: dict[str, str], updates
     options += ["--max-model-len", "1024", "--update-frequency", str(BATCH), "--learning-rate", "1e-3"]
     options += ["--lora-rank", "8"]
     with contextlib.ExitStack() as stack:
-        api, log = f"http://127.0.0.1:{free_port()}", folder / "log"
+        api, log = f"http://127.0.0.1:{unused_port()}", folder / "log"
         if way == "verifiers":
             options += ["--environment", str(PLAYED / "sorting.toml"), "--environment-python", pythons["verifiers"]]
         elif way == "run-api":

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from servers import free_port
 
 from mlx_tandem import demo
 from mlx_tandem.cli.bench import machine
 from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, Learner
 from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.http_client import HttpError, once
+from mlx_tandem.server.sockets import unused_port
 
 POLL_SECONDS = 0.02
 
@@ -39,7 +39,7 @@ class Life:
     """One life of the server."""
 
     def __init__(self, settings: Path) -> None:
-        port = free_port()
+        port = unused_port()
         self.url = f"http://127.0.0.1:{port}"
         self.began = time.perf_counter()
         command = [sys.executable, "-m", "mlx_tandem", "serve", str(demo.MODEL_PATH), "--port", str(port)]

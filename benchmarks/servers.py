@@ -8,7 +8,6 @@ import ctypes
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from mlx_tandem.cli.bench.serve import measure
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.http_client import Connection, HttpError
+from mlx_tandem.server.sockets import unused_port
 
 OPENBLAS = "libopenblas.so.0"
 
@@ -69,7 +69,7 @@ class Server:
     @contextlib.contextmanager
     def started(self, model: Path, seconds: float = 180.0) -> Iterator[Running]:
         """Start the server with this model, yield it when it is ready, and stop it at the end of the block."""
-        port = free_port()
+        port = unused_port()
         command = [part.format(model=model, port=port) for part in self.command]
         environment = dict(self.environment or os.environ) | {"HF_HUB_OFFLINE": "1"}
         if self.preload_blas and _has_openblas():
@@ -152,13 +152,6 @@ async def _answers(port: int) -> bool:
         return False
     connection.close()
     return status == 200
-
-
-def free_port() -> int:
-    """Return a port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _has_openblas() -> bool:

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from real import FORMS, write_real
 from mlx_tandem.cli.bench.shapes import SHAPES, write_adapter, write_model
 from mlx_tandem.cli.outputs import argument
 from mlx_tandem.http_client import HttpError, once
+from mlx_tandem.server.sockets import unused_port
 
 QUESTION = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 8, "temperature": 0.0}
 
@@ -112,9 +112,7 @@ def main() -> None:
         environment = os.environ | {"XDG_CACHE_HOME": f"{scratch}/cache", "TMPDIR": f"{scratch}/tmp"}
         Path(scratch, "tmp").mkdir()
         for number in range(1, args.starts + 1):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = unused_port()
             command = [sys.executable, "-m", "mlx_tandem", "serve", *words, "--port", str(port), "--api-key", ""]
             starts.append(start(command + shlex.split(args.options), port, environment))
             print(number, starts[-1], file=sys.stderr, flush=True)

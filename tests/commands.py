@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -13,12 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def curl(words: Sequence[str], port: int) -> bytes:
@@ -46,7 +40,7 @@ def curl(words: Sequence[str], port: int) -> bytes:
 
 
 class running:
-    """A server that is ready inside the block, started by `words` in the folder `where`. What it prints is in `log`."""
+    """A server that is ready inside the block, started by `words` in the folder `where`; `log` gets what it prints."""
 
     def __init__(
         self,
@@ -54,23 +48,26 @@ class running:
         port: int,
         where: Path,
         env: Mapping[str, str] | None = None,
-        log: Path = Path(os.devnull),
+        log: Path | None = None,
     ):
         self._words, self.port, self._where, self._log = words, port, where, log
         self._env = (os.environ if env is None else env) | {"PYTHONPATH": str(ROOT)}
 
     def __enter__(self) -> running:
-        with self._log.open("wb") as said:
+        with self._log.open("w+b") if self._log else tempfile.TemporaryFile() as said:
             self.process = subprocess.Popen(self._words, cwd=self._where, stdout=said, stderr=said, env=self._env)
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
-                    return self
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.1)
-        self.stop()
-        raise AssertionError(f"{' '.join(self._words)} was not ready: {self.process.returncode}")
+            deadline = time.monotonic() + 90
+            while time.monotonic() < deadline and self.process.poll() is None:
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                        return self
+                except (urllib.error.URLError, ConnectionError, TimeoutError):
+                    time.sleep(0.1)
+            why = "ended by itself" if self.process.poll() is not None else "was not ready after 90 s"
+            status = self.stop()
+            said.seek(0)
+            text = said.read().decode(errors="replace")[-4000:]
+        raise AssertionError(f"{' '.join(self._words)} {why} (status {status}), and printed:\n{text}")
 
     def __exit__(self, *error: object) -> None:
         self.stop()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlx_tandem import demo
-from tests.commands import free_port, running
+from mlx_tandem.server.sockets import unused_port
+from tests.commands import running
 
 KEY = "the-key-of-all-machines"
 SMALL = ("--max-model-len", "240", "--num-blocks", "512")
@@ -24,7 +25,7 @@ class Network:
 
     def __init__(self, target: int):
         self._target = target
-        self.port = free_port()
+        self.port = unused_port()
         self.mode: Literal["whole", "cut", "changed"] = "whole"
         self.carried: list[bytes] = []
         """The first lines of the requests that got through."""
@@ -99,7 +100,7 @@ class Machine:
     def __init__(
         self, folder: Path, words: Sequence[str], env: Mapping[str, str] | None = None, small: Sequence[str] = SMALL
     ):
-        self.folder, self.port = folder, free_port()
+        self.folder, self.port = folder()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "my-model").symlink_to(demo.MODEL_PATH)
         (folder / "tandem.key").write_text(KEY, encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import secrets
 import socket
 import stat
 from contextlib import suppress
@@ -46,6 +47,20 @@ def bind(host: str, port: int, uds: str = "") -> socket.socket:
         raise
     sock.setblocking(False)
     return sock
+
+
+def unused_port() -> int:
+    """Return a port of 127.0.0.1 that nobody uses now, for a server that will bind it in a moment.
+
+    It lies below the ports that systems give to outgoing connections (from 32768 on Linux, from 49152 on macOS), so
+    that no client's connection takes it meanwhile. Raises OSError if 100 ports in a row are in use.
+    """
+    for _ in range(100):
+        port = 20_000 + secrets.randbelow(12_000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(errno.EADDRINUSE, "no port between 20000 and 32000 is free")
 
 
 class UnixListener(socket.socket):

@@ -13,8 +13,9 @@ import httpx
 
 from mlx_tandem import demo
 from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.server.sockets import unused_port
 from tests.atropos_api import atropos_api, scored
-from tests.commands import free_port, running
+from tests.commands import running
 from tests.waiting import until
 
 TANDEM = [sys.executable, "-m", "mlx_tandem"]
@@ -25,7 +26,7 @@ SMALL = ["--max-model-len", "1024", "--num-blocks", "512", "--lora-rank", "4"]
 
 
 def test_batches_become_updates_across_restarts_of_the_api(tmp_path: Path):
-    port = free_port()
+    port = unused_port()
 
     def get(path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as reply:
@@ -63,7 +64,7 @@ def test_batches_become_updates_across_restarts_of_the_api(tmp_path: Path):
 
 
 def test_environments_post_to_the_server_itself(tmp_path: Path):
-    port = free_port()
+    port = unused_port()
     url = f"http://127.0.0.1:{port}"
     headers = {"authorization": "Bearer secret"}
     words = [*TANDEM, "serve", "--port", str(port), "--enable-rl-training", "--update-frequency", "8", *SMALL]

@@ -11,7 +11,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.commands import free_port, running
+from mlx_tandem.server.sockets import unused_port
+from tests.commands import running
 from tests.verifiers_double import python
 from tests.waiting import until
 
@@ -33,7 +34,7 @@ def players() -> dict[int, int]:
 
 def test_an_environment_is_played_and_learned_from(tmp_path: Path):
     (tmp_path / "sorting.toml").write_text(SORTING)
-    port = free_port()
+    port = unused_port()
 
     def get(path: str) -> str:
         request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"authorization": "Bearer secret"})

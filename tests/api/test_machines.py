@@ -21,6 +21,7 @@ from mlx_tandem import demo
 from mlx_tandem.cli.joining import LEARNING, join
 from mlx_tandem.cli.settings import build
 from mlx_tandem.config import ClusterConfig, Config
+from mlx_tandem.server.sockets import unused_port
 from mlx_tandem.training.cluster import bases
 from mlx_tandem.training.cluster.client import LeaderClient, Refused, Unreachable
 from mlx_tandem.training.cluster.folder import ClusterFolder
@@ -37,7 +38,6 @@ from mlx_tandem.training.cluster.wire import (
     Version,
 )
 from mlx_tandem.training.trajectories import Trajectory
-from tests.commands import free_port
 from tests.fake_hub import fake_hub
 from tests.serving import ROOT, RunningServer, demo_config, serving
 
@@ -540,7 +540,7 @@ def test_a_machine_starts_again_without_its_leader(
     folder = ClusterFolder("cluster")
     known = folder.read(JOINED, Joined)
     assert known is not None
-    nobody = f"127.0.0.1:{free_port()}"
+    nobody = f"127.0.0.1:{unused_port()}"
     folder.write(JOINED, replace(known, url=f"http://{nobody}"))
     again = join(build(None, {"connect_to": nobody}), KEY)
     assert again.engine.model.path == config.engine.model.path

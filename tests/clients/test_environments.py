@@ -23,10 +23,11 @@ import httpx
 import pytest
 
 from mlx_tandem import demo
+from mlx_tandem.server.sockets import unused_port
 from tests.api.learns import learning_config
 from tests.atropos_api import Group, atropos_api, scored
 from tests.atropos_dialogue import dialogue, recorded
-from tests.commands import free_port, running
+from tests.commands import running
 from tests.serving import serving
 from tests.waiting import until
 
@@ -72,7 +73,7 @@ def process(command: list[str], **environment: str) -> Iterator[None]:
 def real_api() -> Iterator[str]:
     """The address of Atropos' own API."""
     program, _ = beside("run-api")
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{unused_port()}"
 
     def is_up() -> bool:
         with contextlib.suppress(OSError):
@@ -131,7 +132,7 @@ def test_what_is_recorded_is_what_atropos_says():
 @pytest.mark.parametrize("where", ["run-api", "own"])
 def test_an_environment_of_atropos_is_learned_from(kind: str, where: str, tmp_path: Path, data: str):
     _, python = beside("run-api")
-    port = free_port()
+    port = unused_port()
     words = [sys.executable, "-m", "mlx_tandem", "serve", "--port", str(port), "--enable-rl-training"]
     words += ["--update-frequency", "32", "--learning-rate", "1e-3", "--max-model-len", "1024", "--num-blocks", "512"]
     server = f"http://127.0.0.1:{port}"
@@ -174,7 +175,7 @@ def test_rollouts_of_verifiers_are_learned_from(tmp_path: Path, data: str):
 @pytest.mark.slow
 def test_an_environment_of_verifiers_is_played_by_the_command(tmp_path: Path, data: str):
     _, python = beside("vf-eval")
-    port = free_port()
+    port = unused_port()
     words = [sys.executable, "-m", "mlx_tandem", "train", "rl", "--environment", str(HERE / "sorting.toml")]
     words += ["--environment-python", python, "--port", str(port), "--update-frequency", "64"]
     words += ["--learning-rate", "1e-3", "--max-model-len", "1024", "--num-blocks", "512"]

@@ -21,7 +21,8 @@ import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.cli.callers import CALLERS
-from tests.commands import ROOT, free_port
+from mlx_tandem.server.sockets import unused_port
+from tests.commands import ROOT
 
 PROGRAM = [sys.executable, "-c", "from mlx_tandem.cli.programs import mlx_server as main; main()"]
 KEY = "key-of-this-session"
@@ -47,7 +48,7 @@ def sidecar(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sidecar]
     folder = tmp_path / "mlx" / "models" / model_id
     folder.parent.mkdir(parents=True)
     folder.symlink_to(demo.MODEL_PATH)
-    port = free_port()
+    port = unused_port()
     arguments = ["--model", str(folder / "model.safetensors"), "--port", str(port), *getattr(request, "param", [])]
     arguments += ["--ctx-size", "4096", "--api-key", KEY]
     process = subprocess.Popen(

@@ -25,12 +25,12 @@ from mlx_tandem import demo
 from mlx_tandem.engine.messages import Output, Submit
 from mlx_tandem.engine.wire import WireError
 from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.server.sockets import unused_port
 from mlx_tandem.types import Delta
 from tests import scripted_model
 from tests.api import scripted
 from tests.clients import node
 from tests.clients.elsewhere import Elsewhere
-from tests.commands import free_port
 from tests.images import picture
 from tests.scripted_model import Script
 from tests.serving import RunningServer, serving
@@ -267,7 +267,7 @@ def test_cline(tmp_path):
 def test_open_webui(tmp_path, kind):
     program = needs("open-webui")
     with saying(lambda prompt: ANSWER) as (url, prompts):
-        port = free_port()
+        port = unused_port()
         given = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "DATA_DIR": str(tmp_path), "WEBUI_AUTH": "False"}
         given |= {"OFFLINE_MODE": "1", "RAG_EMBEDDING_ENGINE": "openai", "ENABLE_OPENAI_API": str(kind == "openai")}
         given |= {"OPENAI_API_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none"}

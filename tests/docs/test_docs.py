@@ -40,6 +40,7 @@ from mlx_tandem.cli.settings import build
 from mlx_tandem.config import Config, Mode, RLTrainingConfig
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.server.app import create_app
+from mlx_tandem.server.sockets import unused_port
 from mlx_tandem.training.online.counters import Counters
 from mlx_tandem.training.online.guard import Verdict
 from mlx_tandem.training.rewards import own
@@ -49,7 +50,7 @@ from mlx_tandem.training.store.database import Database
 from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.rows import Rows
 from tests import verifiers_double
-from tests.commands import curl, free_port, running
+from tests.commands import curl, running
 from tests.fake_hub import fake_hub
 from tests.tinker_server import let_go
 from tests.unit.cli_tools import on_a_thread, tandem
@@ -255,7 +256,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`tandem serve` with the built-in model, started where `./my-adapter` exists and may be loaded from."""
     where = tmp_path_factory.mktemp("served")
     shutil.copytree(demo.ADAPTER_PATHS["shout"], where / "my-adapter")
-    port = free_port()
+    port = unused_port()
     options = [
         "--enable-rl-training",
         "--lora-rank",
@@ -273,7 +274,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`tandem serve` as the page has it that trains several adapters."""
     where = tmp_path_factory.mktemp("several")
     write_settings("learning.md", where)
-    port, small = free_port(), [w for pair in SMALL.items() for w in pair]
+    port, small = unused_port(), [w for pair in SMALL.items() for w in pair]
     with running([*TANDEM, "serve", "--port", str(port), "--config", "./several.yaml", *small], port, where) as server:
         yield Served(port, where)
         assert server.stop() == 0
@@ -404,7 +405,7 @@ def served_with_more(words: list[str]) -> bool:
 def test_tandem_serve(line: str, folder: Path) -> None:
     """Each serves, or says how it would where another one serves in the same way and with more options."""
     words = commands()[line][1:]
-    port = free_port()
+    port = unused_port()
     small = [w for option, value in LEAST.items() if len(words) > 1 and option not in words for w in (option, value)]
     with fake_hub({word: demo.MODEL_PATH for word in words if hub.ID.fullmatch(word)}) as fake:
         if served_with_more(commands()[line]):
@@ -418,7 +419,7 @@ def test_tandem_serve(line: str, folder: Path) -> None:
 @pytest.mark.restarts
 def test_servers_in_the_background(folder: Path) -> None:
     """In the order of the page: what one starts another stops."""
-    port = str(free_port())
+    port = str(unused_port())
     lines = [words for words in commands().values() if in_the_background(words)]
     assert {words[1] for words in lines} == {"serve", "stop", "restart"}
     for words in lines:
@@ -632,7 +633,7 @@ def test_the_readme_in_the_order_of_a_reader(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "my-model").symlink_to(demo.MODEL_PATH)
     monkeypatch.chdir(tmp_path)
-    port = free_port()
+    port = unused_port()
     readme = [block for block in blocks() if block.page == "README.md"]
     assert readme[0].text == "make serve\n"
     *before, serve = run(

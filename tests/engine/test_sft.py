@@ -34,6 +34,7 @@ from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.model import backend  # before anything imports MLX: it puts a fast BLAS in front of it
 from mlx_tandem.model.loader import load
 from mlx_tandem.model.modules import clone
+from mlx_tandem.server.sockets import unused_port
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.training.fit import Course, Evaluation, Event, Step, evaluate
 from mlx_tandem.training.fit import fit as fit_course
@@ -47,7 +48,7 @@ from mlx_tandem.training.sft import (
     split,
 )
 from mlx_tandem.training.sft_runs import RunFolder, RunState, digest
-from tests.commands import curl, free_port, running
+from tests.commands import curl, running
 from tests.engine.learning import finish
 from tests.unit.cli_tools import tandem
 from tests.unit.text_tools import render_with
@@ -524,7 +525,7 @@ def test_the_command_that_is_hinted_at_runs(tmp_path, monkeypatch, words):
     assert done.returncode == 0, done.stderr
     program, *hint = shlex.split(done.stdout.splitlines()[-1].partition("try it: ")[2])
     assert program == "tandem" and ("my 1st lessons" in words or "my-1st-lessons-adapter" in hint or "it" in hint)
-    port = free_port()
+    port = unused_port()
     command = [sys.executable, "-m", "mlx_tandem", *hint, "--port", str(port), "--max-model-len", "240"]
     with running([*command, "--num-blocks", "64"], port, tmp_path) as server:
         name = hint[hint.index("--adapter") + 1]

@@ -21,7 +21,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ import yaml
 from mlx_tandem.cli.bench import machine
 from mlx_tandem.cli.outputs import write_json
 from mlx_tandem.files import StorageError
+from mlx_tandem.server.sockets import unused_port
 from mlx_tandem.training.store import manifests
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.database import NAME, Database
@@ -463,7 +463,7 @@ def disturbed(course: Course, killer: Killer, port: int) -> dict[str, str]:
 def courses(folder: Path, killer: Killer, updates: int, known: dict[int, str], end: dict[str, str]) -> list[Course]:
     """As many as the killer takes. Raises Wrong."""
     made: list[Course] = []
-    port = free_port()
+    port = unused_port()
     while not killer.done:
         made.append(Course(folder / f"course-{len(made)}", updates, known))
         if disturbed(made[-1], killer, port) != end:
@@ -474,7 +474,7 @@ def courses(folder: Path, killer: Killer, updates: int, known: dict[int, str], e
 
 def run(folder: Path, killers: Sequence[Killer], updates: int) -> dict[str, Any]:
     """Courses of `updates` each, those of each killer beside those of the others. Raises Wrong."""
-    known, end = undisturbed(folder / "undisturbed", updates, free_port())
+    known, end = undisturbed(folder / "undisturbed", updates())
     places = [folder / f"killer-{i}" for i in range(len(killers))]
     for place in places:
         place.mkdir()
@@ -499,12 +499,6 @@ def run(folder: Path, killers: Sequence[Killer], updates: int) -> dict[str, Any]
         "ready_s": {"median": round(ready[len(ready) // 2], 2), "max": round(ready[-1], 2)} if ready else {},
         "recovered_s_max": round(max((s for c in done for s in c.recovered_s), default=0.0), 3),
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

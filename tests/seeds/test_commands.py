@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import curl, free_port, running
+from mlx_tandem.server.sockets import unused_port
+from tests.commands import curl, running
 from tests.machines import KEY, Machine, closing
 from tests.seeds.workplace import (
     MLX_SERVER,
@@ -84,7 +85,7 @@ def test_the_step_of_mola_s_installation_says_that_nothing_is_needed(workplace: 
 
 
 def test_mola_in_the_background(workplace: Workplace) -> None:
-    port = free_port()
+    port = unused_port()
     start = workplace.run(f"{MOLA_RUNNER} start {MOLA_ADAPTERS} --port 8000", port, *SMALL, *SHORT)
     assert start.returncode == 0, start.stderr
     try:
@@ -264,7 +265,7 @@ def test_mlx_lm_server(workplace: Workplace, options: str) -> None:
     ],
 )
 def test_one_device_is_said(workplace: Workplace, options: str) -> None:
-    done = workplace.run(f"python -m mlx_lm_server --model mlx-community/Qwen3-4B-4bit {options}", free_port())
+    done = workplace.run(f"python -m mlx_lm_server --model mlx-community/Qwen3-4B-4bit {options}"())
     assert done.returncode != 0 and "--distributed-mode" in done.stderr
 
 
@@ -316,7 +317,7 @@ def test_jans_benchmarks(workplace: Workplace, jans_server: running) -> None:
     assert done.returncode == 0, done.stderr
     for shown in ("temp=0.7, 50 tokens", "temp=0.7, 100 tokens", "temp=0.1, 50 tokens", "tok/s"):
         assert shown in done.stdout
-    nobody = f"127.0.0.1:{free_port()}"
+    nobody = f"127.0.0.1:{unused_port()}"
     done = workplace.run("python3 simple_bench.py", 0, "--url", f"http://{nobody}", below="scripts")
     assert (done.returncode, done.stderr) == (1, f"tandem: no server answers at {nobody}: Connection refused (--url)\n")
 

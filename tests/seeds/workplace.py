@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.commands import curl, free_port, running
+from mlx_tandem.server.sockets import unused_port
+from tests.commands import curl, running
 from tests.fake_hub import Hub
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,7 @@ class Workplace:
         )
 
     def serve(self, command: str, *more: str, log: Path = Path(os.devnull)) -> running:
-        port = free_port()
+        port = unused_port()
         words = self.words(command, port)
         given = [] if "--port" in words else ["--port", str(port)]
         given += [] if CONTEXTS & set(words) else SHORT

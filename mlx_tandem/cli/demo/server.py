@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import IO
 
 from mlx_tandem.cli.console import fail, say
 from mlx_tandem.http_client import Connection, HttpError
+from mlx_tandem.server.sockets import unused_port
 
 ROOM = ("--max-model-len", "1024", "--num-blocks", "1025")
 """Options of a context and a pool that suffice for the demos. A server that has no more starts sooner."""
@@ -30,9 +30,7 @@ def started_server(*options: str, own_session: bool = True) -> Iterator[str]:
 
     With `own_session`, Ctrl-C does not reach it; without, it belongs to the group of this process.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", "", *ROOM, *options],

@@ -7,8 +7,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from mlx_tandem.config import EngineConfig, ModelConfig
 from mlx_tandem.engine.client.process import process_launch
+from mlx_tandem.server.sockets import bind, unused_port
 
 RAISE = """
 import resource
@@ -47,3 +50,13 @@ def test_a_step_s_tokens_never_block_the_engine_s_end() -> None:
         engine.kill()
         engine.wait(10)
         ours.close()
+
+
+def test_an_unused_port_is_none_that_outgoing_connections_get() -> None:
+    """A server cannot listen at the local port of anybody's connection."""
+    with socket.create_server(("127.0.0.1", 0)) as anybody, socket.create_connection(anybody.getsockname()) as client:
+        with pytest.raises(OSError, match="in use"):
+            bind("127.0.0.1", client.getsockname()[1])
+        port = unused_port()
+        assert port < min(32_768, client.getsockname()[1])
+        bind("127.0.0.1", port).close()
