@@ -22,6 +22,10 @@ class HttpError(Exception):
     """The server could not be reached, or did not answer with HTTP."""
 
 
+class Unreachable(HttpError):
+    """No connection to the server could be made: nothing listens there, or nothing that is known by this name."""
+
+
 class Connection(asyncio.Protocol):
     """One connection to `host:port`. It takes one request at a time; open several for concurrent requests."""
 
@@ -32,7 +36,7 @@ class Connection(asyncio.Protocol):
         self._host = host
         self._port = port
         self._tls = tls
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[int] | None = None
@@ -74,7 +78,7 @@ class Connection(asyncio.Protocol):
         """
         media = "application/octet-stream" if isinstance(body, bytes) else "application/json"
         payload = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: {self._address}\r\n{self._headers}"
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self.address}\r\n{self._headers}"
         if body is not None:
             head += f"Content-Type: {media}\r\nContent-Length: {len(payload)}\r\n"
         if self._transport is None or self._transport.is_closing():
@@ -82,15 +86,15 @@ class Connection(asyncio.Protocol):
                 await asyncio.get_running_loop().create_connection(lambda: self, self._host, self._port, ssl=self._tls)
             except ssl.SSLCertVerificationError as e:
                 raise HttpError(
-                    f"the certificate of {self._address} is not trusted: {e.verify_message}; if it is yours, name it "
+                    f"the certificate of {self.address} is not trusted: {e.verify_message}; if it is yours, name it "
                     "or its authority with --cacert FILE (or SSL_CERT_FILE)"
                 ) from None
             except ssl.SSLError as e:
-                raise HttpError(f"{self._address} does not speak TLS ({e.reason}): try http://") from None
+                raise HttpError(f"{self.address} does not speak TLS ({e.reason}): try http://") from None
             except OSError as e:
                 # The text of asyncio's error repeats the address and leaves out the reason.
                 why = os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or e
-                raise HttpError(f"no server answers at {self._address}: {why}") from None
+                raise Unreachable(f"no server answers at {self.address}: {why}") from None
         assert self._transport is not None
         self._on_body = on_body or _ignore
         self._framed = self._headers_seen = False

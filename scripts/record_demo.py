@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from mlx_tandem.cli.demo.answers import Board, ask, places, summary
-from mlx_tandem.cli.demo.server import started_server
+from mlx_tandem.cli.own_server import ROOM, started_server
 
 WIDTH = 80
 FRAMES_PER_SECOND = 6
@@ -42,7 +42,7 @@ def record(seconds: float) -> list[tuple[float, str]]:
         if not frames or frames[-1][1] != screen:
             frames.append((now, screen))
 
-    with started_server() as url:
+    with started_server(*ROOM) as url:
         asyncio.run(ask(url, WARM_SECONDS, places(), lambda board: None))
         start = perf_counter()
         board = asyncio.run(ask(url, seconds, places(), update))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_tandem import __version__
-from mlx_tandem.cli.adapters import adapters
+from mlx_tandem.cli.adapters import URL, CaCert, Key, KeyFile, Server, Url, adapters
 from mlx_tandem.cli.bench.commands import bench
 from mlx_tandem.cli.cache import cache
 from mlx_tandem.cli.callers import CALLERS
@@ -67,6 +67,34 @@ def serve(
 app.command(cls=ServeCommand)(with_every_setting(serve))
 
 
+@app.command(cls=Command)
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="A name that the server has, or a folder or hub id to serve for the chat."
+        ),
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="Name of an adapter of the server that answers.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Ask this, print the answer, and end.")] = None,
+    system: Annotated[str, typer.Option(help="Tell the model how to answer.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0: always the likeliest token.")] = None,
+    url: Url = URL,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+    cacert: CaCert = None,
+) -> None:
+    """Chat with a model of a running server, or of one that is started for the chat. With --prompt or a text from a
+    pipe, answer once.
+    """
+    from mlx_tandem.cli.chat.command import chat as run_chat
+
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    given = {name: value for name, value in options.items() if value is not None}
+    raise SystemExit(run_chat(model, adapter, prompt, system, Server(url, api_key, api_key_file, cacert), given))
+
+
 _Port = Annotated[int, typer.Option(help="Port of the server.")]
 _Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds that running requests have to finish.")]
 
@@ -85,6 +113,28 @@ def restart(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
     from mlx_tandem.cli.daemon import restart as again
 
     raise SystemExit(again(port, timeout))
+
+
+@app.command(cls=Command)
+def ps(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+    """List the servers that were started with --daemon."""
+    from mlx_tandem.cli.background import show_servers
+
+    show_servers(as_json)
+
+
+@app.command(cls=Command)
+def logs(
+    port: _Port = 8000,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=1, max=1_000_000, help="How many of the last lines.")
+    ] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the server ends, or Ctrl-C.")] = False,
+) -> None:
+    """Print the log of a server that was started with --daemon."""
+    from mlx_tandem.cli.background import show_log
+
+    show_log(port, lines, follow)
 
 
 app.command(cls=Command)(models)

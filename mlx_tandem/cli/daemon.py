@@ -91,7 +91,17 @@ def _write(state: State) -> None:
     new.replace(file)
 
 
-def _read(port: int) -> State:
+def states() -> list[State]:
+    """Return the servers of this user that were not stopped, by their ports; a process may have ended by itself."""
+    found = []
+    for file in folder().glob("*.json"):
+        with suppress(OSError, msgspec.DecodeError):
+            found.append(msgspec.json.decode(file.read_bytes(), type=State))
+    return sorted(found, key=lambda state: state.port)
+
+
+def read(port: int) -> State:
+    """Return the server on a port. End the process with one line and status 1 if none was started with --daemon."""
     try:
         return msgspec.json.decode(_file(port).read_bytes(), type=State)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -120,7 +130,8 @@ def born(pid: int) -> str:
     return shown.stdout.strip()
 
 
-def _alive(state: State) -> bool:
+def alive(state: State) -> bool:
+    """Return whether the server's process is there."""
     return bool(state.born) and born(state.pid) == state.born
 
 
@@ -244,8 +255,8 @@ def _give_up(child: subprocess.Popen[bytes]) -> None:
 
 def stop(port: int, timeout: float) -> None:
     """End the server on `port`; running requests may finish within `timeout` seconds."""
-    state = _read(port)
-    if not _alive(state):
+    state = read(port)
+    if not alive(state):
         _remove(state)
         print(f"the server on port {port} had ended already")
         return
@@ -255,10 +266,10 @@ def stop(port: int, timeout: float) -> None:
 
 def restart(port: int, timeout: float) -> int:
     """End the server on `port` and start it again with the same arguments and folder; return the exit status."""
-    state = _read(port)
+    state = read(port)
     if state.key_variable is not None and not os.environ.get(state.key_variable):
         fail(f"the server on port {port} has its key from {state.key_variable}, which is not set here")
-    if _alive(state):
+    if alive(state):
         _end(state, timeout)
     status = start(list(state.argv), state.cwd, port)
     if status and not _file(port).exists():
@@ -272,7 +283,7 @@ def _end(state: State, timeout: float) -> None:
             os.kill(state.pid, sign)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
-            if not _alive(state):
+            if not alive(state):
                 _remove(state)
                 return
             time.sleep(POLL_SECONDS)

@@ -39,6 +39,9 @@ OTHER_WORDS = {
     "rollback": ("restore", "revert"),
     "sft": ("finetune", "lora"),
     "rl": ("grpo", "online"),
+    "chat": ("run", "ask", "repl"),
+    "ps": ("status",),
+    "logs": ("log",),
 }
 """Other words for the commands of a group, as other programs have them."""
 
@@ -83,18 +86,16 @@ class Group(TyperGroup):
 
 
 ELSEWHERE = {
-    "chat": "'tandem serve MODEL' starts a server for any client of OpenAI's, Anthropic's or Ollama's API",
+    "generate": "'tandem chat --prompt TEXT' answers a question",
     "pull": "'tandem serve ORG/NAME' fetches a model from the Hugging Face hub when it first serves it",
     "list": "'tandem models PATH' says what a model folder is, and 'tandem adapters ls' what a server knows",
-    "logs": "'tandem serve --daemon' prints where the log is",
     "sft": "'tandem train sft DATA' teaches an adapter from examples, 'tandem train rl' from rewards",
     "convert": "'tandem adapters convert' writes an adapter in another format; models are served as they are",
-    "status": "a server says how it is at /health, /v1/models and /metrics; 'tandem learn watch' follows learning",
+    "start": "'tandem serve MODEL' starts a server for any client of OpenAI's, Anthropic's or Ollama's API",
 }
 """Commands that other programs have, and where to find here what they do."""
-ELSEWHERE |= {"run": ELSEWHERE["chat"], "ls": ELSEWHERE["list"], "ps": ELSEWHERE["status"], "log": ELSEWHERE["logs"]}
-ELSEWHERE |= {"generate": ELSEWHERE["chat"], "download": ELSEWHERE["pull"], "show": ELSEWHERE["list"]}
-ELSEWHERE |= {"start": ELSEWHERE["chat"], "finetune": ELSEWHERE["sft"], "lora": ELSEWHERE["sft"]}
+ELSEWHERE |= {"ls": ELSEWHERE["list"], "download": ELSEWHERE["pull"], "show": ELSEWHERE["list"]}
+ELSEWHERE |= {"finetune": ELSEWHERE["sft"], "lora": ELSEWHERE["sft"]}
 
 
 class RootGroup(Group):

@@ -287,3 +287,36 @@ def test_birth_of_a_process() -> None:
         assert birth == daemon.born(child.pid) != daemon.born(os.getpid())
         child.communicate(b"\n")
     assert daemon.born(child.pid) == ""
+
+
+def test_servers_are_listed_and_their_logs_shown(machine: Machine) -> None:
+    assert machine.tandem("ps").stdout == "no server runs in the background (tandem serve --daemon starts one)\n"
+    assert machine.tandem("ps", "--json").stdout == "[]\n"
+    port, _ = machine.start("--port", "0")
+    state = machine.state()
+    [listed] = json.loads(machine.tandem("ps", "--json").stdout)
+    assert listed == {
+        "port": int(port),
+        "pid": state.pid,
+        "state": "ok",
+        "command": " ".join(("tandem", *state.argv)),
+        "log": state.log,
+    }
+    shown = machine.tandem("ps").stdout
+    assert f" {port} " in shown
+    assert " ok " in shown
+    whole = Path(state.log).read_text(encoding="utf-8")
+    assert machine.tandem("logs", "--port", port).stdout == "".join(whole.splitlines(keepends=True)[-100:])
+    assert machine.tandem("logs", "--port", port, "-n", "1").stdout == whole.splitlines(keepends=True)[-1]
+    words = [sys.executable, "-m", "mlx_tandem", "logs", "-f", "-n", "1", "--port", port]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=machine.env) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == whole.splitlines(keepends=True)[-1]
+        os.kill(state.pid, signal.SIGKILL)
+        until(lambda: daemon.born(state.pid) != state.born)
+        following.stdout.read()
+        assert following.wait(30) == 0, "it ends with the server"
+    [listed] = json.loads(machine.tandem("ps", "--json").stdout)
+    assert listed["state"] == "ended"
+    assert machine.tandem("stop", "--port", port).returncode == 0
+    assert json.loads(machine.tandem("ps", "--json").stdout) == []

@@ -135,6 +135,9 @@ ELSEWHERE = {
     "tandem demo --seconds 5": "tests/api/test_cli_serve.py",
     "tandem demo learn": "tests/api/test_cli_terminal.py",
     "tandem bench report": "tests/unit/cli/test_bench_report.py",
+    "tandem chat": "tests/api/test_chat_command.py",
+    "tandem ps": "tests/api/test_daemon.py",
+    "tandem logs --follow": "tests/api/test_daemon.py",
     "tandem doctor": "tests/unit/cli/test_doctor.py",
     "tandem doctor --report": "tests/unit/cli/test_doctor.py",
     "tandem doctor --mac": "tests/unit/cli/test_doctor_mac.py",
@@ -478,6 +481,9 @@ def test_commands_that_end(
         make_checkpoint(folder / "checkpoints")
         assert here.tandem(words[1:], folder)
         return
+    if words[:2] == ["tandem", "chat"]:
+        assert here.tandem([*words[1:], "--url", f"http://127.0.0.1:{served.port}"], folder)
+        return
     if words[:2] == ["tandem", "learn"] and words[2] in ("list", "show", "export"):
         make_run(folder / "checkpoints")
         assert here.tandem(words[1:], folder)
@@ -657,10 +663,12 @@ def test_the_readme_in_the_order_of_a_reader(tmp_path: Path, monkeypatch: pytest
                     continue
                 if words[0] == "curl":
                     told.append(json.loads(curl(words, port))["choices"][0]["message"]["content"])
+                elif words[1] == "chat":
+                    told.append(here.tandem([*words[1:], "--url", f"http://127.0.0.1:{port}"], tmp_path).strip())
                 else:
                     here.tandem(words[1:], tmp_path)
         assert server.stop() == 0
-    assert told == ["17 + 25 = 42!", "base 1 3 5 7 9", "down 9 7 5 3 1", "40 + 2 = 42, Captain!"]
+    assert told == ["17 + 25 = 42!", "17 + 25 = 42!", "base 1 3 5 7 9", "down 9 7 5 3 1", "40 + 2 = 42, Captain!"]
 
 
 def test_what_the_readme_says_the_models_answer(served: Served) -> None:

@@ -34,11 +34,13 @@ def on_a_thread(work: Callable[[], object]) -> object:
 
 
 def tandem(*args: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command that soon ends within this process, where its imports are made already. An error that would be a
-    traceback is raised."""
+    """Run a command that soon ends within this process, where its imports are made already. Its input is empty. An
+    error that would be a traceback is raised.
+    """
     out, errors = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, env or {}),
+        mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO())),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(errors),
     ):

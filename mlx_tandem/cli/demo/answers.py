@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mlx_tandem.cli.demo.server import started_server
+from mlx_tandem.cli.own_server import ROOM, started_server
 from mlx_tandem.http_client import Connection, Events, HttpError
 
 BASE = "base"
@@ -147,7 +147,7 @@ def places(rows: int | None = None) -> list[Place]:
 def demo(seconds: float) -> None:
     """Run the demo live on a terminal, or as plain lines elsewhere."""
     console = Console()
-    with started_server() as url:
+    with started_server(*ROOM) as url:
         if console.is_terminal:
             with Live(console=console, refresh_per_second=12, vertical_overflow="crop") as live:
                 shown = places(console.height)

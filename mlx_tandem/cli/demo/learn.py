@@ -18,8 +18,8 @@ from rich.text import Text
 
 from mlx_tandem.cli.demo import chart, traffic
 from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, SKILL, Curve, Learner, TeachingError
-from mlx_tandem.cli.demo.server import started_server
 from mlx_tandem.cli.outputs import write
+from mlx_tandem.cli.own_server import ROOM, started_server
 from mlx_tandem.files import StorageError
 from mlx_tandem.http_client import HttpError, once
 
@@ -90,7 +90,7 @@ def learn(steps: int, seed: int, streams: int, plot: Path) -> None:
             ),
             encoding="utf-8",
         )
-        with started_server("--config", str(settings)) as url:
+        with started_server(*ROOM, "--config", str(settings)) as url:
             try:
                 if console.is_terminal:
                     with Live(console=console, refresh_per_second=8) as live:

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from mlx_tandem.cli import daemon
-from mlx_tandem.cli.daemon import Detached, State, _file, _read, _write, born
+from mlx_tandem.cli.daemon import Detached, State, _file, _write, born, read
 
 FOLLOWING = State(pid=2, born="2", port=8000, argv=("next",), cwd="/", log="", key_variable=None)
 
@@ -44,7 +44,7 @@ def test_a_server_that_ends_leaves_the_file_of_the_next_one_on_its_port(tmp_path
 def test_whoever_waits_for_a_server_s_end_leaves_the_file_of_the_next_one_on_its_port(first: State) -> None:
     _write(FOLLOWING)
     daemon._end(first, 60.0)
-    assert born(first.pid) == "" and _read(8000) == FOLLOWING
+    assert born(first.pid) == "" and read(8000) == FOLLOWING
 
 
 @pytest.mark.parametrize("runs", [True, False])
@@ -71,7 +71,7 @@ def test_after_a_restart_that_fails_another_attempt_knows_how_unless_the_port_is
     monkeypatch.setattr(daemon, "start", start)
     _write(first)
     assert daemon.restart(8000, 60.0) == 1
-    assert _read(8000) == (FOLLOWING if taken else first)
+    assert read(8000) == (FOLLOWING if taken else first)
 
 
 def test_nobody_else_can_read_how_a_server_was_started(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_server_that_is_ready_can_be_started_again_as_it_was(tmp_path: Path, m
     argv = ("-v", "serve", "--port", "8000")
     pid = os.getpid()
     log_file = str(tmp_path / "8000.log")
-    assert _read(8000) == State(pid, born(pid), 8000, argv, str(tmp_path), log_file, "TANDEM_API_KEY")
+    assert read(8000) == State(pid, born(pid), 8000, argv, str(tmp_path), log_file, "TANDEM_API_KEY")
 
 
 def test_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

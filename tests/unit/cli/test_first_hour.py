@@ -20,7 +20,10 @@ from tests.unit.cli_tools import tandem, tandem_process
 STEPS = [
     # What is there?
     ("sevre", 2, "did you mean 'tandem serve'?"),
-    ("chat my-model", 2, "'tandem serve MODEL' starts a server"),
+    ("chat nowhere -p x", 1, "there is no folder 'nowhere', and no server at http://127.0.0.1:8000 that could have"),
+    ("chat --url http://127.0.0.1:9 -p x", 1, "no server answers at 127.0.0.1:9: Connection refused (--url)"),
+    ("chat", 1, "nothing is asked: give a question with --prompt"),
+    ("logs --port 1", 1, "no server that was started with --daemon is on port 1"),
     ("pull org/model", 2, "fetches a model from the Hugging Face hub when it first serves it"),
     ("list", 2, "'tandem models PATH' says what a model folder is"),
     ("models", 2, "Missing argument 'PATH'"),

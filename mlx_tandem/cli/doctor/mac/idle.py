@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Any
 
-from mlx_tandem.cli.demo.server import started_server
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.result import Failed, Figures, Outcome
+from mlx_tandem.cli.own_server import ROOM, started_server
 from mlx_tandem.http_client import Connection
 
 POLL_SECONDS = 0.5
@@ -23,7 +23,7 @@ ANSWER_SECONDS = 60.0
 
 def waits(bench: Bench) -> Outcome:
     """Send a request to a server, wait, and send it again. This stage does not put the machine to sleep."""
-    with started_server(own_session=False) as url:
+    with started_server(*ROOM, own_session=False) as url:
         before = asyncio.run(_ask(url))
         day, awake = time.time(), time.monotonic()
         while abs(time.time() - day) < bench.sizes.idle and time.monotonic() - awake < bench.sizes.idle:
