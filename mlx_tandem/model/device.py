@@ -117,18 +117,23 @@ _set_up_metal()
 import mlx.core as mx  # noqa: E402
 
 _CORES = os.cpu_count() or 1  # asking the system takes 10 to 50 µs, which every step on a CPU would pay
-_set_threads = ctypes.CDLL(OPENBLAS).openblas_set_num_threads if OPENBLAS and not _THREADS_WERE_CHOSEN else None
+_blas = ctypes.CDLL(OPENBLAS) if OPENBLAS and not _THREADS_WERE_CHOSEN else None
 _every_core_always = False
 
 
 def blas_threads(every_core: bool) -> None:
     """Set how many threads BLAS uses for the next operations: every core, or half of them.
 
-    Large products of prompts gain from every core; the small products of decoding gain nothing from more than half
-    of them. Nothing changes where OPENBLAS_NUM_THREADS is set, or after `always_use_every_core`.
+    The number belongs to the process and holds at once, also for products that were dispatched before. Their bits
+    depend on it. So before it changes, everything that the calling thread has dispatched is waited for. Nothing changes
+    where OPENBLAS_NUM_THREADS is set, or after `always_use_every_core`.
     """
-    if _set_threads is not None and not _every_core_always:
-        _set_threads(_CORES if every_core else max(1, _CORES // 2))
+    if _blas is None or _every_core_always:
+        return
+    number = _CORES if every_core else max(1, _CORES // 2)
+    if _blas.openblas_get_num_threads() != number:
+        mx.synchronize()
+        _blas.openblas_set_num_threads(number)
 
 
 def always_use_every_core() -> None:

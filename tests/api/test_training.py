@@ -365,8 +365,7 @@ def test_a_following_request_names_the_version_of_each_token(learner):
     assert len(moved) == 400 and moved == sorted(moved) and set(moved) == {version, version + 1}
 
 
-def test_after_the_engine_dies_versions_are_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # else it depends on the last step, and an update's bits on it
+def test_after_the_engine_dies_versions_are_there_again(tmp_path: Path):
     with serving(learning_config(tmp_path)) as server:
         update(server)
         update(server, trajectories=trajectories(text="Sort down: 8 1"))
@@ -392,8 +391,7 @@ def test_after_the_engine_dies_versions_are_there_again(tmp_path: Path, monkeypa
             assert says(server, model=f"policy@{version - 1}") == old
 
 
-def test_a_new_server_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # else it depends on the last step, and an update's bits on it
+def test_a_new_server_goes_on(tmp_path: Path):
     config = learning_config(tmp_path)
     with serving(config) as server:
         report = update(server, checkpoint_name="kept").json()["report"]

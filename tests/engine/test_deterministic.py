@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -169,7 +170,8 @@ def test_a_draft_model_changes_no_number_of_threads(
     engine, asked, expected = served
     smaller = make_engine(tiny_models.make(tmp_path, "qwen3", seed=1), num_blocks=160, max_num_seqs=16, max_loras=0)
     chosen: list[int] = []
-    monkeypatch.setattr(device, "_set_threads", chosen.append)
+    blas = SimpleNamespace(openblas_get_num_threads=lambda: 0, openblas_set_num_threads=chosen.append)
+    monkeypatch.setattr(device, "_blas", blas)
     loop = engine.loop()
     proposer = loop.scheduler.drafting.proposer = speculation(drafts_of(smaller, seats=16))
     some = [r for r in asked if r.adapter is None]

@@ -1,13 +1,16 @@
-"""A server that learns is killed again and again; what it has learned in the end is what it learns undisturbed.
+"""A server whose adapters learn is killed again and again; what they have learned in the end is what they learn
+undisturbed.
 
 python -m tests.fault.kill_learning --kills 200 --json-out benchmarks/results/kill_learning.json
 
-A client outside the server posts updates of a fixed course, each with trajectories of its own ids, until the server
-has acknowledged it; `kill -9` comes at random moments of start, update, publish and checkpoint, to the whole server, to
-its engine, to its front, or in the middle of a drain. While it is dead every checkpoint must be whole. Once it is back
-every version that it lists must have the content that this number has in the undisturbed run, the last version that
-was acknowledged must be among them, and the updates done must be those that were sent, each once. At the end of a
-course the trainer's files must be those of the undisturbed run, byte for byte.
+Three adapters learn at the same time. To two of them a client outside the server posts updates of a fixed course, each
+with trajectories of its own ids, until the server has acknowledged it; to the third it posts feedback, which the server
+learns from by itself. `kill -9` comes at random moments of start, update, publish and checkpoint, to the whole server,
+to its engine, to its front, or in the middle of a drain. While it is dead every checkpoint must be whole. Once it is
+back every version that it lists must have the content that this number has in the undisturbed run, the last version
+that was acknowledged must be among them, all feedback that was acknowledged must be there, and the updates done must be
+those that were sent, each once. At the end of a course the trainers' files must be those of the undisturbed run, byte
+for byte.
 """
 
 from __future__ import annotations
@@ -45,9 +48,17 @@ from mlx_tandem.training.store.database import NAME, Database
 
 ROOT = Path(__file__).parents[2]
 INTERVAL = 4  # updates from one checkpoint to the next
-READY_SECONDS = 120.0
+READY_SECONDS = 300.0
 KINDS = ("server", "engine", "front", "drain")
 SETTLE_SECONDS = 10.0
+DEFAULT, OPINIONATED = "policy", "minded"
+LEARNERS: dict[str, dict[str, Any]] = {
+    DEFAULT: {},
+    "coder": {"algorithm": "dr_grpo", "loss_tokens": 8, "lora_rank": 1},
+    OPINIONATED: {},
+}
+"""The adapters that learn, with their own settings. `OPINIONATED` learns from feedback alone."""
+
 EVENTS = ("began", "published", "checkpoint begins", "checkpoint there", "state begins", "old goes")
 
 
@@ -80,14 +91,16 @@ def settings(folder: Path) -> dict[str, Any]:
             "learning_rate": 1e-3,
             "update_frequency": 1000,
             "guard_prompts": 0,
+            "adapters": LEARNERS,
         },
+        "feedback": {"learn": OPINIONATED, "batch_size": 1, "epochs": 1, "replay": 0.0},
         "checkpointing": {"checkpoint_dir": str(folder), "interval": INTERVAL, "keep_n_checkpoints": 2},
     }
 
 
-def lesson(number: int) -> list[dict[str, Any]]:
-    """Trajectories of update `number`, from 0 on: always the same."""
-    g = random.Random(number)
+def lesson(learner: str, number: int) -> list[dict[str, Any]]:
+    """Trajectories of a learner's update `number`, from 0 on: always the same."""
+    g = random.Random(f"{learner}/{number}")
     return [
         {
             "id": f"{number}.{i}",
@@ -98,6 +111,24 @@ def lesson(number: int) -> list[dict[str, Any]]:
         }
         for i in range(3)
     ]
+
+
+def opinion(number: int) -> dict[str, Any]:
+    """Feedback `number`, from 0 on: what to answer to a question. Always the same."""
+    digits = random.Random(number).sample("123456789", 4)
+    return {
+        "object": "chat.completion",
+        "id": f"opinion-{number}",
+        "created": 1 + number,
+        "model": OPINIONATED,
+        "messages": [{"role": "user", "content": f"Sort down: {' '.join(digits)}"}],
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": " ".join(sorted(digits, reverse=True))}}],
+    }
+
+
+def place(folder: Path, learner: str) -> Path:
+    """Where the checkpoints and states of a learner are."""
+    return folder if learner == DEFAULT else folder / learner
 
 
 class Server:
@@ -162,13 +193,19 @@ class Server:
     def complain(self) -> None:
         print(self.log.read_text(encoding="utf-8", errors="replace")[-4000:], file=sys.stderr)
 
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.client.get("/v1/training/status").raise_for_status().json()
+    def status(self, learner: str) -> dict[str, Any]:
+        reply = self.client.get("/v1/training/status", params={"adapter": learner})
+        found: dict[str, Any] = reply.raise_for_status().json()
         return found
 
-    def digest(self, number: int) -> str | None:
+    def opinions(self) -> list[str]:
+        """Of which completions there is feedback."""
+        listed = self.client.get("/v1/feedback", params={"limit": 100, "order": "asc"}).raise_for_status().json()
+        return [each["completion_id"] for each in listed["data"]]
+
+    def digest(self, learner: str, number: int) -> str | None:
         """Of a version; None when it is gone. Raises HTTPStatusError while it is being made again."""
-        reply = self.client.get(f"/v1/adapters/policy@{number}")
+        reply = self.client.get(f"/v1/adapters/{learner}@{number}")
         return None if reply.status_code == 404 else str(reply.raise_for_status().json()["digest"])
 
     def answers(self, model: str) -> bool:
@@ -180,25 +217,161 @@ class Server:
         return True
 
 
-class Course:
-    """All updates of one course, whatever becomes of the servers that do them. `known`: digests by number, of the
-    undisturbed run, which is the one that has none."""
+class Track:
+    """The course of one learner. `known`: digests by number, of the undisturbed run, which `learns` them."""
 
-    def __init__(self, folder: Path, updates: int, known: dict[int, str] | None = None) -> None:
+    def __init__(self, learner: str, known: dict[int, str], learns: bool) -> None:
+        self.learner, self.known, self.learns = learner, known, learns
+        self.acknowledged = 0  # updates, or feedback of which each piece is an update
+        self.recomputed = 0
+
+    def post(self, server: Server) -> None:
+        """Post what comes next until it is acknowledged."""
+        number = self.acknowledged
+        if self.learner == OPINIONATED:
+            found = server.client.post("/v1/feedback/import", json=[opinion(number)]).raise_for_status().json()
+            if found["stored"] != 1:
+                raise Wrong(f"feedback {number}: {found}")
+            if self.learns:
+                self.wait(server, number + 1)
+                self.see(number + 2, server.digest(self.learner, number + 2))
+        else:
+            body = {"trajectories": lesson(self.learner, number), "wait": True}
+            reply = server.client.post("/v1/training/update", params={"adapter": self.learner}, json=body)
+            report = reply.raise_for_status().json()["report"]
+            if report["outcome"] == "published":
+                self.see(number + 2, server.digest(self.learner, number + 2))
+            elif report["outcome"] != "skipped" or report["trajectories"]:
+                raise Wrong(f"{self.learner}, update {number}: {report}")
+        self.acknowledged += 1
+
+    def wait(self, server: Server, updates: int) -> None:
+        """Wait until so many updates are done."""
+        deadline = time.monotonic() + READY_SECONDS
+        while (status := server.status(self.learner))["updates"] < updates:
+            if time.monotonic() > deadline:
+                raise Wrong(f"{self.learner} does not learn: {status}")
+            time.sleep(0.02)
+
+    def see(self, number: int, digest: str | None) -> None:
+        """A version of this number has this content."""
+        if self.learns and digest is not None:
+            self.known[number] = digest
+        if digest != self.known.get(number):
+            known = self.known.get(number)
+            raise Wrong(f"version {number} of {self.learner} is {digest}, undisturbed {known}")
+
+    def check(self, server: Server) -> None:
+        """What holds once a server is ready, and what once it has caught up with itself."""
+        began, done = time.monotonic(), self.acknowledged
+        with contextlib.suppress(httpx.HTTPStatusError):  # some may be made again at this moment
+            self.check_versions(server)
+        while (status := server.status(self.learner)).get("recovering"):
+            self.recomputed = max(self.recomputed, status["recovering"])
+            if time.monotonic() - began > READY_SECONDS:
+                raise Wrong(f"{self.learner} does not recover: {status}")
+            time.sleep(0.05)
+        if self.learner == OPINIONATED:
+            self.check_opinions(server, done)
+        elif status["updates"] not in (done, done + 1):
+            raise Wrong(f"{done} updates of {self.learner} were acknowledged; it has {status}")
+        while not status["step"] == status["updates"] == status["version"] - 1:
+            # Of one that learns by itself the numbers may be those of two moments.
+            if self.learner != OPINIONATED or time.monotonic() - began > READY_SECONDS:
+                raise Wrong(f"the numbers of {self.learner} do not fit together: {status}")
+            status = server.status(self.learner)
+        self.check_versions(server)
+        began = time.monotonic()
+        while missing := self.missing(server, server.status(self.learner)):
+            # A checkpoint goes a moment before the status says so.
+            if time.monotonic() - began > SETTLE_SECONDS:
+                raise Wrong(f"{missing} is gone, or another: {server.status(self.learner)}")
+            time.sleep(0.05)
+
+    def check_opinions(self, server: Server, done: int) -> None:
+        """All feedback that was acknowledged is there, each piece once; no update has learned from more."""
+        kept = server.opinions()
+        if kept not in [[opinion(i)["id"] for i in range(count)] for count in (done, done + 1)]:
+            raise Wrong(f"{done} pieces of feedback were acknowledged; there are {kept}")
+        if (updates := server.status(self.learner)["updates"]) > len(kept):
+            raise Wrong(f"{updates} updates learned from {len(kept)} pieces of feedback")
+
+    def missing(self, server: Server, status: dict[str, Any]) -> str:
+        """The first of what must be there that is not; empty: it is all there."""
+        prefix = "" if self.learner == DEFAULT else f"{self.learner}."
+        checkpoints = [name for name in status["available_checkpoints"] if name.startswith("checkpoint-")]
+        saved = [int(name.removeprefix("checkpoint-").partition(".")[0]) + 1 for name in checkpoints]
+        # Other versions end with the process that has them, unless a state has them, and so does the last one of a
+        # learner that goes on by itself.
+        last = [] if self.learner == OPINIONATED else [status["version"]]
+        for number in [*saved, *last]:
+            name = f"{self.learner}@{number}"
+            if not server.answers(name) or server.digest(self.learner, number) != self.known[number]:
+                return name
+        return next((name for name in checkpoints if not server.answers(prefix + name)), "")
+
+    def check_versions(self, server: Server) -> None:
+        """Every version that is listed is what it was, and answers."""
+        listed = server.client.get("/v1/adapters").raise_for_status().json()["adapters"]
+        for number in next(a["versions"] for a in listed if a["name"] == self.learner):
+            digest = server.digest(self.learner, number)
+            if digest is None:
+                continue  # a version of now may just have gone
+            if number == 1 and self.learns:
+                self.known[1] = digest
+            self.see(number, digest)
+            server.answers(f"{self.learner}@{number}")
+
+    def finish(self, server: Server, folder: Path) -> dict[str, str]:
+        """Hashes of the trainer's files after the last update."""
+        name = "the-end"
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            server.wait_ready()  # its engine may have been killed last
+            try:
+                self.wait(server, self.acknowledged)
+                body = {"name": name}
+                reply = server.client.post("/v1/training/checkpoint", params={"adapter": self.learner}, json=body)
+                if reply.status_code != 409:  # there is one: of a server that was killed before it could say so
+                    reply.raise_for_status()
+                break
+            except httpx.HTTPStatusError as e:
+                if e.response.status_code not in (500, 503) or time.monotonic() > deadline:
+                    raise Wrong(e.response.text) from e
+        files = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "trainer.json")
+        found = {file: (place(folder, self.learner) / name / file).read_bytes() for file in files}
+        return {f"{self.learner}/{file}": hashlib.sha256(content).hexdigest() for file, content in found.items()}
+
+
+Known = dict[str, dict[int, str]]
+"""Digests by learner and number."""
+
+
+class Course:
+    """All updates of one course, whatever becomes of the servers that do them. `known`: digests of the undisturbed run,
+    which is the one that has none."""
+
+    def __init__(self, folder: Path, updates: int, known: Known | None = None) -> None:
         self.folder, self.updates = folder, updates
-        self.known = {} if known is None else known
-        self.learns = known is None
-        self.acknowledged = 0  # updates
+        self.tracks = [Track(n, {} if known is None else known[n], known is None) for n in LEARNERS]
         self.restarts = 0
         self.ready_s: list[float] = []
         self.recovered_s: list[float] = []
         self.hit: Counter[str] = Counter()
-        self.recomputed = 0
         self.failure: Exception | None = None
 
     @property
+    def known(self) -> Known:
+        return {track.learner: track.known for track in self.tracks}
+
+    @property
+    def progress(self) -> list[int]:
+        """What was acknowledged, by learner."""
+        return [track.acknowledged for track in self.tracks]
+
+    @property
     def done(self) -> bool:
-        return self.acknowledged == self.updates
+        return all(count == self.updates for count in self.progress)
 
     @property
     def start_s(self) -> float:
@@ -217,8 +390,7 @@ class Course:
                         self.ready_s += [time.monotonic() - server.began] if up < 0 else []
                         self.check(server)
                         up = restarts
-                    if not self.done:
-                        self.post(server)
+                    self.post(server)
                 except httpx.HTTPStatusError as e:
                     if e.response.status_code not in (500, 503):
                         raise Wrong(e.response.text) from e
@@ -228,99 +400,45 @@ class Course:
             self.failure = e
 
     def post(self, server: Server) -> None:
-        number = self.acknowledged
-        body = {"trajectories": lesson(number), "wait": True}
-        report = server.client.post("/v1/training/update", json=body).raise_for_status().json()["report"]
-        if report["outcome"] == "published":
-            self.see(number + 2, server.digest(number + 2))
-        elif report["outcome"] != "skipped" or report["trajectories"]:
-            raise Wrong(f"update {number}: {report}")
-        self.acknowledged += 1
-
-    def see(self, number: int, digest: str | None) -> None:
-        if self.learns and digest is not None:
-            self.known[number] = digest
-        if digest != self.known.get(number):
-            raise Wrong(f"version {number} is {digest}, undisturbed {self.known.get(number)}")
+        """Post the next update of each learner, and the next feedback, at the same time."""
+        left = [track for track in self.tracks if track.acknowledged < self.updates]
+        with ThreadPoolExecutor(len(self.tracks)) as threads:
+            work = [threads.submit(track.post, server) for track in left]
+        failures = [e for each in work if (e := each.exception()) is not None]
+        for e in sorted(failures, key=lambda e: not isinstance(e, Wrong)):
+            raise e
 
     def check(self, server: Server) -> None:
-        """What holds once a server is ready, and what once it has caught up with itself."""
+        """What holds of each learner once a server is ready."""
         began = time.monotonic()
-        with contextlib.suppress(httpx.HTTPStatusError):  # some may be made again at this moment
-            self.check_versions(server)
-        while (status := server.status()).get("recovering"):
-            self.recomputed = max(self.recomputed, status["recovering"])
-            if time.monotonic() - began > READY_SECONDS:
-                raise Wrong(f"it does not recover: {status}")
-            time.sleep(0.05)
+        for track in self.tracks:
+            track.check(server)
         self.restarts += 1
         self.recovered_s.append(time.monotonic() - began)
-        if status["updates"] not in (self.acknowledged, self.acknowledged + 1):
-            raise Wrong(f"{self.acknowledged} updates were acknowledged; it has {status}")
-        if not status["step"] == status["updates"] == status["version"] - 1:
-            raise Wrong(f"the numbers do not fit together: {status}")
-        self.check_versions(server)
-        began = time.monotonic()
-        while missing := self.missing(server, server.status()):  # a checkpoint goes a moment before the status says so
-            if time.monotonic() - began > SETTLE_SECONDS:
-                raise Wrong(f"{missing} is gone, or another: {server.status()}")
-            time.sleep(0.05)
-
-    def missing(self, server: Server, status: dict[str, Any]) -> str:
-        """The first of what must be there that is not; empty: it is all there."""
-        checkpoints = [name for name in status["available_checkpoints"] if name.startswith("checkpoint-")]
-        saved = [int(name.removeprefix("checkpoint-").partition(".")[0]) + 1 for name in checkpoints]
-        for number in [*saved, status["version"]]:  # others end with the process that has them, unless a state has them
-            if not server.answers(f"policy@{number}") or server.digest(number) != self.known[number]:
-                return f"version {number}"
-        return next((name for name in checkpoints if not server.answers(name)), "")
-
-    def check_versions(self, server: Server) -> None:
-        """Every version that is listed is what it was, and answers."""
-        listed = server.client.get("/v1/adapters").raise_for_status().json()["adapters"]
-        for number in next(a["versions"] for a in listed if a["name"] == "policy"):
-            digest = server.digest(number)
-            if digest is None:
-                continue  # a version of now may just have gone
-            if number == 1 and self.learns:
-                self.known[1] = digest
-            self.see(number, digest)
-            server.answers(f"policy@{number}")
 
     def look(self) -> None:
         """At the folder of a server that is dead: what lies there under a name is whole."""
-        folder = self.folder
-        if not folder.exists():
+        if not self.folder.exists():
             self.hit["before anything"] += 1
             return
-        names = {p.name for p in folder.iterdir()}
-        checkpoints = Checkpoints(folder, 1)
-        for name in sorted(names - {".lock"}):
-            if name.startswith((".new-", ".old-", ".state-", NAME)):
-                continue
-            try:
-                checkpoints.verify(name)
-                manifests.read(folder / name)
-            except Exception as e:
-                raise Wrong(f"{name} is torn: {e}") from e
-        if any(name.startswith((".new-", ".old-")) for name in names):
-            self.hit["checkpoint under way"] += 1
-        else:
-            self.hit[_found(folder)] += 1
+        under_way = False
+        for folder in [place(self.folder, learner) for learner in LEARNERS]:
+            names = {p.name for p in folder.iterdir()} - LEARNERS.keys() if folder.exists() else set()
+            checkpoints = Checkpoints(folder, 1)
+            for name in sorted(names - {".lock"}):
+                if name.startswith((".new-", ".old-", ".state-", NAME)):
+                    continue
+                try:
+                    checkpoints.verify(name)
+                    manifests.read(folder / name)
+                except Exception as e:
+                    raise Wrong(f"{folder / name} is torn: {e}") from e
+            under_way |= any(name.startswith((".new-", ".old-")) for name in names)
+        self.hit["checkpoint under way" if under_way else _found(self.folder)] += 1
 
     def finish(self, server: Server) -> dict[str, str]:
-        """Hashes of the trainer's files after the last update."""
-        name = "the-end"
-        deadline = time.monotonic() + READY_SECONDS
-        while True:
-            server.wait_ready()  # its engine may have been killed last
-            reply = server.client.post("/v1/training/checkpoint", json={"name": name})
-            if reply.status_code in (200, 409):  # there is one: of a server that was killed before it could say so
-                break
-            if reply.status_code not in (500, 503) or time.monotonic() > deadline:
-                raise Wrong(reply.text)
-        files = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "trainer.json")
-        return {f: hashlib.sha256((self.folder / name / f).read_bytes()).hexdigest() for f in files}
+        """Hashes of all trainers' files after the last update."""
+        return {name: digest for track in self.tracks for name, digest in track.finish(server, self.folder).items()}
 
 
 def _found(folder: Path) -> str:
@@ -338,7 +456,7 @@ def _found(folder: Path) -> str:
             database.close()
         except StorageError as e:
             raise Wrong(f"the database is torn: {e}") from e
-    if {p.name for p in folder.glob(".state-*")} != states:
+    if {p.name for p in folder.rglob(".state-*")} != states:
         return "state under way"
     return "update under way" if begun else "between updates, or start"
 
@@ -403,13 +521,13 @@ def _traces(server: Server, event: str) -> set[str]:
         if event == "began":
             log = (folder / f"{NAME}-wal").stat()
             return {f"{log.st_size}:{log.st_mtime_ns}"}
-        names = {p.name for p in folder.iterdir()}
-        return {name for name in names if name.startswith(PREFIXES[event])}
+        paths = [path for learner in LEARNERS for path in place(folder, learner).glob("*")]
+        return {str(path) for path in paths if path.name.startswith(PREFIXES[event])}
     return set()
 
 
-def undisturbed(folder: Path, updates: int, port: int) -> tuple[dict[int, str], dict[str, str]]:
-    """Digests by version, and hashes at the end."""
+def undisturbed(folder: Path, updates: int, port: int) -> tuple[Known, dict[str, str]]:
+    """Digests of the versions, and hashes at the end."""
     course = Course(folder, updates)
     server = Server(folder, port)
     try:
@@ -431,15 +549,15 @@ def disturbed(course: Course, killer: Killer, port: int) -> dict[str, str]:
         server = Server(course.folder, port)
         driver = threading.Thread(target=course.drive, args=(server,))
         driver.start()
-        engine_killed_at = -1
+        engine_killed_at: list[int] = []
         kind = ""
         try:
             while not killer.done:
-                spare = engine_killed_at == course.acknowledged  # an update that ends engine after engine is given up
+                spare = engine_killed_at == course.progress  # an update that ends engine after engine is given up
                 kind = killer.strike(server, driver, course.start_s, spare)
                 if kind != "engine":
                     break
-                engine_killed_at, kind = course.acknowledged, ""
+                engine_killed_at, kind = course.progress, ""
             driver.join()
             if course.failure is not None:
                 raise course.failure
@@ -460,7 +578,7 @@ def disturbed(course: Course, killer: Killer, port: int) -> dict[str, str]:
             server.client.close()
 
 
-def courses(folder: Path, killer: Killer, updates: int, known: dict[int, str], end: dict[str, str]) -> list[Course]:
+def courses(folder: Path, killer: Killer, updates: int, known: Known, end: dict[str, str]) -> list[Course]:
     """As many as the killer takes. Raises Wrong."""
     made: list[Course] = []
     port = unused_port()
@@ -490,12 +608,14 @@ def run(folder: Path, killers: Sequence[Killer], updates: int) -> dict[str, Any]
         "found_after_kill": dict(sum((c.hit for c in done), Counter())),
         "restarts": sum(c.restarts for c in done),
         "courses": len(done),
-        "updates": updates * len(done),
+        "learners": list(LEARNERS),
+        "updates": updates * len(done) * len(LEARNERS),
+        "of_feedback": updates * len(done),
         "torn": 0,  # or Wrong would have been raised, here as for the next two
         "twice": 0,
         "equal": True,
-        "digest": end["adapter_model.safetensors"],
-        "most_updates_recomputed": max(c.recomputed for c in done),
+        "digest": {name: end[f"{name}/adapter_model.safetensors"] for name in LEARNERS},
+        "most_updates_recomputed": max(track.recomputed for c in done for track in c.tracks),
         "ready_s": {"median": round(ready[len(ready) // 2], 2), "max": round(ready[-1], 2)} if ready else {},
         "recovered_s_max": round(max((s for c in done for s in c.recovered_s), default=0.0), 3),
     }

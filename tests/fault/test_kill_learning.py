@@ -15,5 +15,5 @@ pytestmark = pytest.mark.restarts
 def test_kill_9_while_learning(tmp_path: Path) -> None:
     """The whole server while an update or its publishing is under way, its engine while a checkpoint is written."""
     plan = [("server", "began"), ("engine", "checkpoint begins"), ("server", "published")]
-    found = run(tmp_path, [Killer(len(plan), 0, plan)], updates=10)
+    found = run(tmp_path, [Killer(len(plan), 0, plan)], updates=6)
     assert found["kills"] == len(plan) and found["restarts"] >= len(plan)

@@ -263,6 +263,12 @@ def test_only_the_back_end_knows_which_device_there_is() -> None:
     assert asking.keys() == MAY_ASK.keys() and len(MAY_ASK) <= 4
 
 
+def test_learning_dispatches_its_work_in_one_place() -> None:
+    """Where it also takes its share of the cores, on which an update's bits depend."""
+    files = [f for f in SOURCES if "/training/device/" in f.as_posix()]
+    assert [f.name for f in files if re.search(r"\bmx\.(async_)?eval\(", f.read_text("utf-8"))] == ["slices.py"]
+
+
 DANGLING = re.compile(
     r"(Also|And|As|At|Beside|Both|But|By|Each|Either|Every|For|From|How|If|In|It|Its|Neither|Nobody|None|Nor|Nothing|Of|"
     r"On|Only|Or|Over|So|That|Their|Them|These|They|This|Those|To|Under|Until|Up|Were|What|When|Where|Whether|Which|"

@@ -159,6 +159,16 @@ class Backend(ABC):
         """Return a sentence for the user where this device computes slowly in `dtype`; empty where it does not."""
         return ""
 
+    # the host's cores
+
+    def share_cores(self, every_core: bool) -> None:
+        """Compute what is dispatched from now on with every core, or with half of them, where cores compute.
+
+        Whoever dispatches products of matrices calls this first, since their bits may depend on it. What was dispatched
+        before is waited for if it had another number of cores.
+        """
+        return
+
     # memory
 
     def memory_limit(self, chosen_gb: float = 0.0) -> Limit:

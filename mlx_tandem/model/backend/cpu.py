@@ -30,6 +30,10 @@ class Cpu(base.Backend):
         """Return nothing: the device has no memory of its own."""
         return {}
 
+    def share_cores(self, every_core: bool) -> None:
+        """Set the number of BLAS threads, since they compute nearly all that there is to compute."""
+        device.blas_threads(every_core)
+
     def free_memory(self) -> Limit:
         """Return what the machine has free."""
         return Limit(available_on_linux(), "what the machine has free", shared=False)

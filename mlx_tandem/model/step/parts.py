@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import Bytes, StepPlan
-from mlx_tandem.model import backend, device
+from mlx_tandem.model import backend
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.cache.turns import HeldStates, kept_lines
 from mlx_tandem.model.inputs import Numbers, Sent, receive, specs
@@ -204,6 +204,5 @@ class DispatchQueue:
     def _dispatch(self) -> None:
         while self._waiting and not (self.one_at_a_time and self._running is not None):
             self._running = self._waiting.popleft()
-            if self.one_at_a_time:
-                device.blas_threads(every_core=self._running.prompt_tokens >= MANY_TOKENS)
+            backend.current().share_cores(every_core=self._running.prompt_tokens >= MANY_TOKENS)
             mx.async_eval(self._running.marker)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from mlx_tandem.engine.plan import Row
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model import backend
 from mlx_tandem.model.modules import mix_in
 from mlx_tandem.model.vision.encoder import AXES, Encoder
 from mlx_tandem.model_folder import CONFIG
@@ -42,6 +43,7 @@ class Embeddings:
         """
         assert self._encoder is not None, "a server without an encoder refuses images"
         embeddings = self._encoder(image.arrays, image.tokens)
+        backend.current().share_cores(every_core=True)  # as for a prompt of so many tokens
         mx.eval(embeddings)
         self._of[image.digest] = embeddings
 

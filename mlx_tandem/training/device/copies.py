@@ -10,6 +10,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_tandem.training.device.slices import dispatch
+
 PIECE = 1 << 20
 """Numbers of one piece: to read it takes half a millisecond, in which streams do not miss the interpreter."""
 
@@ -20,7 +22,7 @@ class Copy:
     def __init__(self, whole: mx.array):
         """Begin to copy `whole` on the device."""
         self._pieces = [whole[k : k + PIECE] * 1.0 for k in range(0, whole.size, PIECE)]
-        mx.async_eval(self._pieces)
+        dispatch(self._pieces)
 
     def read(self) -> npt.NDArray[np.float32]:
         """Return the numbers and forget the copy. Call it once, on any thread."""

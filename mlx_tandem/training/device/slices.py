@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Wait
-from mlx_tandem.model import compiler
+from mlx_tandem.model import backend, compiler
 
 Slices = Generator[Wait, None, None]
 
@@ -33,10 +33,21 @@ def device_errors() -> Iterator[None]:
         raise (OutOfMemory if ran_out else DeviceError)(f"{type(e).__name__}: {e}", again=again) from e
 
 
+def dispatch(*made: Any) -> None:
+    """Start computing arrays, or containers of them. Raises DeviceError.
+
+    All that learning computes is dispatched here, with the same share of the host's cores: on a CPU the bits of a
+    product depend on it, and an update's bits must not depend on the requests before it. With half of the cores, passes
+    are as fast as with all of them or faster, and take less of the processors (docs/decisions/cpu-arithmetic.md).
+    """
+    with device_errors():
+        backend.current().share_cores(every_core=False)
+        mx.async_eval(*made)
+
+
 def launched(*made: Any) -> Wait:
     """Start computing arrays, or containers of them, and return what waits for them. Both raise DeviceError."""
-    with device_errors():
-        mx.async_eval(*made)
+    dispatch(*made)
     return partial(_wait, *made)
 
 

@@ -70,7 +70,7 @@ class TrainedAdapter:
             self._now.flats.append(whole)
             self._now.pairs.update(_pairs(whole, chunk, pairs))
             self._now.moments.append(Moments(mx.zeros(whole.shape), mx.zeros(whole.shape)))
-        mx.eval(self._now.pairs, self._now.moments)
+        launched(self._now.pairs, self._now.moments)()
         self._gradients: dict[str, Pair] | None = None
         self._before: _State | None = None  # before the last step, or before the first of several that belong together
         self._more = False  # whether the next step belongs to the last one
@@ -190,8 +190,7 @@ class TrainedAdapter:
         share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
         now, after = self._now, _State([], {}, [], self.step_count + 1, {})
         yield from joined(self._moved(flats, share, after, adam), count)
-        with device_errors():
-            mx.eval(after.pairs, after.moments)  # before it counts
+        launched(after.pairs, after.moments)()  # before it counts
         self._before, self._now = self._before or now, after
         return StepDone(self.spec.name, self.step_count, size, True)
 
@@ -297,7 +296,7 @@ class TrainedAdapter:
                         raise ModelError(f"{folder.name}/{OPTIMIZER} does not fit this trainer")
                 kinds.append(flat([mx.array(x) for x in found if x is not None]))
             moments.append(Moments(*kinds))
-        mx.eval(moments)
+        launched(moments)()
         self._now = self._now._replace(moments=moments, step_count=about.step)
 
 

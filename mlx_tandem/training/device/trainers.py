@@ -43,7 +43,7 @@ from mlx_tandem.training.device.cutting import PLAIN, Cutter, Cutting, evenly, i
 from mlx_tandem.training.device.layerwise import LayerwiseForward
 from mlx_tandem.training.device.pages import PageInputs
 from mlx_tandem.training.device.rows import Rows
-from mlx_tandem.training.device.slices import Slices, device_errors, finish, launched
+from mlx_tandem.training.device.slices import Slices, device_errors, dispatch, finish, launched
 from mlx_tandem.training.device.trained_adapter import TRAINER, About, TrainedAdapter
 from mlx_tandem.training.device.tree import Dropout, Pair, Tree
 
@@ -203,7 +203,7 @@ class MLXTrainers:
         trainer, prepare = self._get(name), self._prepare
         with device_errors():
             make, served = trainer.publish(), trainer.served(self._tree.dtype)
-            mx.async_eval(served)
+            dispatch(served)
 
         def published() -> AdapterWeights:
             weights = make()
@@ -335,7 +335,7 @@ class MLXTrainers:
         whole = mx.concatenate(found) if found else mx.zeros((0,))
         yield launched(whole)
         with device_errors():
-            mx.eval(sums)
+            launched(sums)()
             read = np.array(whole)
         for batch, gradients in zip(batches, sums, strict=True):
             if gradients:
@@ -432,8 +432,7 @@ class MLXTrainers:
             if forward_only:
                 yield launched(made)
             else:
-                with device_errors():
-                    mx.async_eval(made)
+                dispatch(made)
                 yield from micro.backward(*cotangents)
         found += made
         self._inputs.done(sent)  # the first of several slices has copied it
