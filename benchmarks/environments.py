@@ -5,7 +5,7 @@
     python benchmarks/environments.py --verifiers ./verifiers/bin/python --atropos ./atropos/bin/python
 
 The task is sorting digits, which the built-in model does badly, as 256 questions in the form of GSM8K's lines. Each run
-is a server with its own seed, and one of these ways by which its environment plays:
+is a server with its own seed and the default learning rate, and one of these ways by which its environment plays:
 
 - verifiers: `tandem train rl --environment`
 - run-api: Atropos' own trajectory API and `--atropos-url`
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -112,7 +113,7 @@ def run(way: str, seed: int, *, shuffled: bool, pythons: dict[str, str], updates
     folder.mkdir()
     settings.write_text(f"rl_training: {{enabled: true, seed: {seed}}}\n", encoding="utf-8")
     options = ["--config", str(settings), "--checkpoint-dir", str(folder / "checkpoints"), "--num-blocks", "512"]
-    options += ["--max-model-len", "1024", "--update-frequency", str(BATCH), "--learning-rate", "1e-3"]
+    options += ["--max-model-len", "1024", "--update-frequency", str(BATCH)]
     options += ["--lora-rank", "8"]
     with contextlib.ExitStack() as stack:
         api, log = f"http://127.0.0.1:{free_port()}", folder / "log"
@@ -169,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="learning from environments of verifiers and Atropos")
     parser.add_argument("--verifiers", required=True, help="Python of an environment with verifiers")
     parser.add_argument("--atropos", required=True, help="Python of an environment with atroposlib")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--json-out", type=argument)
@@ -180,7 +181,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tandem-environments-") as scratch:
         for way in args.ways.split(","):
-            for seed, shuffled in [*((seed, False) for seed in range(args.seeds)), (0, True)]:
+            for seed, shuffled in itertools.product(map(int, args.seeds.split(",")), (True, False)):
                 runs.append(
                     run(
                         way,
