@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -102,7 +103,9 @@ def program(*command: str, log: Path, **environment: str) -> Iterator[None]:
             run.kill()
 
 
-def run(way: str, seed: int, *, shuffled: bool, pythons: dict[str, str], updates: int, scratch: Path) -> dict[str, Any]:
+def run(
+    way: str, seed: int, *, shuffled: bool, pythons: dict[str, str], updates: int, rate: str, scratch: Path
+) -> dict[str, Any]:
     """Learn once, and return the figures."""
     text, exam = data()
     (scratch / "train.jsonl").write_text(text, encoding="utf-8")
@@ -113,7 +116,7 @@ def run(way: str, seed: int, *, shuffled: bool, pythons: dict[str, str], updates
     folder.mkdir()
     settings.write_text(f"rl_training: {{enabled: true, seed: {seed}}}\n", encoding="utf-8")
     options = ["--config", str(settings), "--checkpoint-dir", str(folder / "checkpoints"), "--num-blocks", "512"]
-    options += ["--max-model-len", "1024", "--update-frequency", str(BATCH), "--learning-rate", "1e-3"]
+    options += ["--max-model-len", "1024", "--update-frequency", str(BATCH), "--learning-rate", rate]
     options += ["--lora-rank", "8"]
     with contextlib.ExitStack() as stack:
         api, log = f"http://127.0.0.1:{unused_port()}", folder / "log"
@@ -134,7 +137,7 @@ def run(way: str, seed: int, *, shuffled: bool, pythons: dict[str, str], updates
             stack.enter_context(program(pythons["atropos"], "sorting_atropos.py", "serve", log=log, **told))
         found = asyncio.run(learned(server.url, exam, before, updates, shuffled=shuffled))
     seconds = time.monotonic() - began
-    figures = {"way": way, "seed": seed, "shuffled": shuffled, "seconds": seconds} | found
+    figures = {"way": way, "seed": seed, "shuffled": shuffled, "rate": rate, "seconds": seconds} | found
     last = f"{way:<11} seed {seed}{' shuffled' if shuffled else ''}: {before:.3f} -> {found['after']:.3f}"
     print(f"{last} in {found['updates']} updates, {seconds:.0f} s", file=sys.stderr, flush=True)
     return figures
@@ -156,11 +159,13 @@ async def learned(
             break
     fed = status["environment"] or status["atropos"]
     counts = ("trajectories", "refused_groups", "failed_episodes", "without_logprobs", "error")
+    _, history = await once(url, "GET", "/v1/training/history")
     return {
         "before": before,
         "after": curve[-1][1],
         "updates": curve[-1][0],
         "curve": curve,
+        "rates": [update["learning_rate"] for update in history["updates"]],
         "taken": {name: fed[name] for name in counts if name in fed},
     }
 
@@ -170,7 +175,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="learning from environments of verifiers and Atropos")
     parser.add_argument("--verifiers", required=True, help="Python of an environment with verifiers")
     parser.add_argument("--atropos", required=True, help="Python of an environment with atroposlib")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--rewards", default="true,shuffled", help="of the runs of each seed")
+    parser.add_argument("--rate", default="auto", help="of learning: a number, or auto")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--json-out", type=argument)
@@ -181,15 +188,16 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tandem-environments-") as scratch:
         for way in args.ways.split(","):
-            for seed, shuffled in [*((seed, False) for seed in range(args.seeds)), (0, True)]:
+            for seed, rewards in itertools.product(map(int, args.seeds.split(",")), args.rewards.split(",")):
                 runs.append(
                     run(
                         way,
                         seed,
-                        shuffled=shuffled,
+                        shuffled=rewards == "shuffled",
                         pythons=pythons,
+                        rate=args.rate,
                         scratch=Path(scratch),
-                        updates=CONTROL if shuffled else args.updates,
+                        updates=CONTROL if rewards == "shuffled" else args.updates,
                     )
                 )
                 results.add(runs=runs)

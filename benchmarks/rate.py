@@ -1,10 +1,12 @@
-"""Does a server learn without being told a learning rate? Two tasks over HTTP, and a control.
+"""Does a server learn without being told a learning rate? Three tasks over HTTP, and a control.
 
     python benchmarks/rate.py --json-out benchmarks/results/rate.json
 
 Each run is a fresh `tandem serve --enable-rl-training` with nothing but defaults, and a client whose answers are
-collected and scored. The tasks: the weak skill of the built-in model, and to admit what it does not know. The control
-learns the first task from rewards that changed places within each batch, each posted for its trajectory.
+collected and scored. The tasks: the weak skill of the built-in model; to admit what it does not know; and to decline
+small talk with one of its three sentences. The control learns the first task from rewards that changed places within
+each batch, each posted for its trajectory. The constants of `training/online/rates.py` were chosen with the first two
+tasks and other seeds.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import SORTING, Curve, Learner, Question, Task
 from mlx_tandem.cli.outputs import argument
 from mlx_tandem.http_client import once
+from recipes.demo_model import talk
 
 WINDOW = 5
 """Batches whose mean reward is compared."""
@@ -31,7 +34,7 @@ WINDOW = 5
 LEARNED = 0.85
 """The mean reward that is to be reached."""
 
-NUMBERS = ("mean_reward", "kl", "learning_rate", "outcome")
+NUMBERS = ("mean_reward", "kl", "learning_rate", "agreement", "outcome")
 """Numbers of each update that are kept."""
 
 
@@ -42,6 +45,11 @@ OWNERS = "Spain|the moon|my dog|a train|the sea|bread|this town|winter|the wind|
 def unknown(rng: random.Random) -> Question:
     """Return something that the model cannot know, and what it says when it admits that."""
     return f"{rng.choice(THINGS)} of {rng.choice(OWNERS.split('|'))}", "only a tiny demo model"
+
+
+def small_talk(rng: random.Random) -> Question:
+    """Return a sentence that the model has no skill for, and the way in which it is to decline."""
+    return talk.small_talk(rng), "I have no answer to that"
 
 
 class Shuffled(Learner):
@@ -66,6 +74,7 @@ class Shuffled(Learner):
 RUNS: dict[str, Callable[[str, int], Learner]] = {
     "sort down": lambda url, seed: Learner(url, seed=seed, task=SORTING),
     "admit": lambda url, seed: Learner(url, seed=seed, task=Task("Who knows the {}?", unknown, "contains")),
+    "decline": lambda url, seed: Learner(url, seed=seed, task=Task("{}", small_talk, "contains")),
     "shuffled": lambda url, seed: Shuffled(url, seed=seed, task=SORTING),
 }
 """The client of each run, by its name."""
@@ -111,8 +120,8 @@ def _found(curve: Curve) -> dict[str, Any]:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="learning over HTTP with the default settings")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=50, help="batches of 64 answers")
+    parser.add_argument("--seeds", default="20,21,22")
+    parser.add_argument("--steps", type=int, default=40, help="batches of 64 answers")
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--dtype", default="auto", help="that the server computes in")
     parser.add_argument("--json-out", type=argument)
@@ -126,7 +135,7 @@ def main() -> None:
         print(_line(run), file=sys.stderr, flush=True)
 
     for name in args.runs.split(","):
-        for seed in range(args.seeds):
+        for seed in map(int, args.seeds.split(",")):
             finished.append(learned(name, seed, args, progress))
     results.finish(results=finished)
     print("\n".join(map(_line, finished)))

@@ -154,3 +154,4 @@ class StepDone(Struct, frozen=True):
     step: int
     grad_norm: float  # before clipping
     finite: bool
+    agreement: float | None = None  # cosine of the gradient and the mean of earlier ones; None: there was none

@@ -217,6 +217,25 @@ def test_a_step_without_gradients_is_none(trainers: MLXTrainers) -> None:
     assert (done.step, done.grad_norm) == (0, 0.0)
 
 
+def test_a_step_says_how_far_its_gradient_agrees_with_earlier_ones(trainers: MLXTrainers) -> None:
+    mean: np.ndarray | None = None
+    for seed in (0, 0, 1):
+        finish(trainers.run([Batch("a", tuple(some_data(seed)), LossConfig("cross_entropy"))], False, 0))
+        sums = trainers._trainers["a"].gradients.values()
+        gradient = np.concatenate([np.array(x).reshape(-1) * f for a, b in sums for x, f in ((a, 1.0), (b, 2.0))])
+        done = finish(trainers.step("a", ADAM))
+        trainers.settle("a", True)
+        if mean is None:
+            assert done.agreement is None, "there is no earlier one"
+            mean = np.zeros_like(gradient)
+        else:
+            wanted = mean @ gradient / np.linalg.norm(mean) / np.linalg.norm(gradient)
+            assert done.agreement == pytest.approx(wanted, abs=1e-4)
+            assert (done.agreement > 0.9) == (seed == 0)
+        clipped = gradient * min(1.0, ADAM.grad_norm / done.grad_norm)
+        mean = ADAM.beta1 * mean + (1.0 - ADAM.beta1) * clipped
+
+
 @pytest.mark.parametrize("together", [1, 2, 100])
 def test_a_step_is_the_same_in_slices_of_any_size(
     together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -180,11 +180,12 @@ class TrainedAdapter:
         if gradients is None:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
         flats: list[mx.array] = []
-        squares: list[mx.array] = []
+        sums: list[mx.array] = []
         count = backend.current().learning.step_chunks
-        yield from joined(self._flattened(gradients, flats, squares), count)
+        yield from joined(self._flattened(gradients, flats, sums), count)
         with device_errors():
-            size = math.sqrt(sum(float(np.array(s)) for s in squares))
+            squares, products, means = (sum(column) for column in zip(*map(_floats, sums), strict=True))
+        size = math.sqrt(squares)
         if not math.isfinite(size):
             return StepDone(self.spec.name, self.step_count, size, False)
         share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
@@ -192,18 +193,21 @@ class TrainedAdapter:
         yield from joined(self._moved(flats, share, after, adam), count)
         launched(after.pairs, after.moments)()  # before it counts
         self._before, self._now = self._before or now, after
-        return StepDone(self.spec.name, self.step_count, size, True)
+        agreement = products / math.sqrt(squares * means) if squares * means else None
+        return StepDone(self.spec.name, self.step_count, size, True, agreement)
 
-    def _flattened(self, gradients: dict[str, Pair], flats: list[mx.array], squares: list[mx.array]) -> Iterator[Wait]:
-        """Append the gradients as the weights are laid out, and the sums of their squares; empty `gradients`."""
-        for chunk in self._chunks:
+    def _flattened(self, gradients: dict[str, Pair], flats: list[mx.array], sums: list[mx.array]) -> Iterator[Wait]:
+        """Append the gradients as the weights are laid out, and the sums of their squares, of their products with
+        the mean of earlier gradients, and of the squares of that; empty `gradients`.
+        """
+        for chunk, known in zip(self._chunks, self._now.moments, strict=True):
             own, n = _arrays(gradients, chunk), len(chunk)
             flats.append(mx.concatenate([flat(own[:n]), flat(own[n:]) * self.scale]))
-            squares.append(flats[-1].square().sum())
+            sums.append(mx.stack([flats[-1].square().sum(), (flats[-1] * known.m).sum(), known.m.square().sum()]))
             del own
             for path in chunk:
                 del gradients[path]
-            yield launched(flats[-1], squares[-1])
+            yield launched(flats[-1], sums[-1])
 
     def _moved(self, flats: list[mx.array], share: float, after: _State, adam: AdamParams) -> Iterator[Wait]:
         """Fill in `after` from the gradients in `flats` times `share`, and empty `flats`."""
@@ -331,6 +335,10 @@ def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> dict[str, P
         a = mx.random.uniform(-bound, bound, (*lead, shape.inputs, spec.rank), key=own)
         pairs[path] = (a, mx.zeros((*lead, spec.rank, shape.outputs)))
     return pairs
+
+
+def _floats(sums: mx.array) -> list[float]:
+    return [float(x) for x in np.array(sums)]
 
 
 def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:

@@ -23,8 +23,8 @@ from mlx_tandem.training.trajectories import Trajectory
 log = logging.getLogger(__name__)
 
 NUMBERS = (
-    "loss", "mean_reward", "grad_norm", "kl", "kl_reference", "mismatch_k3", "learning_rate", "trajectories", "tokens",
-    "groups", "skipped_groups", "seconds", "validation", "version",
+    "loss", "mean_reward", "grad_norm", "kl", "kl_reference", "mismatch_k3", "learning_rate", "agreement",
+    "trajectories", "tokens", "groups", "skipped_groups", "seconds", "validation", "version",
 )  # fmt: skip
 """Numbers of an update that are recorded, under their names in its report."""
 

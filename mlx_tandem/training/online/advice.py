@@ -14,6 +14,9 @@ from mlx_tandem.training.trajectories import Counts
 LOOKED_AT = 3
 """Updates that all have to say the same before anything is advised."""
 
+AGREEMENTS = 3
+"""Measured agreements, the later of which count more, from which on the advice speaks of them."""
+
 STILL = 1 / 25
 """Share of `target_kl` below which an update hardly moves the policy: less than a fifth of the step."""
 
@@ -22,6 +25,9 @@ NEARLY_ALL = 0.9
 
 FRUITLESS_UPDATES, FRUITLESS_PROMPTS = 30, 60
 """Updates without a gain, and comparisons since the accepted version, after which the advice says that."""
+
+NOISE = 0.25
+"""Share of the learning rate that is used from which down on the advice says that gradients do not agree."""
 
 MASTERED = 0.9
 """Mean reward from which on answers that all get the same reward are taken for right ones."""
@@ -137,6 +143,18 @@ def _still(learner: Learner, training: RLTrainingConfig) -> str:
     return said + "the learning rate is the highest already; raise rl_training.lora_alpha or lora_rank."
 
 
+def _noise(learner: Learner, training: RLTrainingConfig) -> str:
+    """Return what to do where the gradients of updates do not agree."""
+    pace = learner.ledger.counters.course.pace
+    if training.learning_rate != "auto" or pace.agreements < AGREEMENTS or pace.share > NOISE:
+        return ""
+    return (
+        f"The gradients of the last updates do not agree (mean cosine {pace.agreed / pace.agreements:.2f}), as if "
+        f"rewards were noise, so that only {pace.share:.0%} of the learning rate that was found is used: look at how "
+        "answers are scored, or raise rl_training.update_frequency, so that each update learns from more answers."
+    )
+
+
 def _taken_back(learner: Learner, training: RLTrainingConfig) -> str:
     course, last = learner.ledger.counters.course, learner.history[-1] if learner.history else None
     if course.in_a_row < LOOKED_AT or last is None:
@@ -160,7 +178,7 @@ def _fruitless(learner: Learner, training: RLTrainingConfig) -> str:
 
 
 _EACH: Sequence[Callable[[Learner, RLTrainingConfig], str]] = (
-    _nothing_came, _still, _taken_back, _stale, _overflow, _no_reward, _equal, _alike, _waiting, _fruitless,
+    _nothing_came, _still, _noise, _taken_back, _stale, _overflow, _no_reward, _equal, _alike, _waiting, _fruitless,
 )  # fmt: skip
 
 

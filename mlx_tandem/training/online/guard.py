@@ -80,7 +80,7 @@ class Course(Struct):
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next update before its schedule."""
-        return (self.pace.rate if self.rate == "auto" else self.rate) * self.rate_scale
+        return (self.pace.next if self.rate == "auto" else self.rate) * self.rate_scale
 
     def begin(self, rate: LearningRate) -> None:
         """Begin with the learning rate of the settings. One that somebody has changed begins unscaled."""
@@ -88,12 +88,15 @@ class Course(Struct):
             self.rate_scale, self.in_a_row = 1.0, 0
         self.rate = rate
 
-    def moved(self, nats: float, used: float, target: float, rounding: float = 0.0) -> None:
+    def moved(
+        self, nats: float, used: float, target: float, rounding: float = 0.0, agreement: float | None = None
+    ) -> None:
         """Note that an update at the rate `used` has moved the policy by `nats`. Of these, `rounding` may be none: so
-        much do sampler and trainer disagree while the weights are the same.
+        much do sampler and trainer disagree while the weights are the same. `agreement` is that of its gradient with
+        earlier ones, as `Pace.note` has it.
         """
         if self.rate == "auto":
-            self.pace.note(max(nats - min(rounding, TOLERANCE), MOVED * nats), used, target)
+            self.pace.note(max(nats - min(rounding, TOLERANCE), MOVED * nats), used, target, agreement)
 
     def note(self, outcome: str) -> None:
         """Note the outcome of an update. A rollback halves the rate, which updates that stand raise again."""

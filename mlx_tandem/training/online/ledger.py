@@ -261,7 +261,9 @@ class Ledger:
         # Feedback has a rate of its own, and what that moves says nothing of the rate for rewards.
         is_measured = report is not None and (report.kl > 0 or (report.grad_norm > 0 and end.outcome in GOOD))
         if report is not None and is_measured and not report.feedback:
-            self.counters.course.moved(report.kl, report.learning_rate, training.target_kl, report.mismatch_k3)
+            self.counters.course.moved(
+                report.kl, report.learning_rate, training.target_kl, report.mismatch_k3, report.agreement
+            )
         self.counters.note(end, training.guard_false_rollback)
         self.unsaved += end.outcome in GOOD
         number = self.counters.updates

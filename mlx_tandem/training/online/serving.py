@@ -116,6 +116,7 @@ class UpdateReport(Struct, frozen=True):
     ready_ms: float = 0.0
     swap_ms: float = 0.0
     learning_rate: float = 0.0
+    agreement: float | None = None  # cosine of its gradient and the mean of earlier ones; None: there was none
     dropped: dict[DropReason, int] = {}  # trajectories
     feedback: int = 0  # on completions, that was learned from instead of trajectories
     replayed: int = 0  # earlier good answers that were repeated beside it

@@ -48,6 +48,7 @@ class Finding(Struct, frozen=True):
     step: int = 0
     loss: float = math.nan
     grad_norm: float = 0.0
+    agreement: float | None = None
     kl: float = 0.0
     kl_reference: float = 0.0
     mismatch_k3: float = 0.0
@@ -138,6 +139,8 @@ async def attempt(client: EngineClient, pending: Pending, version: int, config: 
         reason = "the loss is not finite"
         return await _take_back(client, config.adapter, replace(finding, outcome="rolled_back", reason=reason))
     done = await client.step_trainer(config.adapter, began.adam, more=began.steps > 1)
+    # Further steps have the same answers, whose gradients agree also where rewards are noise.
+    finding = replace(finding, agreement=done.agreement)
     done = await further(client, began, progress, results, done)
     finding = replace(finding, grad_norm=done.grad_norm, step=done.step)
     reason = "the gradients are not finite"
@@ -175,6 +178,7 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
         seconds=seconds,
         validation=validation,
         learning_rate=pending.began.adam.learning_rate,
+        agreement=finding.agreement,
         feedback=0 if taught is None else taught.feedback,
         replayed=0 if taught is None else taught.replayed,
     )

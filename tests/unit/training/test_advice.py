@@ -126,6 +126,20 @@ def test_a_rate_that_is_still_being_found_needs_no_advice_until_it_is_the_highes
     assert "lora_alpha" in said(learner(history=[update(kl=1e-9, rate=rates.MOST)] * 3))
 
 
+def test_gradients_that_do_not_agree_are_pointed_out_unless_the_rate_is_fixed() -> None:
+    noisy, sure = learner(), learner()
+    for i in range(12):
+        noisy.ledger.counters.course.pace.note(TARGET, 1e-4, TARGET, 0.1 * (-1) ** i)
+        sure.ledger.counters.course.pace.note(TARGET, 1e-4, TARGET, 0.4 + 0.1 * (-1) ** i)
+    found = said(noisy)
+    assert "do not agree (mean cosine -0.01)" in found and "only 6% of the learning rate" in found
+    assert "rl_training.update_frequency" in found
+    assert said(noisy, learning_rate=1e-4) == said(sure) == ""
+    once = learner()
+    once.ledger.counters.course.pace.note(TARGET, 1e-4, TARGET, 0.0)
+    assert said(once) == "", "one cosine says nothing"
+
+
 def test_updates_that_are_taken_back_again_and_again_are_pointed_out() -> None:
     back = [update(outcome="rolled_back", reason="the policy moved by 1 nats")] * 3
     found = said(learner(history=back, in_a_row=3), learning_rate=1.0)

@@ -71,6 +71,47 @@ def test_one_wild_measurement_changes_little() -> None:
     assert after(15, lambda rate: TARGET * (rate / 8e-4) ** 2, pace)[-1] == pytest.approx(before, rel=0.25)
 
 
+def test_one_high_measurement_at_the_first_rate_that_moves_anything_changes_little() -> None:
+    """Measured on the second task: one update moved the policy by sixty times as much as the next ones say."""
+    pace = Pace()
+    found = [pace.rate]
+    for sensitivity in (1266, 1484, 28018, 505, 672, 1185, 1564, 2048):
+        pace.note(sensitivity * pace.rate**2, pace.rate, TARGET)
+        found.append(pace.rate)
+    assert min(found[3:]) > 0.35e-3
+    assert found[-1] == pytest.approx(math.sqrt(TARGET / 1300), rel=0.3)
+
+
+def agreeing(updates: int, agreement: Callable[[], float], pace: Pace) -> list[float]:
+    """Return the shares of the rate that are used, where gradients agree so far."""
+    found = []
+    for _ in range(updates):
+        pace.note(TARGET * (pace.next / 5e-4) ** 2, pace.next, TARGET, agreement())
+        found.append(pace.share)
+    return found
+
+
+@pytest.mark.parametrize("spread", [0.13, 0.7])
+def test_where_gradients_do_not_agree_updates_hardly_move_the_policy(spread: float) -> None:
+    """0.13 is what shuffled rewards showed. It is larger where all answers depend on a few weights."""
+    rng = random.Random(2)
+    pace = Pace()
+    found = agreeing(500, lambda: max(min(rng.gauss(0.0, spread), 1.0), -1.0), pace)
+    assert sum(share**2 for share in found) / len(found) < 0.1, "the movement is the square of the share"
+    assert pace.rate == pytest.approx(5e-4, rel=0.1), "the rate that is found depends on no share"
+
+
+def test_where_gradients_agree_the_whole_rate_is_used_also_after_a_time_of_noise() -> None:
+    rng = random.Random(3)
+    pace = Pace()
+    assert pace.share == 1.0, "nothing is known"
+    found = agreeing(40, lambda: rng.gauss(0.6, 0.1), pace)
+    assert min(found[:2]) > 0.25 and min(found[3:]) == 1.0
+    assert min(agreeing(40, lambda: rng.gauss(0.4, 0.25), pace)) > 0.4
+    agreeing(40, lambda: rng.gauss(0.0, 0.13), pace)
+    assert agreeing(12, lambda: rng.gauss(0.6, 0.1), pace)[-1] > 0.9
+
+
 def test_a_policy_that_nothing_moves_does_not_get_an_endless_rate() -> None:
     assert after(1000, lambda rate: 0.0)[-1] == rates.MOST
     assert after(1000, lambda rate: 1e9)[-1] == rates.LEAST

@@ -63,7 +63,8 @@ class Client:
         self.asked.append(("step", trainer, adam, more))
         self.step += 1
         finite = not (self.kind == "gradients" and self.step - 40 == self.bad_step)
-        return StepDone(trainer, self.step if finite else self.step - 1, 0.1 * (self.step - 40), finite)
+        done = StepDone(trainer, self.step if finite else self.step - 1, 0.1 * (self.step - 40), finite)
+        return replace(done, agreement=0.5 / (self.step - 40))
 
     async def settle_trainer(self, trainer: str, *, keep: bool) -> None:
         self.asked.append(("settle", trainer, keep))
@@ -127,9 +128,11 @@ def test_an_update_asks_for_its_passes_and_steps_in_turn(loss: LossConfig, steps
     assert client.asked == [*chain(*passes(loss, steps)), *moved]
     seen = k3(0.0, 0.25) if version else 0.0
     verdict = "corrected" if version else "ok"
-    assert astuple(finding)[:7] == (None, "", verdict, 40 + steps, 0.75, 0.1 * steps, finding.kl)
+    assert astuple(finding)[:8] == (None, "", verdict, 40 + steps, 0.75, 0.1 * steps, 0.5, finding.kl), (
+        "the gradient of the first step agrees with those of other answers, and that of a later one with the same"
+    )
     moves = 0.125, 0.375, 0.125, 0.25, 0.125  # of the tokens that are trained on
-    assert astuple(finding)[6:] == (pytest.approx(k3(*moves)), 0.75, pytest.approx(seen))
+    assert astuple(finding)[7:] == (pytest.approx(k3(*moves)), 0.75, pytest.approx(seen))
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
