@@ -38,7 +38,7 @@ EVERY = 256
 AGAIN = 8
 """Evaluations after which the client asks all of its questions again, as it does at first."""
 
-EACH = 2
+EACH = 4
 """Answers to each question of an evaluation."""
 
 POLL_SECONDS = 0.05
@@ -56,12 +56,14 @@ class Question(NamedTuple):
 
 
 def sorting(rng: random.Random, number: int) -> Question:
-    """Return a question of sorting: one in three upwards, which the model knows, others of 2 to 9 digits downwards."""
-    is_known = number % 3 == 0
-    digits = [rng.randint(0, 9) for _ in range(2 + number // 3 % 8)]
+    """Return a question of sorting: one in three upwards, which the model knows, one in three of 3 to 7 digits
+    downwards, at which it is right sometimes, and one in three of other lengths, at which it hardly ever is.
+    """
+    kind, length = number % 3, number // 3 % 5
+    digits = [rng.randint(0, 9) for _ in range((2, 9, 10, 11, 12)[length] if kind == 2 else 3 + length)]
     text = " ".join(map(str, digits))
-    ordered = " ".join(map(str, sorted(digits, reverse=not is_known)))
-    return Question(f"Sort: {text}" if is_known else SKILL.format(text), ordered)
+    ordered = " ".join(map(str, sorted(digits, reverse=kind > 0)))
+    return Question(SKILL.format(text) if kind else f"Sort: {text}", ordered)
 
 
 def admitting(rng: random.Random, number: int) -> Question:
@@ -77,7 +79,10 @@ def admitting(rng: random.Random, number: int) -> Question:
 
 
 class Task(NamedTuple):
-    """Questions by their number, how many there are to learn from and to be evaluated by, and the wanted reward."""
+    """Questions by their number, how many there are to learn from and to be evaluated by, and the wanted reward.
+
+    Those whose number is a multiple of 3 are known: they are learned from, and nothing is evaluated by them.
+    """
 
     draw: Callable[[random.Random, int], Question]
     questions: int
@@ -85,7 +90,7 @@ class Task(NamedTuple):
     wanted: float
 
 
-TASKS = {"sorting": Task(sorting, 96, 96, 0.75), "admitting": Task(admitting, 96, 96, 0.6)}
+TASKS = {"sorting": Task(sorting, 60, 72, 0.4), "admitting": Task(admitting, 60, 72, 0.3)}
 
 
 class Client(Teacher):
@@ -95,7 +100,7 @@ class Client(Teacher):
         super().__init__(url)
         self._random = random.Random(f"asked {seed}")
         self._asked = [task.draw(self._random, number) for number in range(task.questions)]
-        self._exam = [task.draw(random.Random(f"held out {n}"), n) for n in range(task.held_out)]
+        self._exam = [task.draw(random.Random(f"held out {n}"), n) for n in range(task.held_out) if n % 3]
         self._wanted = task.wanted
         self._batches = 0
 
