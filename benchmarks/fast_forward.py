@@ -39,7 +39,7 @@ from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.config import CheckpointingConfig, Config, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.errors import TandemError
 from mlx_tandem.training import trajectories
-from mlx_tandem.training.online import learner, loop, prompts, states
+from mlx_tandem.training.online import curriculum, learner, loop, states
 from mlx_tandem.training.store import database, rows
 from tests.simulated import HOPELESS, KINDS, LEVELS, POLICY, Server, Weights
 
@@ -347,7 +347,7 @@ def counted(server: Server, folder: Path) -> dict[str, float]:
     return {
         "buffered": len(ledger.buffer),
         "ids": len(ledger.buffer.seen),
-        "prompts recorded": len(inner._recorded),
+        "prompts recorded": len(inner._curriculum),
         "prompts waiting": len(judging.arms.waiting),
         "reports": len(inner.history),
         "versions": len(list(inner._learner.versions)),
@@ -392,7 +392,7 @@ def small(life: Life) -> Iterator[None]:
             (database, "BEHIND"),
             (registry, "REMEMBERED"),
             (trajectories, "SEEN_IDS"),
-            (prompts, "RECORDED"),
+            (curriculum, "RECORDED"),
             (learner, "MOST_UPDATES"),
             (rows, "MOST_UPDATES"),
             (rows, "MOST_PAST"),

@@ -211,6 +211,9 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     open_trajectories: int = 1024  # most trajectories that wait for a reward; the oldest go first
     open_trajectory_s: float = 86_400.0  # seconds after the last answer in which the reward has to come
     group_size: int = 0  # over 1: each recorded prompt is sampled again so many times, in training's share
+    curriculum: Literal["variance", "uniform"] = (
+        "variance"  # which recorded prompt is next: by how much the rewards of its answers differ, or each in its turn
+    )
 
     algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importance_sampling", "dro"] = "grpo"
     advantage_scale: Literal["", "group", "batch", "none"] = (

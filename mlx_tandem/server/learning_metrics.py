@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 if TYPE_CHECKING:
     from mlx_tandem.training.live.learning import Learning
+    from mlx_tandem.training.online.serving import Recorded
 
 
 def families(learners: Sequence[Learning]) -> Iterator[Metric]:
@@ -59,6 +60,7 @@ def _families(learning: Learning) -> Iterator[Metric]:
         "kind",
         learner.rewards.failures.items(),
     )
+    yield _recorded(status.recorded_prompts)
     yield from _played(learning)
     yield _counter("tandem_training_publishes", "Versions published.", status.publishes)
     yield _counter(
@@ -88,6 +90,14 @@ def _families(learning: Learning) -> Iterator[Metric]:
     yield _gauge("mlx_parallm_rl_updates_per_second", "Over five minutes.", pace)
     yield _counter("mlx_parallm_lora_swaps", "Times that the trained name came to stand for a version.", learning.swaps)
     yield _counter("mlx_parallm_checkpoint_saves", "Checkpoints written.", status.checkpoint_saves)
+
+
+def _recorded(found: Recorded) -> Metric:
+    """Return how many recorded prompts there are of each kind."""
+    family = GaugeMetricFamily("tandem_training_recorded_prompts", "By what their answers were worth.", labels=["kind"])
+    for kind in ("new", "solved", "hopeless", "between"):
+        family.add_metric([kind], getattr(found, kind))
+    return family
 
 
 def _played(learning: Learning) -> Iterator[Metric]:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.training.online import rates
+from mlx_tandem.training.online.curriculum import MASTERED
 from mlx_tandem.training.online.learner import Learner
+from mlx_tandem.training.online.serving import Recorded
 from mlx_tandem.training.store.records import GOOD
 from mlx_tandem.training.trajectories import Counts
 
@@ -29,14 +31,24 @@ FRUITLESS_UPDATES, FRUITLESS_PROMPTS = 30, 60
 NOISE = 0.25
 """Share of the learning rate that is used from which down on the advice says that gradients do not agree."""
 
-MASTERED = 0.9
-"""Mean reward from which on answers that all get the same reward are taken for right ones."""
-
-
-def advice(learner: Learner, training: RLTrainingConfig) -> str:
+def advice(learner: Learner, training: RLTrainingConfig, recorded: Recorded) -> str:
     """Return what to do about whatever keeps the loop from learning; empty if nothing seems to."""
-    said = (each(learner, training) for each in _EACH)
-    return " ".join(text for text in said if text)
+    spent = _spent(learner, recorded)
+    said = [each(learner, training) for each in _EACH if not (spent and each is _equal)]
+    return " ".join(text for text in (*said, spent) if text)
+
+
+def _spent(learner: Learner, recorded: Recorded) -> str:
+    """Return what to do where each recorded prompt was answered since the last update, and taught nothing."""
+    whole = recorded.prompts
+    if not whole or recorded.new or recorded.between or _lately(learner).skipped_groups < whole:
+        return ""
+    if recorded.solved == whole:
+        return f"All {whole} recorded prompts are solved: harder prompts would teach more."
+    way = "ask easier prompts as well, score parts of an answer, or begin with examples."
+    if recorded.hopeless == whole:
+        return f"The answers to each of all {whole} recorded prompts got the same low reward: {way}"
+    return f"Of {whole} recorded prompts {recorded.solved} are solved and {recorded.hopeless} hopeless: {way}"
 
 
 def _nothing_came(learner: Learner, training: RLTrainingConfig) -> str:

@@ -22,11 +22,12 @@ from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import Conflict, EngineDied, EngineUnavailable, TandemError
 from mlx_tandem.training.online import advantages, lessons, prompts, status
 from mlx_tandem.training.online.arms import Pair
+from mlx_tandem.training.online.curriculum import Curriculum
 from mlx_tandem.training.online.later import Later
 from mlx_tandem.training.online.learner import Learner
 from mlx_tandem.training.online.lessons import Lesson
 from mlx_tandem.training.online.loop import Loop
-from mlx_tandem.training.online.prompts import Prompt, Recorded
+from mlx_tandem.training.online.prompts import Prompt
 from mlx_tandem.training.online.serving import Sampled, Serving, TrainingStatus, UpdateReport
 from mlx_tandem.training.rewards import RewardPool, Scoring
 from mlx_tandem.training.store.checkpoints import LATEST
@@ -66,7 +67,7 @@ class OnlineLearner:
         self._config, self._training = config, config.rl_training
         self._client, self._serving, self._clock = client, serving, clock
         self._learner = Learner(config, client, serving, self.rewards, clock, shared)
-        self._recorded = Recorded()
+        self._curriculum = Curriculum(config.rl_training.curriculum)
         self._lock = asyncio.Lock()
         self.later = Later(self._learner.ledger, self.add, clock)
         self._loop = Loop(config, client, self._learner, self._alone, self._compare, self._sample)
@@ -173,6 +174,7 @@ class OnlineLearner:
         if not ledger.is_open:
             raise EngineUnavailable("learning has not started yet")
         self._learner.judging.see(trajectories)
+        self._curriculum.see(trajectories)
         return await self._keep(trajectories, size)
 
     async def _keep(self, trajectories: Sequence[Trajectory], size: int) -> frozenset[str]:
@@ -204,9 +206,9 @@ class OnlineLearner:
         answers to it once, also without `group_size`.
         """
         if self._training.group_size > 1:
-            self._recorded.add(Prompt(prompt, scoring, params, text))
+            self._curriculum.add(Prompt(prompt, scoring, params, text))
         elif alone and self._training.siblings:
-            self._recorded.add(Prompt(prompt, scoring, params, text), 1)
+            self._curriculum.add(Prompt(prompt, scoring, params, text), 1)
         self._loop.wake()
 
     # -- what can be asked for ------------------------------------------------------------------------------------
@@ -276,7 +278,14 @@ class OnlineLearner:
 
     def status(self) -> TrainingStatus:
         """Return how the loop is doing now."""
-        return status.of(self._config, self._learner, self._loop, self._serving.current(), bool(self._work))
+        return status.of(
+            self._config,
+            self._learner,
+            self._loop,
+            self._serving.current(),
+            bool(self._work),
+            self._curriculum.recorded,
+        )
 
     # -- one thing at a time --------------------------------------------------------------------------------------
 
@@ -313,6 +322,7 @@ class OnlineLearner:
         """Have prompts of the control arm answered by the other version, and keep these answers to learn from."""
         groups = await self._learner.judging.draw()
         for group in groups:
+            self._curriculum.see(group)
             if not self.is_stale(group[0].versions):
                 await self._keep(group, 0 if is_across(group[0].group) else len(group))
         return bool(groups)
@@ -320,13 +330,13 @@ class OnlineLearner:
     async def _sample(self) -> bool:
         """Answer recorded prompts, as many as an update needs."""
         size = self._training.group_size if self._training.group_size > 1 else self._training.siblings
-        if not len(self._recorded) or size < 2:
+        if not len(self._curriculum) or size < 2:
             return False
-        chosen = self._recorded.next(max(1, -(-self._training.update_frequency // size)))
+        chosen = self._curriculum.next(max(1, -(-self._training.update_frequency // size)))
         ref = self._learner.ref
         groups = await prompts.groups(self._serving, self.rewards, chosen, size, ref, self._clock)
         for prompt, group in zip(chosen, groups, strict=True):
-            self._recorded.learned(prompt, advantages.varies(group) if group else False)
+            self._curriculum.answered(prompt, group, size)
             if group:
                 await self._keep(group, len(group))
         return bool(chosen)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,15 +21,6 @@ from mlx_tandem.training.online.serving import Sampled, Serving
 from mlx_tandem.training.rewards import Sample, Scoring
 from mlx_tandem.training.trajectories import Trajectory, new_id
 from mlx_tandem.types import AdapterRef, EngineInfo, SamplingParams
-
-RECORDED = 1024
-"""Most prompts that are kept to be sampled again; the oldest go first."""
-
-REDRAWS = 16
-"""Times that the loop answers a recorded prompt before somebody asks it again."""
-
-MISSES = 4
-"""A prompt retires when its answers were worth the same so many times in a row."""
 
 VALIDATION_TOKENS = 256
 """Most tokens of an answer to a validation prompt that says nothing else."""
@@ -55,75 +44,6 @@ class Prompt(Struct, frozen=True):
     params: SamplingParams
     text: str = ""
     group: str = ""  # of its answers; empty: a new one
-
-
-@dataclass
-class _Recorded:
-    prompt: Prompt
-    left: int  # times that it may be answered again before somebody asks it again
-    misses: int = 0  # answers in a row that were all worth the same
-    rest: int = 0  # turns to be left out
-
-
-class Recorded:
-    """Prompts of live traffic, handed out in turn.
-
-    A prompt whose answers are all worth the same teaches nothing. It is left out for ever more turns, and for good
-    after MISSES times, until somebody asks it again.
-    """
-
-    def __init__(self) -> None:
-        self._prompts: OrderedDict[tuple[int, ...], _Recorded] = OrderedDict()
-        self._seed = secrets.randbits(48)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def add(self, prompt: Prompt, times: int = REDRAWS) -> None:
-        """Keep a prompt, which may be answered again so many times; for one that is known the newest parameters hold.
-
-        A greedy answer never varies, so that temperature and top_p are raised to 1 where they are 0.
-        """
-        params = prompt.params
-        if params.greedy:
-            params = msgspec.structs.replace(params, temperature=params.temperature or 1.0, top_p=params.top_p or 1.0)
-        known = self._prompts.get(prompt.tokens)
-        misses = min(known.misses, MISSES - 1) if known is not None else 0
-        rest = known.rest if known is not None else 0
-        self._prompts[prompt.tokens] = _Recorded(msgspec.structs.replace(prompt, params=params), times, misses, rest)
-        while len(self._prompts) > RECORDED:
-            self._prompts.popitem(last=False)
-
-    def next(self, count: int) -> list[Prompt]:
-        """Return at most `count` different prompts, those that waited longest, each time with another seed; none when
-        each has been answered as often as it may.
-        """
-        while True:
-            ready = [r for r in self._prompts.values() if r.left > 0 and r.misses < MISSES]
-            chosen = [r for r in ready if not r.rest][:count]
-            for recorded in ready:
-                recorded.rest = max(recorded.rest - 1, 0)
-            if chosen or not ready:
-                return [self._drawn(recorded) for recorded in chosen]
-
-    def _drawn(self, recorded: _Recorded) -> Prompt:
-        prompt = recorded.prompt
-        self._prompts.move_to_end(prompt.tokens)
-        self._seed += 1
-        recorded.left -= 1
-        return msgspec.structs.replace(prompt, params=msgspec.structs.replace(prompt.params, seed=self._seed))
-
-    def learned(self, prompt: Prompt, varied: bool) -> None:
-        """Note whether the answers to a prompt were worth different rewards."""
-        recorded = self._prompts.get(prompt.tokens)
-        if recorded is not None:
-            recorded.misses = 0 if varied else recorded.misses + 1
-            recorded.rest = 0 if varied else 2**recorded.misses
-
-    @property
-    def retired(self) -> int:
-        """Prompts that are not answered again, as their answers were worth the same MISSES times in a row."""
-        return sum(r.misses >= MISSES for r in self._prompts.values())
 
 
 class _Line(Struct, forbid_unknown_fields=True):

@@ -123,6 +123,18 @@ class UpdateReport(Struct, frozen=True):
     dropped_at: dict[DropReason, tuple[int, ...]] = {}  # positions in the `trajectories` of who asked for the update
 
 
+class Recorded(Struct, frozen=True):
+    """The recorded prompts by what their answers were worth. `new` ones have none yet. The last answers of `solved`
+    and of `hopeless` ones all got the same reward, of at least 0.9 and below that. Answers of all others differ.
+    """
+
+    prompts: int = 0
+    new: int = 0
+    solved: int = 0
+    hopeless: int = 0
+    between: int = 0
+
+
 class TrainingStatus(Struct, frozen=True):
     """The loop, now. Counters are since the very beginning, over restarts; device times since the engine started."""
 
@@ -147,6 +159,7 @@ class TrainingStatus(Struct, frozen=True):
     dropped_no_reward: int
     open_trajectories: int  # whose reward is still missing
     skipped_groups: int
+    recorded_prompts: Recorded  # since the server's start
     advice: str  # what keeps it from learning, and what to do about that; empty: nothing that can be seen
     last_update: str | None  # ISO 8601
     loss: float

@@ -8,12 +8,17 @@ from mlx_tandem.config import Config
 from mlx_tandem.training.online.advice import advice
 from mlx_tandem.training.online.learner import Learner
 from mlx_tandem.training.online.loop import Loop
-from mlx_tandem.training.online.serving import TrainingStatus
+from mlx_tandem.training.online.serving import Recorded, TrainingStatus
 from mlx_tandem.types import AdapterRef
 
 
-def of(config: Config, learner: Learner, loop: Loop, current: AdapterRef | None, works: bool) -> TrainingStatus:
-    """Return how the loop is doing now. `current` is the version that is served, `works` whether somebody waits."""
+def of(
+    config: Config, learner: Learner, loop: Loop, current: AdapterRef | None, works: bool, recorded: Recorded
+) -> TrainingStatus:
+    """Return how the loop is doing now.
+
+    `current` is the version that is served, `works` whether somebody waits, and `recorded` what is known of prompts.
+    """
     ledger, training = learner.ledger, config.rl_training
     counters, counts = ledger.counters, ledger.buffer.counts
     last = learner.history[-1] if learner.history else None
@@ -41,7 +46,8 @@ def of(config: Config, learner: Learner, loop: Loop, current: AdapterRef | None,
         dropped_no_reward=counts.dropped_no_reward,
         open_trajectories=len(ledger.waiting),
         skipped_groups=counts.skipped_groups,
-        advice=advice(learner, training),
+        recorded_prompts=recorded,
+        advice=advice(learner, training, recorded),
         last_update=None if when is None else datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         loss=0.0 if last is None else last.loss,
         kl=0.0 if last is None else last.kl,

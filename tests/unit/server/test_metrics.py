@@ -22,6 +22,7 @@ from mlx_tandem.generation.metrics import OTHER, Metrics
 from mlx_tandem.server import learning_metrics
 from mlx_tandem.server.prometheus import LABELLED_MODELS, render
 from mlx_tandem.training.atropos.feed import FeedStatus
+from mlx_tandem.training.online.serving import Recorded
 from mlx_tandem.training.verifiers.environment import Status
 from mlx_tandem.types import AdapterInfo, DiskStats, EngineStats
 
@@ -198,7 +199,7 @@ def test_each_family_of_learning_has_its_own_number() -> None:
         dropped_no_reward=21,
         open_trajectories=22, skipped_groups=5,
         publishes=6, rollbacks=7, checkpoint_saves=8, buffered=9, recovering=10, running=True, step=11, version=12,
-        loss=0.1, mean_reward=0.2, kl=0.3, grad_norm=0.4,
+        loss=0.1, mean_reward=0.2, kl=0.3, grad_norm=0.4, recorded_prompts=Recorded(130, 31, 32, 33, 34),
     )  # fmt: skip
     learner = SimpleNamespace(status=lambda: status, history=[], rewards=SimpleNamespace(failures={"raised": 13}))
     learning: Any = SimpleNamespace(
@@ -228,6 +229,10 @@ def test_each_family_of_learning_has_its_own_number() -> None:
         ("tandem_training_groups_skipped_total",): 5,
         ("tandem_training_updates_total", "published"): 15,
         ("tandem_training_reward_failures_total", "raised"): 13,
+        ("tandem_training_recorded_prompts", "new"): 31,
+        ("tandem_training_recorded_prompts", "solved"): 32,
+        ("tandem_training_recorded_prompts", "hopeless"): 33,
+        ("tandem_training_recorded_prompts", "between"): 34,
         ("tandem_training_atropos_batches_total",): 24,
         ("tandem_training_atropos_trajectories_total",): 25,
         ("tandem_training_atropos_refused_groups_total",): 26,

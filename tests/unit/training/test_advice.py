@@ -15,13 +15,14 @@ from mlx_tandem.training.online.advice import FRUITLESS_PROMPTS, FRUITLESS_UPDAT
 from mlx_tandem.training.online.evidence import Comparison
 from mlx_tandem.training.online.guard import Course
 from mlx_tandem.training.online.live_rewards import Mean
-from mlx_tandem.training.online.serving import UpdateReport
+from mlx_tandem.training.online.serving import Recorded, UpdateReport
 from mlx_tandem.training.online.trial import Trial
 from mlx_tandem.training.trajectories import Counts
 from tests.unit.learning_fakes import config, group
 from tests.unit.online_side import on_a_loop, running
 
 TARGET = RLTrainingConfig().target_kl
+NOTHING = Recorded()
 
 
 class Buffer(SimpleNamespace):
@@ -62,8 +63,8 @@ def learner(
     )
 
 
-def said(learner: Any, **settings: Any) -> str:
-    return advice(learner, RLTrainingConfig(**{"update_frequency": 4} | settings))
+def said(learner: Any, recorded: Recorded = NOTHING, **settings: Any) -> str:
+    return advice(learner, RLTrainingConfig(**{"update_frequency": 4} | settings), recorded)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,24 @@ def test_groups_that_teach_nothing_any_more_are_noticed_late_in_a_long_run(latel
 def test_where_all_rewards_are_equal_since_all_answers_are_right_harder_prompts_are_advised() -> None:
     assert "harder prompts" in said(learner(skipped_groups=11, reward=0.95))
     assert "sometimes, not always or never" in said(learner(skipped_groups=11, reward=0.02))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "says"),
+    [
+        (Recorded(5, solved=5), "All 5 recorded prompts are solved: harder prompts would teach more."),
+        (Recorded(5, hopeless=5), "The answers to each of all 5 recorded prompts got the same low reward: ask easier"),
+        (Recorded(5, solved=2, hopeless=3), "Of 5 recorded prompts 2 are solved and 3 hopeless: ask easier prompts"),
+        (Recorded(5, new=1, solved=4), "5 groups since the last update taught nothing"),
+        (Recorded(5, hopeless=4, between=1), "5 groups since the last update taught nothing"),
+        (Recorded(6, solved=6), "5 groups since the last update taught nothing"),
+    ],
+)
+def test_where_all_recorded_prompts_are_solved_or_hopeless_that_is_said(recorded: Recorded, says: str) -> None:
+    """Only once each of them was answered since the last update, and instead of what groups in general would mean."""
+    spent = learner(updates=1000, skipped_groups=500, lately=Counts(skipped_groups=5))
+    found = said(spent, recorded)
+    assert found.startswith(says) and (says.startswith("5 groups") or "taught nothing" not in found)
 
 
 def test_where_everything_is_too_old_that_is_said() -> None:

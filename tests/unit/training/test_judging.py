@@ -11,11 +11,11 @@ import pytest
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.learning import Datum
-from mlx_tandem.training.online import advantages, prompts
+from mlx_tandem.training.online import advantages
 from mlx_tandem.training.online.arms import Arms, Pair, Waiting
 from mlx_tandem.training.online.judging import TOLERATED, Judging
 from mlx_tandem.training.online.live_rewards import LAG, MEMORY, LiveRewards, Mean
-from mlx_tandem.training.online.prompts import MISSES, Prompt, Recorded
+from mlx_tandem.training.online.prompts import Prompt
 from mlx_tandem.training.online.saving import WORTH, Saver
 from mlx_tandem.training.online.serving import Sampled
 from mlx_tandem.training.online.trial import Reference, Trial
@@ -159,45 +159,6 @@ def test_an_alarm_is_raised_once_for_a_fall_of_more_than_the_bound() -> None:
             live.add([reward], 1)
         assert (live.look(), bool(live.alarm)) == (alarm, alarm)
         assert not live.look(), "it has been said"
-
-
-def test_recorded_prompts_are_bounded_and_those_asked_longest_ago_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "RECORDED", 4)
-    recorded = Recorded()
-
-    def add(number: int) -> None:
-        recorded.add(Prompt((number,), SCORING, PARAMS))
-
-    for number in range(4):
-        add(number)
-    assert len(recorded) == 4
-    first = recorded.next(2)
-    assert [p.tokens for p in first] == [(0,), (1,)]
-    assert [p.tokens for p in recorded.next(3)] == [(2,), (3,), (0,)], "who was answered waits behind the others"
-    add(4)
-    assert {p.tokens for p in recorded.next(9)} == {(2,), (3,), (0,), (4,)}
-    seeds = [p.params.seed for _ in range(3) for p in recorded.next(9)]
-    assert len(set(seeds)) == len(seeds)
-
-
-def test_a_prompt_that_is_asked_again_rests_as_long_as_before() -> None:
-    recorded = Recorded()
-    dull, other = (Prompt((n,), SCORING, PARAMS) for n in (1, 2))
-    for prompt in (dull, other):
-        recorded.add(prompt)
-    for _ in range(MISSES):
-        recorded.learned(dull, False)
-    assert recorded.retired == 1
-    recorded.add(dull)
-    assert recorded.retired == 0
-    rests = 0
-    while all(p.tokens != dull.tokens for p in recorded.next(2)):
-        rests += 1
-        recorded.learned(other, True)
-        recorded.add(other)
-    assert rests == 2**MISSES
-    recorded.learned(dull, False)
-    assert recorded.retired == 1, "it had one chance"
 
 
 @pytest.mark.parametrize(("count", "worth"), [(1, None), (2, 0.5), (3, 0.5)])

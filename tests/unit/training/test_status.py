@@ -12,7 +12,7 @@ from mlx_tandem.config import Config, DutyConfig, EngineConfig, ModelConfig, RLT
 from mlx_tandem.training.online import status
 from mlx_tandem.training.online.evidence import Comparison
 from mlx_tandem.training.online.guard import Course
-from mlx_tandem.training.online.serving import TrainingStatus, UpdateReport
+from mlx_tandem.training.online.serving import Recorded, TrainingStatus, UpdateReport
 from mlx_tandem.training.online.trial import Reference, Trial
 from mlx_tandem.training.trajectories import Counts
 from mlx_tandem.types import AdapterRef, PassUnderWay
@@ -21,6 +21,8 @@ CONFIG = Config(
     EngineConfig(ModelConfig(path=""), duty=DutyConfig(mode="pause")),
     rl_training=RLTrainingConfig(enabled=True, adapter="policy", learning_rate=8.0, max_staleness=3),
 )
+
+RECORDED = Recorded(prompts=10, new=1, solved=2, hopeless=3, between=4)
 
 
 class Buffer(SimpleNamespace):
@@ -65,7 +67,7 @@ def learner(updates: int = 100, history: int = 2, pending: Any = None, **counts:
 
 def of(learner: Any, current: AdapterRef | None = None, works: bool = False, **loop: Any) -> TrainingStatus:
     wanted = {"running": True, "has_enough": False, "reason": "so"} | loop
-    return status.of(CONFIG, learner, cast(Any, SimpleNamespace(**wanted)), current, works)
+    return status.of(CONFIG, learner, cast(Any, SimpleNamespace(**wanted)), current, works, RECORDED)
 
 
 def test_every_number_is_there_under_its_name() -> None:
@@ -93,6 +95,7 @@ def test_every_number_is_there_under_its_name() -> None:
         dropped_no_reward=207,
         open_trajectories=104,
         skipped_groups=206,
+        recorded_prompts=RECORDED,
         advice="",
         last_update="1970-01-02T00:00:00Z",
         loss=2.25,
