@@ -99,6 +99,7 @@ def watch(
 
     try:
         key = keys.given(api_key, api_key_file)
+        keys.warn_if_readable(key, url)
     except InvalidRequest as e:
         fail(str(e))
     console = output()
