@@ -41,11 +41,11 @@ def join(config: Config, key: str) -> Config:
     """
     cluster = config.cluster
     folder = ClusterFolder(cluster.dir)
+    client = LeaderClient(cluster.connect_to, key)
     try:
-        client = LeaderClient(cluster.connect_to, key)
         folder.lock()
     except TandemError as e:
-        fail(e.message)
+        fail(f"{e.message} (--cluster-dir)")
     keys.warn_if_readable(key, client.url)
     try:
         before = folder.read(JOINED, Joined)
