@@ -279,6 +279,7 @@ class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     share: bool = False  # lead: give other machines the versions of adapters, and take their trajectories
     connect_to: str = ""  # address of the leader; empty: none
+    wait_s: float = 600.0  # seconds to wait at the first start for a leader that does not answer
     dir: str = "./cluster"  # folder of versions from other machines, and of trajectories on their way
     trainers: int = 1  # of a leader: trainers whose versions are averaged in rounds; 1: one trainer publishes
     round_updates: int = 4  # of such a trainer: updates in a round

@@ -295,6 +295,8 @@ def check_usable(folder: Path) -> None:
         if folder.is_dir():
             FolderLock(folder).release()
             return
+        if folder.exists():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     _check_room(folder)
 
 

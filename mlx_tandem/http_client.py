@@ -26,6 +26,10 @@ class Unreachable(HttpError):
     """No connection to the server could be made: nothing listens there, or nothing that is known by this name."""
 
 
+class NotSuited(HttpError):
+    """What answers does not speak HTTP, or its certificate is not trusted: the same request will fail again."""
+
+
 class Connection(asyncio.Protocol):
     """One connection to `host:port`. It takes one request at a time; open several for concurrent requests."""
 
@@ -85,12 +89,12 @@ class Connection(asyncio.Protocol):
             try:
                 await asyncio.get_running_loop().create_connection(lambda: self, self._host, self._port, ssl=self._tls)
             except ssl.SSLCertVerificationError as e:
-                raise HttpError(
+                raise NotSuited(
                     f"the certificate of {self.address} is not trusted: {e.verify_message}; if it is yours, name it "
                     "or its authority with --cacert FILE (or SSL_CERT_FILE)"
                 ) from None
             except ssl.SSLError as e:
-                raise HttpError(f"{self.address} does not speak TLS ({e.reason}): try http://") from None
+                raise NotSuited(f"{self.address} does not speak TLS ({e.reason}): try http://") from None
             except OSError as e:
                 # The text of asyncio's error repeats the address and leaves out the reason.
                 why = os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or e
@@ -138,7 +142,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as e:
-            self._fail(f"the answer is not HTTP: {e}")
+            self._fail(NotSuited(f"the answer is not HTTP: {e}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request that was running."""
@@ -150,7 +154,7 @@ class Connection(asyncio.Protocol):
             self._done.set_result(self._parser.get_status_code())
         else:
             secure = "" if self._tls or self._answered else "; one with --ssl-certfile is at https://"
-            self._fail(f"the server closed the connection in the middle of an answer{secure}")
+            self._fail(HttpError(f"the server closed the connection in the middle of an answer{secure}"))
 
     # Called by the parser.
 
@@ -176,9 +180,9 @@ class Connection(asyncio.Protocol):
             if not keep:
                 self.close()
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, error: HttpError) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(HttpError(message))
+            self._done.set_exception(error)
         self.close()
 
 

@@ -220,6 +220,7 @@ SETTINGS |= {
     "tinker.trainers": Range(1, 64, integer=True),
     "tinker.rank": LEARNING["rank"],
     "tinker.lease_s": Range(1.0, 86_400.0),
+    "cluster.wait_s": Range(1.0, 86_400.0),
     "cluster.trainers": Range(1, 64, integer=True),
     "cluster.round_updates": Range(1, 1_000_000, integer=True),
     "cluster.round_s": Range(1.0, 86_400.0),

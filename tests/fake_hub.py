@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, body: bool) -> None:
-        path = urlsplit(self.path).path
+        path, query = urlsplit(self.path)[2:4]
         self.served.asked.append(path)
         self.served.tokens.add(self.headers.get("Authorization"))
         words = path.strip("/").split("/")
@@ -91,7 +91,13 @@ class _Handler(BaseHTTPRequestHandler):
                 for name, f in files.items()
             ]
             return self._send(200, tree, {}, body)
-        siblings = [{"rfilename": name} for name in files]
+        siblings: list[dict[str, Any]] = [{"rfilename": name} for name in files]
+        for each in siblings if "blobs=" in query else ():
+            content = files[each["rfilename"]].read_bytes()
+            each["size"] = len(content)
+            if each["rfilename"].endswith(".safetensors"):
+                sha256 = hashlib.sha256(content).hexdigest()
+                each["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 130}
         self._send(200, {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings}, {}, body)
 
     def _send(self, status: int, content: object, headers: dict[str, str], body: bool) -> None:

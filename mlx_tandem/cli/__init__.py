@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from mlx_tandem.errors import TandemError
 
 
@@ -13,7 +15,14 @@ def main(words: list[str] | None = None) -> None:
     try:
         from mlx_tandem.cli.app import app
 
-        app(args=words, prog_name="tandem")
+        try:
+            app(args=words, prog_name="tandem")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        from mlx_tandem.cli.console import leave_pipe
+
+        leave_pipe()
     except TandemError as e:
         from mlx_tandem.cli.console import fail
 

@@ -181,6 +181,7 @@ def ask(server: Server, method: str, path: str, body: object = None) -> dict[str
 
     try:
         key = keys.given(server.api_key, server.api_key_file)
+        keys.warn_if_readable(key, server.url)
         status, answer = asyncio.run(request())
     except HttpError as e:
         fail(f"{e} (--url)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,6 +29,20 @@ def warn(message: str) -> None:
     say(f"warning: {message}")
 
 
+def leave_pipe() -> NoReturn:
+    """End the process quietly after whoever read its output has gone, as `head` does.
+
+    The exit status is the one that shells report for a program that a closed pipe ends.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())  # so that what is left in the buffer does not fail again at the end
+    raise SystemExit(128 + signal.SIGPIPE)
+
+
 def output() -> Console:
     """Return the console of standard output: as wide as its terminal, or 132 columns if there is none.
 
@@ -34,8 +50,12 @@ def output() -> Console:
     """
     from rich.console import Console
 
-    console = Console(markup=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, emoji=False, width=132)
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            leave_pipe()
+
+    console = Output(markup=False, emoji=False)
+    return console if console.is_terminal else Output(markup=False, emoji=False, width=132)
 
 
 def show(what: RenderableType) -> None:

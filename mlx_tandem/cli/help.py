@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from mlx_tandem.cli.console import leave_pipe
 from mlx_tandem.printable import printable
 
 NAMES = 30
@@ -51,6 +52,13 @@ class Group(TyperGroup):
 
     elsewhere: Mapping[str, str] = {}
     """Words that are commands of other programs, with the command or option that replaces each of them here."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and end the process quietly if whoever reads its output goes before its end."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            leave_pipe()
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that is called. If a word is no command, end the process and name the nearest one."""

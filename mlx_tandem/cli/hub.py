@@ -9,21 +9,31 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from mlx_tandem.config import EngineConfig
+from mlx_tandem.training.cluster import bases
 
-ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./-]{1,255}))?", re.ASCII)
-"""Pattern of a hub id: `organisation/name`, optionally followed by `@` and a branch, tag or commit."""
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+"""Pattern of the name of a repository, `organisation/name`."""
+
+ID = re.compile(rf"({REPOSITORY.pattern})(?:@(?!.*\.\.)([\w./-]{{1,255}}))?", re.ASCII)
+"""Pattern of a hub id: a repository, optionally followed by `@` and a branch, tag or commit."""
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Files that are fetched."""
 
 IGNORED = ["*/*"]
 """Files that are not fetched: subfolders hold the same model in other formats, or earlier states of it."""
+
+
+MOST_SMALL = 64 << 20
+"""Most bytes of all files of a model that are fetched in order to learn their hashes."""
 
 
 class HubError(Exception):
@@ -51,6 +61,39 @@ def find(text: str, what: str) -> Found:
     return Found(_fetch(match[1], match[2], f"there is no {what} folder {text}, and"), match[1])
 
 
+def find_base(repo: str, sha256: str) -> Path:
+    """Return the folder of a repository that another machine names as its base model, whose digest is `sha256`.
+
+    The digest (training/cluster/bases.py) is computed from what the hub says before weights are fetched: it knows the
+    hashes of large files, and of small ones at most MOST_SMALL bytes are fetched. Raise HubError for what is no name of
+    a repository, and unless the digest is this one.
+    """
+    if not REPOSITORY.fullmatch(repo):
+        raise HubError(f"the leader's base model has the hub id {repo!a}, which is not like organisation/name")
+    from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
+
+    otherwise = f"the leader's base model {repo} is not on this machine, and"
+    with _explained(repo, None, otherwise):
+        try:
+            there = snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=IGNORED, local_files_only=True)
+            if bases.digest(Path(there)) == sha256:
+                return Path(there)
+        except errors.LocalEntryNotFoundError:
+            pass
+        info = HfApi().model_info(repo, files_metadata=True)
+        files = [f for f in info.siblings or () if "/" not in f.rfilename and f.rfilename.endswith(bases.SUFFIXES)]
+        if sum(MOST_SMALL + 1 if f.size is None else f.size for f in files if f.lfs is None) <= MOST_SMALL:
+            hashes = {
+                f.rfilename: f.lfs.sha256
+                if f.lfs
+                else bases.hash_file(Path(hf_hub_download(repo, f.rfilename, revision=info.sha)))
+                for f in files
+            }
+            if bases.combined(hashes) == sha256:
+                return _fetch(repo, info.sha, otherwise)
+    raise HubError(f"{otherwise} the files of {repo} on the hub are not the leader's")
+
+
 def find_models(engine: EngineConfig) -> tuple[EngineConfig, Found]:
     """Return the engine's settings with the folders of its models, and what was found as its model. Raise HubError."""
     model, drafts = find(engine.model.path, "model"), engine.speculation
@@ -72,12 +115,23 @@ def close() -> None:
 
 def _fetch(repo: str, revision: str | None, otherwise: str) -> Path:
     """Return the folder of a repository, from the hub or from its cache on this machine; show a progress bar."""
-    from huggingface_hub import constants, errors, get_token, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    with _explained(repo, revision, otherwise):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=IGNORED))
+
+
+@contextmanager
+def _explained(repo: str, revision: str | None, otherwise: str) -> Iterator[None]:
+    """Raise HubError in place of what the hub's client raises inside the block; its line begins with `otherwise`."""
+    from huggingface_hub import constants, errors, get_token
 
     hub = constants.ENDPOINT
     at = f"{repo}@{revision}" if revision else repo
     try:
-        folder = snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=IGNORED)
+        yield
+    except HubError:
+        raise
     except errors.GatedRepoError:
         raise HubError(
             f"{otherwise} {hub}/{repo} asks for terms to be accepted: accept them there, then set HF_TOKEN"
@@ -98,7 +152,6 @@ def _fetch(repo: str, revision: str | None, otherwise: str) -> Path:
         raise HubError(f"{otherwise} {at} is not on this machine and {why}") from None
     except Exception as e:  # the client's HTTP library or the disk may fail in any way; the user needs one line
         raise HubError(f"{otherwise} {at} could not be fetched from {hub}: {type(e).__name__}: {_line(e)}") from None
-    return Path(folder)
 
 
 def _line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from mlx_tandem import demo, limits
-from mlx_tandem.cli import hub
+from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.console import fail, say, warn
 from mlx_tandem.config import Config
 from mlx_tandem.errors import TandemError
@@ -26,6 +26,9 @@ from mlx_tandem.training.store.database import NAME as LEARNING
 RETRY = 1.0
 """Seconds between two attempts to reach a leader that this machine has never joined."""
 
+PATIENCE = 10.0
+"""Seconds that a leader may take to answer a machine that can also start without it."""
+
 MODELS = Path("models")
 """Folder in which the leader's base is looked for by its name."""
 
@@ -33,16 +36,17 @@ MODELS = Path("models")
 def join(config: Config, key: str) -> Config:
     """Return the settings with the leader's base, and for a trainer with the adapter that it begins with.
 
-    Wait for a leader that does not answer, unless this machine has joined it before. End the process with one line and
-    status 1 if the leader refuses, or its base is not here.
+    Wait `cluster.wait_s` seconds for a leader that does not answer, unless this machine has joined it before. End the
+    process with one line and status 1 if it does not answer until then, if it refuses, or if its base is not here.
     """
     cluster = config.cluster
     folder = ClusterFolder(cluster.dir)
+    client = LeaderClient(cluster.connect_to, key)
     try:
-        client = LeaderClient(cluster.connect_to, key)
         folder.lock()
     except TandemError as e:
-        fail(e.message)
+        fail(f"{e.message} (--cluster-dir)")
+    keys.warn_if_readable(key, client.url)
     try:
         before = folder.read(JOINED, Joined)
         if before is not None and before.url != client.url:
@@ -70,10 +74,12 @@ def join(config: Config, key: str) -> Config:
 
 def _joined(config: Config, client: LeaderClient, folder: ClusterFolder, before: Joined | None) -> Joined:
     """Return what is known of the leader now, which is written down."""
-    found = _ask(client, before)
-    if found is None:
-        assert before is not None
-        warn(f"{client.url} does not answer; this server goes on with what it has from there")
+    try:
+        found = _ask(client, PATIENCE if before is not None else config.cluster.wait_s, once=before is not None)
+    except Unreachable as e:
+        if before is None:
+            fail(f"{e} (--connect-to)")
+        warn(f"{e}; this server goes on with what it has from the leader at {client.url}")
         return before
     base, feed = found
     own = secrets.token_hex(8) if before is None else before.id
@@ -86,13 +92,23 @@ def _joined(config: Config, client: LeaderClient, folder: ClusterFolder, before:
     return joined
 
 
-def _ask(client: LeaderClient, before: Joined | None) -> tuple[Base, Feed] | None:
-    """Return the leader's base and adapters; None if it does not answer and was joined before."""
+def _ask(client: LeaderClient, seconds: float, *, once: bool) -> tuple[Base, Feed]:
+    """Return the leader's base and adapters, for which it has `seconds` in all; with `once`, ask one time only.
+
+    What the user waits for is said at once. Raises Unreachable when the time is over, or at once if waiting longer
+    would not help. End the process with one line and status 1 if the leader refuses.
+    """
+    say(f"connecting to the leader at {client.url}")
+    end = time.monotonic() + seconds
 
     async def asked() -> tuple[Base, Feed]:
-        return await client.base(), await client.feed()
+        try:
+            async with asyncio.timeout(end - time.monotonic()):
+                return await client.base(), await client.feed()
+        except TimeoutError:
+            raise Unreachable(f"no answer from {client.url} within {seconds:g} s") from None
 
-    told = False
+    said = ""
     while True:
         try:
             return asyncio.run(asked())
@@ -100,11 +116,15 @@ def _ask(client: LeaderClient, before: Joined | None) -> tuple[Base, Feed] | Non
             key = "; set its key by TANDEM_API_KEY or --api-key-file" if e.status == 401 else ""
             fail(f"{e}{key} (--connect-to)")
         except Unreachable as e:
-            if before is not None:
-                return None
-            if not told:
-                say(f"waiting for the leader: {e}")
-            told = True
+            if once or e.lasting:
+                raise
+            reason = str(e)
+        left = end - time.monotonic()
+        if left <= RETRY:
+            raise Unreachable(f"the leader has not answered within {seconds:g} s (--wait-for-leader): {reason}")
+        if reason != said:
+            said = reason
+            say(f"waiting for the leader for at most {left:.0f} s: {reason}")
         time.sleep(RETRY)
 
 
@@ -134,9 +154,9 @@ def _candidates(base: Base, before: Joined | None) -> Iterator[Path]:
     for folder in (*([Path(before.model)] if before is not None else []), *named, demo.MODEL_PATH):
         if folder.is_dir():
             yield folder
-    if hub.ID.fullmatch(base.id):
+    if base.id:
         try:
-            yield hub.find(base.id, "model").folder
+            yield hub.find_base(base.id, base.sha256)
         except hub.HubError as e:
             warn(str(e))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from urllib.parse import urlsplit
 
 from mlx_tandem.cli.console import warn
 
@@ -47,6 +48,19 @@ def read(key: str, file: str) -> str:
 def given(key: str | None, file: str | None) -> str:
     """Return the key that a client was given, by the flags' values or the environment. Raise InvalidRequest."""
     return read(*(source(key, file) or ("", "")))
+
+
+def warn_if_readable(key: str, url: str) -> None:
+    """Warn about a key that is sent to another machine without encryption, if `url` is so."""
+    from mlx_tandem.server.keys import is_loopback
+
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if key and parts.scheme == "http" and parts.hostname and not is_loopback(parts.hostname):
+        secure = parts._replace(scheme="https").geturl()
+        warn(
+            f"{url} is not encrypted, so others on the network can read the API key: start the server there with "
+            f"--ssl-certfile and --ssl-keyfile, and name {secure} here"
+        )
 
 
 def forget_environment() -> None:

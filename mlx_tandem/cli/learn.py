@@ -69,11 +69,12 @@ def export(
 
     with _reading(checkpoint_dir) as database:
         found = learned.feedback(database) if feedback else learned.trajectories(database, adapter)
-        lines = (json.dumps(line) + "\n" for line in found)
-        if out is None:
-            sys.stdout.writelines(lines)
-            return
-        count = _write(out, lines)
+        with closing(found):  # before the database
+            lines = (json.dumps(line) + "\n" for line in found)
+            if out is None:
+                sys.stdout.writelines(lines)
+                return
+            count = _write(out, lines)
     print(f"wrote {count} {'feedback' if feedback else 'trajectories'} to {out}")
 
 
@@ -99,6 +100,7 @@ def watch(
 
     try:
         key = keys.given(api_key, api_key_file)
+        keys.warn_if_readable(key, url)
     except InvalidRequest as e:
         fail(str(e))
     console = output()

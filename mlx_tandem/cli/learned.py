@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ def updates(database: Database, adapter: str | None, last: int) -> list[Line]:
     return [{"update": number} | json.loads(report) for number, report in found[-last:]]
 
 
-def trajectories(database: Database, adapter: str | None) -> Iterator[Line]:
+def trajectories(database: Database, adapter: str | None) -> Generator[Line, None, None]:
     """Yield the trajectories of a run whose content is kept, in the order in which they came. Raises StorageError."""
     from mlx_tandem.training.store.saved import unsealed
     from mlx_tandem.training.trajectories import Trajectory
@@ -101,7 +101,7 @@ def _line(t: Trajectory, state: str, number: int | None) -> Line:
     }
 
 
-def feedback(database: Database) -> Iterator[Line]:
+def feedback(database: Database) -> Generator[Line, None, None]:
     """Yield the feedback on completions, in the order in which it came. Raises StorageError."""
     from mlx_tandem.training.feedback.opinions import ALL
     from mlx_tandem.training.feedback.store import COLUMNS, read

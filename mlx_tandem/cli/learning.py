@@ -50,6 +50,11 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
             "the mode is training_only, but nothing is trained: "
             "add --enable-rl-training, or 'enabled: true' under 'rl_training'"
         )
+    if config.cluster.trainers > 1 and not config.cluster.share:
+        raise InvalidRequest(
+            f"'cluster.trainers' is {config.cluster.trainers}, which needs 'cluster.share' (--share-model): only a "
+            "leader averages what trainers learn"
+        )
     is_one_of_several = config.cluster.share or bool(config.cluster.connect_to)
     if is_one_of_several:
         _check_cluster(config)
@@ -107,6 +112,8 @@ def _warn(config: Config, options: Mapping[str, object]) -> None:
     relays = config.cluster.share or config.cluster.connect_to
     if options.get("cluster_dir") and not relays:
         warn("--cluster-dir has no effect without --share-model or --connect-to")
+    if options.get("wait_for_leader") and not config.cluster.connect_to:
+        warn("--wait-for-leader has no effect without --connect-to")
     for name, flag in LEARNING.items():
         if options.get(name) in (None, [], ()):
             continue

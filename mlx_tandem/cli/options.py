@@ -446,6 +446,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "HOST:PORT",
         ),
         Option(
+            "cluster.wait_s",
+            "--wait-for-leader",
+            "Seconds to wait at the first start for a leader that does not answer (600).",
+            "SECONDS",
+        ),
+        Option(
             "cluster.trainers",
             "--federate",
             "Of a leader: trainers whose versions are averaged in rounds (1: one trainer publishes).",

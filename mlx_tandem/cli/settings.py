@@ -99,7 +99,15 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
     try:
         return learning.resolve(config, options)
     except InvalidRequest as e:
-        raise SettingsError(e.message) from None
+        raise SettingsError(_with_flags(e.message, options)) from None
+
+
+def _with_flags(message: str, options: Mapping[str, object]) -> str:
+    """Return the message of an error, and append each given option whose setting the message names."""
+    given = [name for name, value in options.items() if value not in (None, [], ())]
+    named = set(re.findall(r"--[\w-]+", message))
+    flags = [FLAG[name] for name in given if f"'{_shown(OPTIONS[name])}'" in message and FLAG[name] not in named]
+    return f"{message} ({', '.join(flags)})" if flags else message
 
 
 def _shown(text: str) -> str:

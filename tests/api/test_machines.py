@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import shutil
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from mlx_tandem import demo
-from mlx_tandem.cli.joining import LEARNING, join
-from mlx_tandem.cli.settings import build
-from mlx_tandem.config import ClusterConfig, Config
-from mlx_tandem.server.sockets import unused_port
 from mlx_tandem.training.cluster import bases
 from mlx_tandem.training.cluster.client import LeaderClient, Refused, Unreachable
-from mlx_tandem.training.cluster.folder import ClusterFolder
-from mlx_tandem.training.cluster.joining import JOINED, Joined
 from mlx_tandem.training.cluster.wire import (
     CHUNK,
     MOST_ITEMS,
@@ -34,16 +25,12 @@ from mlx_tandem.training.cluster.wire import (
     File,
     Item,
     Items,
-    Publication,
     Version,
 )
 from mlx_tandem.training.trajectories import Trajectory
-from tests.fake_hub import fake_hub
-from tests.serving import ROOT, RunningServer, demo_config, serving
+from tests.leading import KEY, OTHERS, OURS, PATH, content, feed, leading, publication, published, shown, upload
+from tests.serving import RunningServer
 
-KEY = "the-key"
-OURS, OTHERS = "0" * 16, "1" * 16
-PATH = "/v1/cluster"
 GOOD = Trajectory(
     id="traj-1",
     group="request:traj-0:0",
@@ -59,10 +46,7 @@ GOOD = Trajectory(
 
 @pytest.fixture(scope="module")
 def leader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("leader")
-    cluster = ClusterConfig(share=True, dir=str(folder / "cluster"))
-    with serving(msgspec.structs.replace(demo_config(api_key=KEY), cluster=cluster)) as server:
-        server.client.headers["authorization"] = f"Bearer {KEY}"
+    with leading(tmp_path_factory.mktemp("leader")) as server:
         yield server
 
 
@@ -71,46 +55,10 @@ def client(leader: RunningServer) -> LeaderClient:
     return LeaderClient(leader.url, KEY)
 
 
-def feed(leader: RunningServer) -> Feed:
-    return msgspec.json.decode(leader.client.get(f"{PATH}/versions").content, type=Feed)
-
-
-def shown(leader: RunningServer, name: str) -> Version:
-    """The version of one of the leader's own adapters, whose content a trainer may publish, too."""
-    (version,) = (adapter.versions[-1] for adapter in feed(leader).adapters if adapter.name == name)
-    return version
-
-
-def content(name: str, file: File) -> bytes:
-    return (demo.ADAPTER_PATHS[name] / file.name).read_bytes()
-
-
-async def upload(client: LeaderClient, file: File, whole: bytes) -> None:
-    there = await client.upload(file, 0, b"")
-    while there < file.size:
-        there = await client.upload(file, there, whole[there : there + CHUNK])
-
-
-def publication(leader: RunningServer, version: Version, **fields: Any) -> Publication:
-    return Publication(**{"trainer": OURS, "base": feed(leader).base, "adapter": "policy", "version": version} | fields)
-
-
 def changed_config(config: bytes) -> bytes:
     """The settings of an adapter with another scale."""
     settings = json.loads(config)
     return json.dumps(settings | {"lora_alpha": 2 * settings["lora_alpha"]}).encode()
-
-
-def published(leader: RunningServer, client: LeaderClient, name: str, number: int, **fields: Any) -> None:
-    """Publish the content of one of the leader's own adapters as a version of the trained one."""
-    version = replace(shown(leader, name), number=number)
-
-    async def work() -> None:
-        for file in version.files:
-            await upload(client, file, content(name, file))
-        await client.publish(publication(leader, version, **fields))
-
-    asyncio.run(work())
 
 
 def policies(leader: RunningServer) -> set[str]:
@@ -453,111 +401,6 @@ def test_the_digest_of_a_base(tmp_path: Path) -> None:
     changed = bases.digest(tmp_path)
     (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
     assert len({first, changed, bases.digest(tmp_path)}) == 3
-
-
-# -- joining --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of a machine that joins."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def joined(leader: RunningServer, key: str = KEY, **options: Any) -> Config:
-    return join(build(None, {"connect_to": leader.url.removeprefix("http://"), **options}), key)
-
-
-def refusal(capsys: pytest.CaptureFixture[str], leader: RunningServer, key: str = KEY, **options: Any) -> str:
-    """The one line with which the command ends."""
-    with pytest.raises(SystemExit) as end:
-        joined(leader, key, **options)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 1
-    return line
-
-
-def test_the_base_is_found_by_its_digest(leader: RunningServer, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = joined(leader)
-    assert Path(config.engine.model.path) == demo.MODEL_PATH
-    assert config.adapters == ()
-    assert "tandem-demo" in config.server.served_model_names
-    copy = here / "models" / "base"
-    shutil.copytree(demo.MODEL_PATH, copy)
-    monkeypatch.setattr(demo, "MODEL_PATH", here / "nothing")
-    shutil.rmtree(here / "cluster")
-    assert Path(joined(leader).engine.model.path).resolve() == copy  # by its name, in the folder `models`
-    copy.rename(here / "elsewhere")
-    assert joined(leader, model="elsewhere").engine.model.path == "elsewhere"
-    assert joined(leader).engine.model.path == "elsewhere"  # as the last time
-
-
-def test_a_base_that_is_not_the_leader_s_is_refused(
-    leader: RunningServer, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(demo.MODEL_PATH, here / "models" / "base")
-    with (here / "models" / "base" / "config.json").open("a", encoding="utf-8") as file:
-        file.write(" ")
-    assert "is not the leader's base model base: its files differ (--model)" in refusal(
-        capsys, leader, model="models/base"
-    )
-    monkeypatch.setattr(demo, "MODEL_PATH", here / "nothing")
-    line = refusal(capsys, leader)
-    assert "base model base is not on this machine: copy its folder to models/base, or name it with" in line
-    assert refusal(capsys, leader, model="nowhere") == "tandem: there is no model folder nowhere"
-
-
-def test_a_wrong_key_is_said(leader: RunningServer, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal(capsys, leader, "wrong")
-    assert "answers 401: a valid API key is needed" in line
-    assert "set its key by TANDEM_API_KEY or --api-key-file (--connect-to)" in line
-
-
-def test_a_trainer_begins_with_what_the_leader_serves(leader: RunningServer, client: LeaderClient, here: Path) -> None:
-    published(leader, client, "down", 3)
-    config = joined(leader, enable_rl_training=True)
-    assert config.rl_training.init_from == "policy"
-    ((name, folder),) = config.adapters
-    assert name == "policy"
-    for file in shown(leader, "down").files:
-        assert (Path(folder) / file.name).read_bytes() == content("down", file)
-    published(leader, client, "json", 2)
-    assert joined(leader, enable_rl_training=True).adapters == config.adapters  # it has begun already
-    known = ClusterFolder("cluster").read(JOINED, Joined)
-    assert known is not None
-    assert known.newest == 3
-    shutil.rmtree("cluster")
-    Path("checkpoints").mkdir()
-    Path("checkpoints", LEARNING).touch()
-    assert joined(leader, enable_rl_training=True).rl_training.init_from == ""  # it goes on with its own
-
-
-def test_a_machine_starts_again_without_its_leader(
-    leader: RunningServer, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = joined(leader)
-    folder = ClusterFolder("cluster")
-    known = folder.read(JOINED, Joined)
-    assert known is not None
-    nobody = f"127.0.0.1:{unused_port()}"
-    folder.write(JOINED, replace(known, url=f"http://{nobody}"))
-    again = join(build(None, {"connect_to": nobody}), KEY)
-    assert again.engine.model.path == config.engine.model.path
-    assert "does not answer; this server goes on with what it has from there" in capsys.readouterr().err
-
-
-def test_the_base_is_fetched_from_the_hub(here: Path) -> None:
-    program = (
-        "from mlx_tandem.cli.joining import _candidates; from mlx_tandem.training.cluster.wire import Base;"
-        "print(*_candidates(Base('a' * 64, 'm', 'org/m', (), 'policy'), None), sep='\\n')"
-    )
-    with fake_hub({"org/m": demo.MODEL_PATH}) as fake:
-        env = fake.environment(here / "home", PYTHONPATH=str(ROOT))
-        done = subprocess.run([sys.executable, "-c", program], cwd=here, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    *_, last = done.stdout.split()
-    assert bases.digest(Path(last)) == bases.digest(demo.MODEL_PATH)
 
 
 def test_the_way_may_be_encrypted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,7 @@ def bench_serve(
 
     try:
         key = keys.given(api_key, api_key_file)
+        keys.warn_if_readable(key, url)
     except InvalidRequest as e:
         fail(str(e))
     run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,14 +20,19 @@ THREADS = 8
 def digest(folder: Path) -> str:
     """Return the SHA-256 of a model folder. Reads all of its weights. Raises ModelError for one that cannot be read."""
     try:
-        paths = sorted(_files(folder), key=lambda path: path.name)
+        paths = list(_files(folder))
         with ThreadPoolExecutor(THREADS) as threads:
-            parts = list(threads.map(_hash, paths))
+            hashes = dict(zip((path.name for path in paths), threads.map(hash_file, paths), strict=True))
     except OSError as e:
         raise ModelError(f"{e.filename or folder} cannot be read: {e.strerror}", param="model") from e
+    return combined(hashes)
+
+
+def combined(hashes: Mapping[str, str]) -> str:
+    """Return the digest of a folder whose files, by name, have these SHA-256."""
     whole = hashlib.sha256(b"mlx-tandem base 1\n")
-    for path, part in zip(paths, parts, strict=True):
-        whole.update(f"{part} {path.name}\n".encode(errors="surrogateescape"))
+    for name, sha256 in sorted(hashes.items()):
+        whole.update(f"{sha256} {name}\n".encode(errors="surrogateescape"))
     return whole.hexdigest()
 
 
@@ -38,6 +43,7 @@ def _files(folder: Path) -> Iterator[Path]:
                 yield Path(entry.path)
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

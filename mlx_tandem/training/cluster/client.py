@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.http_client import Connection, HttpError
+from mlx_tandem.http_client import Connection, HttpError, NotSuited
 from mlx_tandem.log import log
 from mlx_tandem.printable import printable
 from mlx_tandem.training.cluster.wire import (
@@ -35,14 +35,19 @@ from mlx_tandem.training.cluster.wire import (
 GRACE = 10.0
 """Seconds for which a request waits for its reply, in addition to those that it asks the leader to wait."""
 
-BASE_SECONDS = 600.0
-"""Seconds that the leader may take for its first reply about its base, for which it reads all files of the base."""
-
 Message = TypeVar("Message", bound=Struct)
 
 
 class Unreachable(Exception):
-    """The leader does not answer, or cannot do what it was asked now. A later attempt may succeed."""
+    """The leader does not answer, or cannot do what it was asked now.
+
+    A later attempt may succeed unless `lasting` is set: something answers then that does not speak HTTP, or whose
+    certificate is not trusted.
+    """
+
+    def __init__(self, reason: str, *, lasting: bool = False):
+        super().__init__(reason)
+        self.lasting = lasting
 
 
 class Refused(Exception):
@@ -61,7 +66,8 @@ def check_url(address: str) -> str:
     url = address if "//" in address else f"http://{address}"
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
+        has_port = parts.port != 0 and (parts.port or "//" in address)
+        known = parts.scheme in ("http", "https") and parts.hostname and has_port
     except ValueError:
         known = False
     if not known or parts.query or parts.fragment or parts.username or parts.path.strip("/"):
@@ -84,7 +90,7 @@ class LeaderClient:
 
     async def base(self) -> Base:
         """Return the leader's base."""
-        return _decoded(await self._ask("GET", "/base", seconds=BASE_SECONDS), Base)
+        return _decoded(await self._ask("GET", "/base"), Base)
 
     async def feed(self, after: int = 0, leader: str = "", wait: float = 0.0) -> Feed:
         """Return the leader's adapters once they are newer than `after` of its run `leader`, or after `wait` s."""
@@ -144,7 +150,7 @@ class LeaderClient:
         except TimeoutError:
             raise Unreachable(f"no answer from {self.url} within {seconds:g} s") from None
         except HttpError as e:
-            raise Unreachable(str(e)) from None
+            raise Unreachable(str(e), lasting=isinstance(e, NotSuited)) from None
         content = b"".join(pieces)
         if status == 200:
             return content
@@ -185,4 +191,4 @@ def _message(content: bytes) -> str:
     try:
         return printable(str(msgspec.json.decode(content)["error"]["message"]), 300)
     except (msgspec.MsgspecError, KeyError, TypeError, RecursionError):
-        return printable(content[:100].decode(errors="replace"), 100)
+        return "this is no error of a leader, so another program may be at this address"

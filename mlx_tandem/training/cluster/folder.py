@@ -6,7 +6,6 @@ of its adapter. Names from other machines are checked by their types and never b
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +16,7 @@ from msgspec import Struct
 from mlx_tandem import files
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.files import FolderLock
+from mlx_tandem.training.cluster.bases import hash_file
 from mlx_tandem.training.cluster.wire import CHUNK, File, Version
 from mlx_tandem.types import AdapterSource
 
@@ -176,12 +176,6 @@ class ClusterFolder:
         there = sorted(parts.iterdir(), key=lambda path: path.stat().st_mtime_ns)
         for path in there[: max(0, len(there) - MOST_PARTS + 1)]:
             files.remove_tree(path)
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file. Raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe(folder: Path) -> tuple[File, ...]:

@@ -41,6 +41,9 @@ from mlx_tandem.types import AdapterSource
 LEASE = 15.0
 """Seconds after its last request for which a trainer keeps its lease."""
 
+BASE_SECONDS = 5.0
+"""Seconds that a request waits for the digest of the base, for which a start reads all files of the base."""
+
 MOST_WAITING = 256
 """Most requests that wait for something new."""
 
@@ -124,7 +127,7 @@ class Leader:
     # -- what is shown ----------------------------------------------------------------------------------------------
 
     async def base(self) -> Base:
-        """Return the base model, whose digest is computed once. Raises EngineUnavailable before the server is up."""
+        """Return the base model, whose digest is computed once. Raises EngineUnavailable until it is."""
         models = self._front.models
         folder = Path(self._front.config.engine.model.path)
         hub = next((name for name in self._front.config.server.served_model_names if "/" in name), "")
@@ -134,7 +137,10 @@ class Leader:
     async def _digest(self) -> str:
         if self._base is None or self._closed:
             raise EngineUnavailable("the server is not ready to lead")
-        self._known = await asyncio.shield(self._base)
+        try:
+            self._known = await asyncio.wait_for(asyncio.shield(self._base), BASE_SECONDS)
+        except TimeoutError:
+            raise EngineUnavailable("the leader still reads the files of its base model") from None
         return self._known
 
     async def feed(self, after: int, leader: str, wait: float) -> Feed:

@@ -31,6 +31,7 @@ FRUITLESS_UPDATES, FRUITLESS_PROMPTS = 30, 60
 NOISE = 0.25
 """Share of the learning rate that is used from which down on the advice says that gradients do not agree."""
 
+
 def advice(learner: Learner, training: RLTrainingConfig, recorded: Recorded) -> str:
     """Return what to do about whatever keeps the loop from learning; empty if nothing seems to."""
     spent = _spent(learner, recorded)

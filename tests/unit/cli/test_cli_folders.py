@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+from unittest import mock
 
 import msgspec
 import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.adapters.convert import convert, inspect
+from mlx_tandem.cli import main
 from mlx_tandem.training.external import External
 from mlx_tandem.training.online.counters import Counters
 from mlx_tandem.training.online.serving import UpdateReport
@@ -25,8 +30,9 @@ from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.records import Ended
 from mlx_tandem.training.store.rows import Rows
 from mlx_tandem.training.trajectories import Trajectory
+from tests.commands import ROOT
 from tests.terminal import on_terminal
-from tests.unit.cli_tools import tandem
+from tests.unit.cli_tools import on_a_thread, tandem
 
 
 def test_inspect_and_convert(tmp_path: Path) -> None:
@@ -103,6 +109,41 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     database.write([rows.waiting(made_later(), 4, 2, 1), rows.gone("t5", 5, "stale")])
     database.close()
     return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "learn export policy --checkpoint-dir {}",
+        "learn list --checkpoint-dir {}",
+        "learn list --json --checkpoint-dir {}",
+        "learn show policy --checkpoint-dir {}",
+        f"adapters inspect {demo.ADAPTER_PATHS['shout']}",
+        f"models {demo.MODEL_PATH}",
+        "doctor --only python",
+        "doctor --only python --json",
+        "serve --help",
+    ],
+)
+def test_a_closed_pipe_ends_a_command_quietly(learned: Path, words: str) -> None:
+    """As `tandem … | head` closes it: without a traceback, and with the status that shells know for this."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "wb", 0) as raw:
+        out = io.TextIOWrapper(io.BufferedWriter(cast("io.RawIOBase", raw), 16), write_through=True)
+        with mock.patch.object(sys, "stdout", out), contextlib.redirect_stderr(io.StringIO()) as said:
+            status = on_a_thread(lambda: main(words.format(learned).split()))
+    progress = [line for line in said.getvalue().splitlines() if line != "tandem: checking python"]
+    assert (status, progress) == (141, [])
+
+
+def test_a_pipe_that_closes_at_the_end_of_a_process_is_quiet(learned: Path) -> None:
+    words = [sys.executable, "-m", "mlx_tandem", "learn", "export", "policy", "--checkpoint-dir", str(learned)]
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(words, stdout=theirs, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def made_later() -> Trajectory:

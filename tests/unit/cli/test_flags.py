@@ -256,6 +256,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--share-model --host 0.0.0.0 --api-key k", "cluster.share", True),
     ("--share-model --host 0.0.0.0 --api-key k --federate 3", "cluster.trainers", 3),
     ("--connect-to node1:8000", "cluster.connect_to", "node1:8000"),
+    ("--connect-to node1:8000 --wait-for-leader 30", "cluster.wait_s", 30.0),
     ("--connect-to node1:8000 --cluster-dir d", "cluster.dir", "d"),
 ]
 
