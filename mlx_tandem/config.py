@@ -316,6 +316,15 @@ class Arm(Struct, frozen=True, forbid_unknown_fields=True):
     weight: float
 
 
+class ABTest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of an A/B test of an alias. `control` is the arm with which each of the others is compared."""
+
+    control: str
+    false_promotion: float = 0.05  # most probability of promoting an arm that is not better
+    false_take_back: float = 0.05  # most probability of taking back an arm that is not worse
+    min_answers: int = 8  # fewest compared answers of an arm before anything is decided about it
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of one server."""
 
@@ -324,6 +333,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     adapters: tuple[tuple[str, str], ...] = ()  # (name, folder) pairs, read and checked at start
     adapter_root: str = ""  # folder of adapter folders, each read when its name is first asked for
     aliases: tuple[tuple[str, tuple[Arm, ...]], ...] = ()
+    ab_tests: tuple[tuple[str, ABTest], ...] = ()  # by the alias
     rl_training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     tinker: TinkerConfig = field(default_factory=TinkerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -68,6 +68,9 @@ PARAMETERS: dict[str, Range] = {
     "limit": Range(1, 100, integer=True),  # entries of a page
     "priority": Range(-1_000_000, 1_000_000, integer=True),
     "weight": Range(0.0, 1e6),  # weight of an alias's arm
+    "false_promotion": Range(1e-9, 0.5),  # of an A/B test
+    "false_take_back": Range(1e-9, 0.5),
+    "min_answers": Range(1, 1_000_000, integer=True),
     "reward": Range(-1e6, 1e6),  # reward of a trajectory
     "feedback_score": Range(0.0, 1.0),  # of an answer; 1: good
     "choice": Range(0, 8191, integer=True),  # number of a choice of a completion

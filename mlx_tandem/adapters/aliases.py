@@ -26,6 +26,7 @@ class AliasArm:
     adapter: str  # a name, name@version or "base"
     weight: float
     counters: Counters = field(default_factory=Counters, compare=False)
+    test: str = ""  # id of the A/B test that the arm is in; empty: it is in none
 
 
 class Aliases:
@@ -34,10 +35,10 @@ class Aliases:
     def __init__(self) -> None:
         self._arms: dict[str, tuple[AliasArm, ...]] = {}
 
-    def put(self, name: str, arms: Sequence[Arm]) -> tuple[AliasArm, ...]:
+    def put(self, name: str, arms: Sequence[Arm], test: str = "") -> tuple[AliasArm, ...]:
         """Let `name` stand for these arms from the next request on; return them.
 
-        The caller must know that the adapters exist.
+        The caller must know that the adapters exist. `test` is the id of the A/B test that the arms are in.
 
         Raises:
             InvalidRequest: A field is wrong, which the error names.
@@ -59,7 +60,7 @@ class Aliases:
         if not any(arm.weight for arm in arms):
             raise InvalidRequest("arms needs a weight above 0", param="arms")
         known = {a.adapter: a.counters for a in self._arms.get(name, ())}
-        made = tuple(AliasArm(name, a.adapter, float(a.weight), known.get(a.adapter, Counters())) for a in arms)
+        made = tuple(AliasArm(name, a.adapter, float(a.weight), known.get(a.adapter, Counters()), test) for a in arms)
         self._arms[name] = made
         return made
 

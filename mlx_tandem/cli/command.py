@@ -15,7 +15,7 @@ from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import warn
 from mlx_tandem.cli.flags import Refused, translate
 from mlx_tandem.cli.help import Command
-from mlx_tandem.cli.options import OPTIONS, parameters, split_arms, split_pairs, split_words
+from mlx_tandem.cli.options import OPTIONS, parameters, split_arms, split_controls, split_pairs, split_words
 
 Folder = Annotated[
     str | None,
@@ -99,6 +99,7 @@ def run(
         "model": folder or given["model"],
         "adapter": split_pairs(given["adapter"]),
         "alias": split_arms(given["alias"]),
+        "ab_test": split_controls(given["ab_test"]),
         "lora_target_modules": split_words(given["lora_target_modules"]),
         "report_to": split_words(given["report_to"]),
         "allowed_origins": split_words(given["allowed_origins"]),

@@ -98,6 +98,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "A name whose requests are split over adapters by weight (repeatable).",
             "NAME=ADAPTER:WEIGHT,ADAPTER:WEIGHT",
         ),
+        Option(
+            "ab_tests",
+            "--ab-test",
+            "Compare the scores of an alias's arms with those of CONTROL, and keep the better one (repeatable).",
+            "NAME=CONTROL",
+        ),
         Option("engine.lora.max_loras", "--max-loras", "Adapters on the device at once (16)."),
         Option("engine.lora.max_lora_rank", "--max-lora-rank", "Highest rank that is accepted (64)."),
         Option("engine.lora.max_cpu_loras", "--max-cpu-loras", "Adapters in memory; 0: what the next option holds."),
@@ -571,3 +577,14 @@ def split_arms(values: list[str] | None) -> list[tuple[str, dict[str, float]]]:
             shares[adapter] = share
         aliases.append((name, shares))
     return aliases
+
+
+def split_controls(values: list[str] | None) -> list[tuple[str, dict[str, str]]]:
+    """Return the A/B tests of `--ab-test` by their aliases."""
+    tests = []
+    for value in values or []:
+        name, _, control = value.partition("=")
+        if not (name and control):
+            raise typer.BadParameter(f"'{value}' is not NAME=CONTROL", param_hint="--ab-test")
+        tests.append((name, {"control": control}))
+    return tests

@@ -26,6 +26,7 @@ from mlx_tandem.config import Config, EngineConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.explain import explain
 from mlx_tandem.printable import printable
+from mlx_tandem.training.ab.comparing import check as check_test
 
 SECTIONS = ("model", "cache", "disk", "scheduler", "speculation", "lora", "duty")
 """Parts of the engine's settings that are sections of their own in the file."""
@@ -38,6 +39,9 @@ _SCIENTIFIC = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 
 _REWARDS = re.compile(rf"rl_training\.rewards\.|{re.escape(TRAINED)}\.[^.]+(\.[^.]+)?\.rewards\.")
 """Pattern of places of settings of rewards. An adapter's name may have points."""
+
+_NUMBERED = re.compile(r"(adapters|aliases|ab_tests)\[(\d+)\]\[1\]")
+"""Pattern of the place of what the file has under a name."""
 
 OTHER_NAMES = {
     "model.base_model_path": "model.path",
@@ -93,7 +97,7 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
-        wrong = _shown(explain(e, Config).message)
+        wrong = _NUMBERED.sub(lambda m: f"{m[1]}.{tree[m[1]][int(m[2])][0]}", _shown(explain(e, Config).message))
         raise SettingsError(f"{file}: {wrong}" if file else wrong) from None
     _check(config, options)
     try:
@@ -215,7 +219,7 @@ def _nested(tree: dict[str, Any]) -> dict[str, Any]:
     for section in SECTIONS:
         if section in tree:
             tree.setdefault("engine", {})[section] = tree.pop(section)
-    for name in ("adapters", "aliases"):
+    for name in ("adapters", "aliases", "ab_tests"):
         if name in tree and not isinstance(tree[name], dict):
             raise SettingsError(f"'{name}' must hold one entry for each name")
         if name in tree:
@@ -258,10 +262,23 @@ def _check(config: Config, options: Mapping[str, object]) -> None:
             aliases.put(name, arms)
         except InvalidRequest as e:
             raise SettingsError(f"alias '{name}': {e.message}") from None
+    _check_tests(config)
     for place, text in _texts(msgspec.to_builtins(config) | {"adapters": dict(config.adapters)}):
         # Patterns and schemas of rewards may have lines.
         if printable(text, len(text)) != text and not _REWARDS.match(place):
             raise SettingsError(f"'{_shown(place)}' must be UTF-8 text without control characters")
+
+
+def _check_tests(config: Config) -> None:
+    aliases, names = dict(config.aliases), [name for name, _ in config.ab_tests]
+    for name, test in config.ab_tests:
+        if name not in aliases or names.count(name) > 1:
+            reason = "there is no alias of this name" if name not in aliases else "it is named twice"
+            raise SettingsError(f"A/B test '{name}': {reason}")
+        try:
+            check_test(test, aliases[name])
+        except InvalidRequest as e:
+            raise SettingsError(f"A/B test '{name}': {e.message}") from None
 
 
 def _texts(value: object, place: str = "") -> Iterator[tuple[str, str]]:

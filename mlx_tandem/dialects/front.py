@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_tandem.config import Config
@@ -12,8 +13,10 @@ from mlx_tandem.engine.client.process import Launch
 from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
+from mlx_tandem.training.ab.running import AliasTests
 from mlx_tandem.training.feedback.completions import Completions
 from mlx_tandem.training.feedback.store import FeedbackStore
+from mlx_tandem.training.store.on_use import DatabaseOnUse
 
 if TYPE_CHECKING:
     from mlx_tandem.training.cluster.follower import Follower
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class ServerFront(Front):
-    """A front with stores of responses and feedback, and with learners, Tinker's API and other machines if its settings
-    ask for them.
+    """A front with stores of responses and feedback, with A/B tests of aliases, and with learners, Tinker's API and
+    other machines if its settings ask for them.
 
     `learning` is None on a server that does not learn by itself, and `tinker` on one without Tinker's API. At most one
     of `leader`, `follower` and `distant`, which is a trainer for another machine's traffic, is there.
@@ -57,7 +60,10 @@ class ServerFront(Front):
 
             self.learning = Learners(self)
         watch = None if self.learning is None else self.learning.default.learner.folder
-        self.feedback = FeedbackStore(config, None if watch is None else lambda: watch.database)
+        folder = Path(config.checkpointing.checkpoint_dir)
+        self._database = DatabaseOnUse(folder, None if watch is None else lambda: watch.database)
+        self.feedback = FeedbackStore(config.feedback, self._database)
+        self.ab_tests = AliasTests(config, self.models, self._database, time.time)
         self.teacher: Teacher | None = None
         if self.learning is not None and config.feedback.learn:
             from mlx_tandem.training.feedback.teacher import Teacher
@@ -113,6 +119,7 @@ class ServerFront(Front):
             self.distant.count()
         if self.learning is not None:
             await self.learning.bring_up()
+        await self.ab_tests.bring_up()
         if self.teacher is not None:
             self.teacher.start()
         if self.cluster is not None:
@@ -128,7 +135,7 @@ class ServerFront(Front):
             await self.teacher.close()
         if self.learning is not None:
             await self.learning.close()
-        await self.feedback.close()
+        await self._database.close()
         await super().close()
 
     def check_tinker(self) -> Tinker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +14,7 @@ from mlx_tandem.generation.metrics import OTHER
 from mlx_tandem.generation.text_admission import WAITING_TEXT
 from mlx_tandem.server import learning_metrics, vllm_metrics
 from mlx_tandem.server.receiving import RECEIVING
+from mlx_tandem.training.ab.running import State
 from mlx_tandem.types import DiskStats, EngineStats
 
 LABELLED_MODELS = 1000
@@ -155,6 +157,7 @@ class _Collector:
         front.metrics.fold({front.models.id, *names})
         yield from vllm_metrics.families(front)
         yield from self._arms()
+        yield from _test_families(front)
         yield from _error_families(front)
         yield from _engine_families(front)
         if stats.disk is not None:
@@ -181,3 +184,30 @@ class _Collector:
             if rest:
                 family.add_metric([OTHER, OTHER], sum(getattr(arm.counters, field) for arm in rest))
             yield family
+
+
+def _test_families(front: ServerFront) -> Iterator[Metric]:
+    """Yield the families of A/B tests. Arms beyond the first LABELLED_MODELS have no series."""
+    tests = list(front.ab_tests)
+    states = GaugeMetricFamily("tandem_ab_tests", "A/B tests of aliases by their state.", labels=["state"])
+    for state in get_args(State):
+        states.add_metric([state], sum(front.ab_tests.state(test) == state for test in tests))
+    yield states
+    labels = ["alias", "arm"]
+    answers = CounterMetricFamily("tandem_ab_test_answers", "Scored answers that count by arm.", labels=labels)
+    means = GaugeMetricFamily("tandem_ab_test_mean_score", "Mean score of these answers.", labels=labels)
+    evidence = GaugeMetricFamily(
+        "tandem_ab_test_evidence",
+        "Evidence that an arm is better, or worse, than the control; 1 at the beginning.",
+        labels=[*labels, "of"],
+    )
+    arms = islice(((test, arm.adapter) for test in tests for arm in test.arms), LABELLED_MODELS)
+    for test, arm in arms:
+        own, challenger = test.scores[arm], test.challengers.get(arm)
+        answers.add_metric([test.alias, arm], own.answers)
+        if own.mean is not None:
+            means.add_metric([test.alias, arm], own.mean)
+        if challenger is not None:
+            evidence.add_metric([test.alias, arm, "better"], challenger.comparison.gain.wealth)
+            evidence.add_metric([test.alias, arm, "worse"], challenger.comparison.harm.wealth)
+    yield from (answers, means, evidence)

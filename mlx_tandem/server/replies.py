@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
@@ -36,9 +37,12 @@ class Reply:
         self._request_id = self._reply_id  # until the request's headers are known, which may have an id of the client
         self._choices = plan.prompted.choices
         self._recorder: Recorder | None = None
+        self._judged = front.ab_tests.judged(plan.model)
         collecting = None if plan.collect is None else front.collector(plan.collect.adapter)
         if plan.collect is not None and collecting is not None:
-            self._recorder = Recorder(collecting, plan.collect, plan.prompted.prompts, plan.prompted.n)
+            self._recorder = Recorder(
+                collecting, plan.collect, plan.prompted.prompts, plan.prompted.n, self._count_scores
+            )
         self._began = time.monotonic()
         self._observe = front.metrics.inter_token.observe
         # When the first and the last token were read from the stream, in seconds of the monotonic clock.
@@ -107,7 +111,13 @@ class Reply:
         if not completions.is_on or prompted.text.silent or prompted.pooling is not None or prompted.images:
             return
         if None not in assembler.reasons:
-            completions.remember(self._reply_id, self._plan.model.ref, prompted.prompts, assembler.tokens)
+            tokens, ref = assembler.tokens, self._plan.model.ref
+            completions.remember(self._reply_id, ref, prompted.prompts, tokens, self._judged)
+
+    async def _count_scores(self, scores: Sequence[float | None]) -> None:
+        """Count the scores of the choices in the A/B test of the alias that was asked."""
+        if self._judged is not None:
+            await self._front.ab_tests.count_in_background(self._judged, scores)
 
     def _times(self, stream: Stream) -> tuple[float, float]:
         """Return the seconds until the engine reported the first token, and from there to the last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from mlx_tandem.config import Arm
+from mlx_tandem.config import ABTest, Arm
 
 
 class AdapterBody(Struct, forbid_unknown_fields=True):
@@ -19,3 +19,4 @@ class AliasBody(Struct, forbid_unknown_fields=True):
     """The body of a request to set the arms of an alias."""
 
     arms: list[Arm]
+    ab_test: ABTest | None = None  # how the arms are tested; absent: the weights stay as they are

@@ -10,6 +10,7 @@ import msgspec
 from mlx_tandem.adapters.aliases import AliasArm
 from mlx_tandem.adapters.registry import Entry
 from mlx_tandem.dialects.adapters.bodies import AdapterBody, AliasBody
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.errors import NotFound
 from mlx_tandem.generation.front import Front
 
@@ -99,7 +100,7 @@ async def unload(front: Front, name: str) -> dict[str, Any]:
     return {"status": "unloaded", "name": name, "versions": [r.version for r in refs]}
 
 
-def describe_alias(name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
+def describe_alias(front: ServerFront, name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
     """Return the description of an alias."""
     total = sum(a.weight for a in arms)
     return {
@@ -108,25 +109,26 @@ def describe_alias(name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
             {"adapter": a.adapter, "weight": a.weight, "share": a.weight / total} | msgspec.to_builtins(a.counters)
             for a in arms
         ],
+        "ab_test": front.ab_tests.describe(name),
     }
 
 
-def aliases(front: Front) -> dict[str, Any]:
+def aliases(front: ServerFront) -> dict[str, Any]:
     """Return the descriptions of all aliases."""
-    return {"aliases": [describe_alias(name, arms) for name, arms in front.models.aliases.items()]}
+    return {"aliases": [describe_alias(front, name, arms) for name, arms in front.models.aliases.items()]}
 
 
-def one_alias(front: Front, name: str) -> dict[str, Any]:
+def one_alias(front: ServerFront, name: str) -> dict[str, Any]:
     """Return the description of one alias. Raises NotFound."""
-    return describe_alias(name, front.models.aliases.arms(name))
+    return describe_alias(front, name, front.models.aliases.arms(name))
 
 
-async def put_alias(front: Front, name: str, body: AliasBody) -> dict[str, Any]:
-    """Create an alias, or replace the arms of one."""
-    return describe_alias(name, await front.models.put_alias(name, body.arms))
+async def put_alias(front: ServerFront, name: str, body: AliasBody) -> dict[str, Any]:
+    """Create an alias, or replace the arms of one; an A/B test of other arms begins anew or ends."""
+    return describe_alias(front, name, await front.ab_tests.put(name, body.arms, body.ab_test))
 
 
-def remove_alias(front: Front, name: str) -> dict[str, Any]:
-    """Remove an alias."""
-    front.models.aliases.remove(name)
+async def remove_alias(front: ServerFront, name: str) -> dict[str, Any]:
+    """Remove an alias and its A/B test."""
+    await front.ab_tests.remove(name)
     return {"status": "removed", "name": name}

@@ -173,7 +173,13 @@ def _answered_by(front: ServerFront, model: str) -> tuple[str, int]:
 
 
 async def _keep(front: ServerFront, feedback: list[Feedback]) -> None:
+    """Keep feedback, and count its scores in A/B tests of aliases. Raises StorageError."""
     await front.feedback.add(feedback)
+    for each in feedback:
+        if each.score is not None and front.completions.knows(each.completion):
+            judged = front.completions.get(each.completion, "id").judged
+            if judged is not None:
+                await front.ab_tests.count(judged, [each.score])
     if front.teacher is not None:
         front.teacher.wake()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from mlx_tandem.errors import NotFound
@@ -42,9 +43,10 @@ def _describe(front: Front, name: str) -> dict[str, Any]:
     parent: str | None = models.id
     if name in models.base_names:
         root, parent = models.id, None
-    elif name not in models.aliases and (name not in models.registry or models.registry.is_read(name)):
-        entry = models.registry.entry(name)
-        created, root = entry.created, entry.ref.label
+    elif name not in models.aliases:
+        with contextlib.suppress(NotFound):  # Its folder was not read yet.
+            entry = models.registry.entry(name)
+            created, root = entry.created, entry.ref.label
     return {
         "id": models.id if name in BASE_NAMES else name,
         "object": "model",

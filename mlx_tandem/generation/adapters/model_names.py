@@ -60,11 +60,13 @@ _BASE_STATUS: dict[State, Status] = {
 class Selection:
     """The model that a request runs under.
 
-    `entry` is None for the base. `arm` is the arm of the alias that the request named, if it named one.
+    `entry` is None for the base. `arm` is the arm of the alias that the request named, if it named one, and `user` the
+    user that the request named with it.
     """
 
     entry: Entry | None
     arm: AliasArm | None = None
+    user: str | None = None
 
     @property
     def ref(self) -> AdapterRef | None:
@@ -122,7 +124,7 @@ class Models:
         arm = self.aliases.choose(model, user)
         if arm is not None:
             model = arm.adapter
-        return Selection(None if model == BASE else await self.entry(model), arm)
+        return Selection(None if model == BASE else await self.entry(model), arm, user)
 
     async def select_adapter(self, adapter: str, model: str | None, user: str | None = None) -> Selection:
         """Return the model that the field `lora_adapter` stands for now.
@@ -154,7 +156,14 @@ class Models:
             return "loading"
         if model_id in self.registry and not self.registry.is_read(model_id):
             return "available_not_loaded"
-        return "loading" if self.registry.entry(model_id).ref.digest in self._contents.lost else "loaded"
+        try:
+            return "loading" if self.registry.entry(model_id).ref.digest in self._contents.lost else "loaded"
+        except NotFound:
+            if any(model_id in labels for labels in self._expected.values()):
+                return "loading"
+            if self.shelved(model_id) is None and self._unread(model_id.partition("@")[0]) is None:
+                raise
+            return "available_not_loaded"
 
     def label(self, adapter: AdapterRef | None) -> str:
         """Return the name that replies give as their model: name@version, or the base's own name."""
@@ -373,8 +382,9 @@ class Models:
 
     # -- aliases ------------------------------------------------------------------------------------------------
 
-    async def put_alias(self, name: str, arms: Sequence[Arm]) -> tuple[AliasArm, ...]:
-        """Make `name` an alias of these arms for new requests, after reading the arms' adapters.
+    async def put_alias(self, name: str, arms: Sequence[Arm], test: str = "") -> tuple[AliasArm, ...]:
+        """Make `name` an alias of these arms for new requests, after reading the arms' adapters. `test` is the id of
+        their A/B test.
 
         Raises NotFound naming the arm, and Conflict for a name that is taken.
         """
@@ -387,7 +397,7 @@ class Models:
                     e.param = f"arms[{i}].adapter"
                     raise
         self.rules.check_alias(name)  # An adapter may have taken the name during the reading.
-        return self.aliases.put(name, arms)
+        return self.aliases.put(name, arms, test)
 
     # -- the engine's life --------------------------------------------------------------------------------------
 

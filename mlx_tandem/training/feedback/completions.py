@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mlx_tandem.config import FeedbackConfig
 from mlx_tandem.errors import NotFound
+from mlx_tandem.training.ab.running import Judged
 from mlx_tandem.types import AdapterRef
 
 OVERHEAD_BYTES = 1024
@@ -34,6 +35,7 @@ class Remembered:
     adapter: AdapterRef | None  # None: the base
     prompts: tuple[bytes, ...]
     choices: tuple[bytes, ...]
+    judged: Judged | None = None  # where its score counts in an A/B test
 
     @property
     def size(self) -> int:
@@ -61,10 +63,16 @@ class Completions:
         return self._most_bytes > 0
 
     def remember(
-        self, id: str, adapter: AdapterRef | None, prompts: Sequence[Sequence[int]], choices: Sequence[Sequence[int]]
+        self,
+        id: str,
+        adapter: AdapterRef | None,
+        prompts: Sequence[Sequence[int]],
+        choices: Sequence[Sequence[int]],
+        judged: Judged | None = None,
     ) -> None:
         """Remember a completion, and forget those that are too old or for which there is no room any longer."""
-        found = Remembered(id, self._clock(), adapter, tuple(map(packed, prompts)), tuple(map(packed, choices)))
+        packs = (tuple(map(packed, prompts)), tuple(map(packed, choices)))
+        found = Remembered(id, self._clock(), adapter, *packs, judged)
         if found.size > self._most_bytes:
             return
         if id in self._known:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from mlx_tandem import files
-from mlx_tandem.config import Config
-from mlx_tandem.errors import EngineUnavailable
+from mlx_tandem.config import FeedbackConfig
 from mlx_tandem.training.feedback.opinions import Feedback, Stored
-from mlx_tandem.training.store.database import NAME, Database, Statement
+from mlx_tandem.training.store.database import Database, Statement
+from mlx_tandem.training.store.on_use import DatabaseOnUse
 from mlx_tandem.training.store.records import seal
 from mlx_tandem.training.store.saved import unsealed
 
@@ -29,19 +27,12 @@ def read(database: Database, number: int, learned: int, body: bytes) -> Stored:
 
 
 class FeedbackStore:
-    """The feedback of one server. On a server that learns it is in the database of the learner.
+    """The feedback of one server. It belongs to one event loop."""
 
-    Elsewhere the database is opened, and its folder taken, when the first feedback comes. The store belongs to one
-    event loop.
-    """
-
-    def __init__(self, config: Config, shared: Callable[[], Database | None] | None = None):
-        """Begin without touching the drive. `shared` returns the learner's database, or None before it is open."""
-        self._most = config.feedback.keep
-        self._folder = Path(config.checkpointing.checkpoint_dir)
-        self._shared = shared
-        self._own: Database | None = None
-        self._lock: files.FolderLock | None = None
+    def __init__(self, config: FeedbackConfig, database: DatabaseOnUse):
+        """Begin without touching the drive."""
+        self._most = config.keep
+        self._database = database
         self._turn = asyncio.Lock()
         self._bytes: int | None = None  # of all feedback; None: not counted yet
 
@@ -51,14 +42,14 @@ class FeedbackStore:
         Raises StorageError, and EngineUnavailable while the learner's database is not open.
         """
         async with self._turn:
-            await asyncio.to_thread(self._add, await self._opened(), feedback)
+            await asyncio.to_thread(self._add, await self._database.open(), feedback)
 
     async def page(self, after: int | None, limit: int, *, newest_first: bool) -> list[Stored]:
         """Return the next feedback after the one with the number `after`, or the first of all. Raises StorageError."""
         async with self._turn:
-            if self._shared is None and self._own is None and not (self._folder / NAME).exists():
+            if not self._database.exists:
                 return []
-            database = await self._opened()
+            database = await self._database.open()
         way, order = ("<", "DESC") if newest_first else (">", "ASC")
         where, values = ("", ()) if after is None else (f"WHERE number {way} ? ", (after,))
         sql = f"SELECT {COLUMNS} FROM feedback {where}ORDER BY number {order} LIMIT ?"
@@ -78,48 +69,15 @@ class FeedbackStore:
         """Note that nothing can be learned from this feedback: it is not due any more. Raises StorageError."""
         sql = "UPDATE feedback SET learned = ? WHERE number = ?"
         async with self._turn:
-            database = await self._opened()
+            database = await self._database.open()
             await asyncio.to_thread(database.write, [(sql, (epochs, each.number)) for each in feedback])
 
     async def _some(self, adapters: Sequence[str], where: str, order: str, epochs: int, limit: int) -> list[Stored]:
         async with self._turn:
-            database = await self._opened()
+            database = await self._database.open()
         places = ", ".join("?" * len(adapters))
         sql = f"SELECT {COLUMNS} FROM feedback WHERE {where} AND adapter IN ({places}) ORDER BY {order} LIMIT ?"
         return await asyncio.to_thread(_read, database, sql, epochs, *adapters, limit)
-
-    async def close(self) -> None:
-        """Close the database if this store has opened it."""
-        async with self._turn:
-            if self._own is not None:
-                await asyncio.to_thread(self._own.close)
-            if self._lock is not None:
-                self._lock.release()
-            self._own = self._lock = None
-
-    async def _opened(self) -> Database:
-        """Return the open database. The caller has the turn. Raises StorageError and EngineUnavailable."""
-        if self._shared is not None:
-            found = self._shared()
-            if found is None:
-                raise EngineUnavailable("learning has not started yet")
-            return found
-        if self._own is None:
-            self._own = await asyncio.to_thread(self._open)
-        return self._own
-
-    def _open(self) -> Database:
-        """Take the folder and open its database. Raises StorageError."""
-        with files.storage(self._folder):
-            files.make_folder(self._folder)
-            lock = files.FolderLock(self._folder)
-        try:
-            database = Database.open(self._folder, lock.held)
-        except BaseException:
-            lock.release()
-            raise
-        self._lock = lock
-        return database
 
     def _add(self, database: Database, feedback: Sequence[Feedback]) -> None:
         if self._bytes is None:

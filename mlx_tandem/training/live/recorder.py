@@ -157,9 +157,20 @@ class Collect:
 class Recorder:
     """The recorder of one request, which scores and collects the choices once all have ended."""
 
-    def __init__(self, learning: Collecting, collect: Collect, prompts: Sequence[Sequence[int]], n: int):
-        """Prepare for a request with `n` choices of each of the `prompts`, which are token ids."""
+    def __init__(
+        self,
+        learning: Collecting,
+        collect: Collect,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        scored: Callable[[Sequence[float | None]], Coroutine[Any, Any, None]] | None = None,
+    ):
+        """Prepare for a request with `n` choices of each of the `prompts`, which are token ids.
+
+        `scored` is called in the background with the scores of the choices, if they get any here.
+        """
         self._learning = learning
+        self._scored = scored
         self._collect = collect
         self._prompts = prompts
         self._n = n
@@ -244,7 +255,10 @@ class Recorder:
             Sample(collect.prompts[i // self._n], self._written(a), collect.metadata, len(a.tokens), a.reason)
             for i, a in enumerate(said)
         ]
-        return await self._learning.learner.rewards.score([collect.scoring] * len(samples), samples)
+        scores = await self._learning.learner.rewards.score([collect.scoring] * len(samples), samples)
+        if self._scored is not None:
+            await self._learning.later(self._scored(scores))
+        return scores
 
     def _exchange(self, index: int, own: Answer) -> Exchange:
         """Return what choice number `index` was given and has said."""

@@ -48,7 +48,12 @@ class Evidence(Struct):
 
     def rejects(self, error: float) -> bool:
         """Return whether the hypothesis is refuted, which happens to a true one with probability `error` at most."""
-        return self.reserve + sum(self.stakes) >= 1.0 / error
+        return self.wealth >= 1.0 / error
+
+    @property
+    def wealth(self) -> float:
+        """What the stakes and what was not staked yet are worth; 1 at the beginning."""
+        return self.reserve + sum(self.stakes)
 
     @property
     def suspicion(self) -> float:

@@ -86,4 +86,15 @@ MIGRATIONS = (
     );
     CREATE INDEX feedback_to_learn ON feedback (learned, number);
     """,
+    """
+    CREATE TABLE ab_tests (
+        alias TEXT PRIMARY KEY,
+        body BLOB NOT NULL                  -- sealed
+    );
+    CREATE TABLE ab_users (
+        alias TEXT NOT NULL,
+        user BLOB NOT NULL,                 -- digest of a user with an answer that counts in the test
+        PRIMARY KEY (alias, user)
+    ) WITHOUT ROWID;
+    """,
 )

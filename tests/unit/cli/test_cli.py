@@ -177,7 +177,7 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         (
             "zzzzqq: 1",
             "known are: model, cache, disk, scheduler, speculation, lora, duty, engine, server, adapters, "
-            "adapter_root, aliases, rl_training, tinker, cluster, feedback, checkpointing",
+            "adapter_root, aliases, ab_tests, rl_training, tinker, cluster, feedback, checkpointing",
         ),
         ("server: {port: 70000}", "'server.port' is 70000: it must lie between 0 and 65535"),
         ("cache: {memory_fraction: .nan}", "'cache.memory_fraction' is nan"),
@@ -185,6 +185,12 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         ("aliases: {a: b}", "'aliases.a' must hold the weight of each adapter"),
         ("aliases: {a: {b: 0}}", "alias 'a': arms needs a weight above 0"),
         ("aliases: {a: {b: -1}}", "alias 'a': arms[0].weight must be"),
+        ("aliases: {a: {b: x}}", "aliases.a[0].weight must be"),
+        ("ab_tests: {a: {control: b}}", "A/B test 'a': there is no alias of this name"),
+        ("aliases: {a: {b: 1, c: 1}}\nab_tests: {a: {control: d}}", "A/B test 'a': ab_test.control is 'd'"),
+        ("aliases: {a: {b: 1, c: 1}}\nab_tests: {a: {control: b, least: 1}}", "ab_tests.a.least is not"),
+        ("aliases: {a: {b: 1, c: 1}}\nab_tests: {a: b}", "ab_tests.a must be"),
+        ("aliases: {a: {b: 1, c: 1}}\nab_tests: [a]", "'ab_tests' must hold one entry for each name"),
         ("adapters: {a: x}\naliases: {a: {b: 1}}", "'a' is named twice"),
         ("adapters: [a]", "'adapters' must hold one entry for each name"),
         ("model: m", "'model' must hold settings by name"),

@@ -17,7 +17,7 @@ from mlx_tandem.cli import options
 from mlx_tandem.cli.app import app
 from mlx_tandem.cli.flags import FLAGS, SPELLINGS, Refused, translate
 from mlx_tandem.cli.settings import SettingsError, build
-from mlx_tandem.config import Arm, Config
+from mlx_tandem.config import ABTest, Arm, Config
 from tests.verifiers_double import installed
 
 Run = Callable[[str], Config]
@@ -112,6 +112,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--default-adapter a", "server.default_adapter", "a"),
     ("--alias ab=a:9,b:1", "aliases", (("ab", (Arm("a", 9.0), Arm("b", 1.0))),)),
     ("--alias ab=a --alias c=b@2:0.5", "aliases", (("ab", (Arm("a", 1.0),)), ("c", (Arm("b@2", 0.5),)))),
+    ("--alias ab=a,b --ab-test ab=b", "ab_tests", (("ab", ABTest("b")),)),
     ("--adapter a ./x --adapter b=./y", "adapters", (("a", "./x"), ("b", "./y"))),
     ("--adapter-path ./x", "adapters", (("default", "./x"),)),
     ("--adapter-path ./x", "server.default_adapter", "default"),

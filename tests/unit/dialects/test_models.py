@@ -20,6 +20,7 @@ from mlx_tandem.dialects.openai import models as openai
 from mlx_tandem.engine.client import State
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.generation.adapters.model_names import Models
+from mlx_tandem.training.ab.running import AliasTests
 from mlx_tandem.types import AdapterInfo, AdapterSource, EngineStats, MemoryBudget
 from tests.api.scripted import INFO
 
@@ -51,6 +52,7 @@ def front(loaded: ServerFront) -> ServerFront:
     made.started, made.defaults = STARTED, {"top_k": 20, "temperature": 0.5}
     made.fingerprints._weights = ""
     fresh = made.models = Models(made.config, client)
+    made.ab_tests = AliasTests(made.config, fresh, made._database, lambda: STARTED)
     registry, clock = fresh.registry, iter((1000.5, 2000.5, 3000.5))
     registry._clock = lambda: next(clock)
     registry.publish("own", AdapterSource("/old"), OLD)
@@ -312,10 +314,11 @@ def test_aliases(front: ServerFront) -> None:
             {"adapter": "own", "weight": 3.0, "share": 0.75, **zeros, "requests": 3},
             {"adapter": "base", "weight": 1.0, "share": 0.25, **zeros, "errors": 4},
         ],
+        "ab_test": None,
     }
     assert adapters.aliases(front) == {"aliases": [described]}
     assert adapters.one_alias(front, "split") == described
-    assert adapters.remove_alias(front, "split") == {"status": "removed", "name": "split"}
+    assert asyncio.run(adapters.remove_alias(front, "split")) == {"status": "removed", "name": "split"}
     assert adapters.aliases(front) == {"aliases": []}
     with pytest.raises(NotFound):
         adapters.one_alias(front, "split")

@@ -15,12 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlx_tandem import demo
 from mlx_tandem.adapters.aliases import Aliases
 from mlx_tandem.adapters.registry import Registry
-from mlx_tandem.config import Arm, Config, EngineConfig, ModelConfig
+from mlx_tandem.config import ABTest, Arm, Config, EngineConfig, ModelConfig
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.engine.messages import Occupancy
 from mlx_tandem.generation.metrics import OTHER, Metrics
 from mlx_tandem.server import learning_metrics
 from mlx_tandem.server.prometheus import LABELLED_MODELS, render
+from mlx_tandem.training.ab.comparing import AliasTest
 from mlx_tandem.training.atropos.feed import FeedStatus
 from mlx_tandem.training.online.serving import Recorded
 from mlx_tandem.training.verifiers.environment import Status
@@ -191,6 +192,22 @@ def test_each_counter_of_an_arm_has_its_own_number(front: ServerFront) -> None:
     found = scraped(front)
     labels = frozenset({("alias", "a"), ("arm", "base")})
     assert {name: found[f"tandem_alias_{name}_total"][labels] for name in numbers} == numbers
+
+
+def test_each_family_of_ab_tests_has_its_own_number(front: ServerFront) -> None:
+    arms = (Arm("base", 1.0), Arm("x", 1.0))
+    test = AliasTest.begin("1", "a", ABTest("base"), arms, (None, None), 0.0)
+    for adapter, score in (("base", 0.25), ("x", 1.0), ("x", 0.5)):
+        test.add(adapter, score, 0.0)
+    front.ab_tests._tests["a"] = test
+    found = scraped(front)
+    by_arm = {arm: frozenset({("alias", "a"), ("arm", arm)}) for arm in ("base", "x")}
+    assert found["tandem_ab_test_answers_total"] == {by_arm["base"]: 1.0, by_arm["x"]: 2.0}
+    assert found["tandem_ab_test_mean_score"] == {by_arm["base"]: 0.25, by_arm["x"]: 0.75}
+    evidence = found["tandem_ab_test_evidence"]
+    assert evidence[by_arm["x"] | {("of", "better")}] > 1.0 > evidence[by_arm["x"] | {("of", "worse")}]
+    states = {dict(labels)["state"]: count for labels, count in found["tandem_ab_tests"].items()}
+    assert states == {"running": 0, "paused": 1, "promoted": 0, "taken_back": 0}, "there is no x"
 
 
 def test_each_family_of_learning_has_its_own_number() -> None:

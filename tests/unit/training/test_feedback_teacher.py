@@ -16,6 +16,7 @@ from mlx_tandem.training.feedback import teacher as module
 from mlx_tandem.training.feedback.opinions import Feedback
 from mlx_tandem.training.feedback.store import FeedbackStore
 from mlx_tandem.training.feedback.teacher import Teacher
+from mlx_tandem.training.store.on_use import DatabaseOnUse
 from tests.unit.learning_fakes import Points, config, died, group
 from tests.unit.online_side import Side, on_a_loop
 
@@ -38,7 +39,7 @@ class Taught:
     def __init__(self, chosen: Config, points: Points | None = None):
         self.side = Side(chosen, points)
         watch = self.side.learner.folder
-        self.store = FeedbackStore(chosen, lambda: watch.database)
+        self.store = FeedbackStore(chosen.feedback, DatabaseOnUse(Path("unused"), lambda: watch.database))
         self.teacher = Teacher(chosen, self.side.learner, self.store, lambda: 5.0)
 
     @property
@@ -145,7 +146,8 @@ async def test_an_update_that_moves_the_policy_too_far_is_taken_back(tmp_path: P
 async def test_an_adapter_that_began_as_another_does_not_learn_from_the_base(tmp_path: Path) -> None:
     side = Side(settings(tmp_path))
     chosen = settings(tmp_path, init_from="sql")
-    assert Teacher(chosen, side.learner, FeedbackStore(chosen), lambda: 0.0).adapters == ("policy",)
+    store = FeedbackStore(chosen.feedback, DatabaseOnUse(tmp_path))
+    assert Teacher(chosen, side.learner, store, lambda: 0.0).adapters == ("policy",)
     await side.learner.rewards.close()
 
 

@@ -62,6 +62,16 @@ def selected(models: Models, name: str) -> str:
     return "" if ref is None else ref.label
 
 
+def test_the_status_of_what_a_request_would_read_first(models: Models) -> None:
+    models.made("policy", None, info("d1"))
+    models.shelve("policy", {7: SAVED})
+    models.expect("policy", [8])
+    assert models.status("policy@7") == "available_not_loaded"
+    assert models.status("policy@8") == "loading"
+    with pytest.raises(NotFound):
+        models.status("policy@9")
+
+
 def test_a_new_engine_has_only_what_lies_in_folders_until_the_rest_is_made_again(models: Models, engine: Told) -> None:
     for digest in ("d1", "d2", "d3"):
         models.made("policy", None, info(digest))
