@@ -60,6 +60,31 @@ def sample(client: Client, sampler: str, number: int = 0, **more: Any) -> Any:
     return client.post("asample", **own | {"sampling_params": params} | more)
 
 
+def gauges(server: RunningServer) -> dict[str, float]:
+    """The metrics of Tinker's API, without their common beginning."""
+    lines = (own.split() for own in server.client.get("/metrics").text.splitlines())
+    return {name.removeprefix("tandem_tinker_"): float(own[0]) for name, *own in lines if name.startswith("tandem_ti")}
+
+
+def test_metrics_show_what_clients_hold(tinker: RunningServer) -> None:
+    with Client(tinker) as client:
+        before = gauges(tinker)
+        model, sampler = client.model(), client.sampler()
+        client.loss(model)
+        client.result(sample(client, sampler).json()["request_id"])
+        number = next(client.numbers)
+        client.done("save_weights", model_id=model, path="kept", seq_id=number)
+        client.ok("optim_step", model_id=model, seq_id=number + 2, adam_params={})  # waits for the one before it
+        now = gauges(tinker)
+        grown = {name: now[name] - before[name] for name in now}
+        assert [grown[name] for name in ("models", "samplers", "requests_waiting", "checkpoints")] == [1, 1, 1, 1]
+        assert grown["results"] >= 4 and grown["result_bytes"] > 0 and grown["sessions_lost_total"] == 0
+        assert now["sessions"] == before["sessions"] and 0 <= now["silent_seconds"] < 60
+        client.finish()
+        after = gauges(tinker)
+        assert [after[name] - before[name] for name in ("sessions", "models", "requests_waiting")] == [-1, 0, 0]
+
+
 # -- switched off, and keys ---------------------------------------------------------------------------------------
 
 

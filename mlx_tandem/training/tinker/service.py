@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from mlx_tandem import limits
 from mlx_tandem.engine.learning import Part
 from mlx_tandem.errors import InvalidRequest, NotFound, Overloaded, TandemError
@@ -42,6 +44,19 @@ Make = Callable[[AdapterRef | None, bool], Sequence[Prompted]]
 """Makes the submissions of a request, given the version that it runs under and whether it follows newer ones."""
 
 
+class Holdings(Struct, frozen=True):
+    """What all clients hold at one time."""
+
+    sessions: int
+    models: int
+    samplers: int
+    waiting: int  # requests whose results are not there
+    results: int  # results that are kept for clients to fetch
+    result_bytes: int  # of these results
+    checkpoints: int
+    silent_seconds: float  # time since the last sign of life of the client that is silent the longest
+
+
 class Tinker:
     """The sessions of all clients. An `owner` stands for whoever has one API key; nobody sees what others own."""
 
@@ -54,6 +69,7 @@ class Tinker:
         self.checkpoints = Checkpoints(Path(self._config.dir))
         self.decoding = asyncio.Lock()
         """Held while a large body is decoded, so that one at a time takes memory."""
+        self.lost = 0  # number of sessions that ended because nothing was heard of their clients
         self._versions = Versions(front.client, front.models)
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, TrainedModel] = {}
@@ -77,6 +93,19 @@ class Tinker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.checkpoints.close()
+
+    def holdings(self) -> Holdings:
+        """Return what all clients hold now."""
+        return Holdings(
+            len(self._sessions),
+            len(self._models),
+            len(self._samplers),
+            self.promises.waiting,
+            self.promises.kept,
+            self.promises.nbytes,
+            len(self.checkpoints),
+            max((session.silent for session in self._sessions.values()), default=0.0),
+        )
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
@@ -142,6 +171,7 @@ class Tinker:
                 session.touch()
         for session in [s for s in self._sessions.values() if s.silent > self._config.lease_s]:
             log("session lost", session=session.id)
+            self.lost += 1
             await self.end(session)
         await self.checkpoints.expire()
 
