@@ -15,6 +15,7 @@ import zstandard
 
 from mlx_tandem import limits
 from mlx_tandem.adapters.convert import inspect
+from mlx_tandem.training.tinker.samplers import MOST_SNAPSHOTS
 from tests.serving import RunningServer, serving
 from tests.tinker_server import (
     PROTOBUF,
@@ -67,7 +68,7 @@ def gauges(server: RunningServer) -> dict[str, float]:
 
 
 def test_metrics_show_what_clients_hold(tinker: RunningServer) -> None:
-    with Client(tinker) as client:
+    with Client(tinker, "tml-c") as client:
         before = gauges(tinker)
         model, sampler = client.model(), client.sampler()
         client.loss(model)
@@ -344,6 +345,28 @@ def test_no_more_models_than_there_is_room_for(client: Client, other: Client) ->
     other.finish()
     other.refused("session_heartbeat", 410, session_id=other.session)
     assert client.model(5)
+
+
+def test_what_a_session_is_done_with_is_given_back(client: Client, tinker: RunningServer) -> None:
+    """Models that were unloaded or could not be opened, and unnamed snapshots that others have pushed out."""
+    for number in range(3):
+        gone = client.model(number)
+        client.done("unload_model", model_id=gone)
+    model = client.model(3)
+    assert gauges(tinker)["models"] == 1
+    listed = client.http.get(f"/sessions/{client.session}").json()
+    assert listed["training_run_ids"] == [f"{client.session}:train:{number}" for number in range(4)]
+    assert "was used" in client.refused("create_model", **client.asked_model(2, rank=2))
+    before = gauges(tinker)["samplers"]
+    made = [
+        client.done(
+            "save_weights_for_sampler", model_id=model, seq_id=next(client.numbers), sampling_session_seq_id=number
+        )["sampling_session_id"]
+        for number in range(MOST_SNAPSHOTS + 2)
+    ]
+    assert gauges(tinker)["samplers"] - before == MOST_SNAPSHOTS
+    assert "save weights under a name" in said(sample(client, made[1]), 404)
+    assert client.result(sample(client, made[2]).json()["request_id"])
 
 
 def test_more_samples_than_run_at_once_are_all_different(client: Client) -> None:

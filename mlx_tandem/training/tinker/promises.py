@@ -63,6 +63,7 @@ class Promise:
         """Set the outcome, unless there is one."""
         if self.outcome is None:
             self.outcome = outcome
+            self.task = None  # A task keeps its result for as long as somebody holds the task.
             self._done.set()
 
     async def wait(self, seconds: float) -> bool:
