@@ -22,6 +22,7 @@ class Hub:
     """What it has, and what it was asked for."""
 
     folders: Mapping[str, Path]
+    """The folders of models by `org/name`, and of data sets by `datasets/org/name`."""
     gated: frozenset[str] = frozenset({"org/gated"})
     asked: list[str] = field(default_factory=list)
     tokens: set[str | None] = field(default_factory=set)
@@ -72,10 +73,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.served.asked.append(path)
         self.served.tokens.add(self.headers.get("Authorization"))
         words = path.strip("/").split("/")
-        api = words[:2] == ["api", "models"]
-        repo = "/".join(words[2:4] if api else words[:2])
-        rest = words[4:] if api else words[2:]
-        folder = self.served.folders.get(repo)
+        api = words[0] == "api"
+        words = words[1:] if api else words
+        kind = words.pop(0) if words[0] in ("models", "datasets") else "models"
+        repo, rest = "/".join(words[:2]), words[2:]
+        folder = self.served.folders.get(f"datasets/{repo}" if kind == "datasets" else repo)
         if repo in self.served.gated:
             return self._send(403, {"error": "ask first"}, {"X-Error-Code": "GatedRepo"}, body)
         if folder is None:
@@ -84,8 +86,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, {"error": "no such revision"}, {"X-Error-Code": "RevisionNotFound"}, body)
         files = {str(f.relative_to(folder)): f for f in sorted(folder.rglob("*")) if f.is_file()}
         if not api:
-            return self._send(200, files["/".join(rest[2:])].read_bytes(), {}, body)
+            file = files.get("/".join(rest[2:]))
+            if file is None:
+                return self._send(404, {"error": "no such file"}, {"X-Error-Code": "EntryNotFound"}, body)
+            return self._send(200, file.read_bytes(), {}, body)
         if rest[:1] == ["tree"]:
+            if len(rest) > 2:
+                return self._send(404, {"error": "no folders here"}, {"X-Error-Code": "EntryNotFound"}, body)
             tree = [
                 {"type": "file", "path": name, "size": f.stat().st_size, "oid": _digest(f.read_bytes())}
                 for name, f in files.items()

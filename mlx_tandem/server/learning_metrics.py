@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 if TYPE_CHECKING:
     from mlx_tandem.training.live.learning import Learning
     from mlx_tandem.training.online.serving import Recorded
+    from mlx_tandem.training.tinker.service import Tinker
 
 
 def families(learners: Sequence[Learning]) -> Iterator[Metric]:
@@ -120,6 +121,23 @@ def _played(learning: Learning) -> Iterator[Metric]:
             ("refused_groups", "Its groups that could not be learned from, this server.", status.refused_groups),
         ):
             yield _counter(f"tandem_training_environment_{name}", text, count)
+
+
+def tinker_families(tinker: Tinker) -> Iterator[Metric]:
+    """Yield the gauges of what clients of Tinker's API hold. They have no labels, so no client adds series."""
+    held = tinker.holdings()
+    for name, text, value in (
+        ("sessions", "Sessions, each with a lease.", held.sessions),
+        ("models", "Models that are trained.", held.models),
+        ("samplers", "Sampling sessions.", held.samplers),
+        ("requests_waiting", "Requests whose results are not there.", held.waiting),
+        ("results", "Results that are kept for clients to fetch.", held.results),
+        ("result_bytes", "Bytes of these results.", held.result_bytes),
+        ("checkpoints", "Checkpoints on the drive.", held.checkpoints),
+        ("silent_seconds", "Silence of the client that is silent the longest.", held.silent_seconds),
+    ):
+        yield _gauge(f"tandem_tinker_{name}", text, value)
+    yield _counter("tandem_tinker_sessions_lost", "Sessions whose lease ran out, this server.", tinker.lost)
 
 
 BAD = ("rolled_back", "refused")

@@ -164,6 +164,8 @@ class _Collector:
             yield from _disk_families(stats, stats.disk)
         if front.learning is not None:
             yield from learning_metrics.families(tuple(front.learning))
+        if front.tinker is not None:
+            yield from learning_metrics.tinker_families(front.tinker)
         yield from _mlx_lm_server_families(front)
 
     def _arms(self) -> Iterator[Metric]:

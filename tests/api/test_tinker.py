@@ -15,6 +15,7 @@ import zstandard
 
 from mlx_tandem import limits
 from mlx_tandem.adapters.convert import inspect
+from mlx_tandem.training.tinker.samplers import MOST_SNAPSHOTS
 from tests.serving import RunningServer, serving
 from tests.tinker_server import (
     PROTOBUF,
@@ -58,6 +59,31 @@ def sample(client: Client, sampler: str, number: int = 0, **more: Any) -> Any:
     params = {"max_tokens": 4} | more.pop("params", {})
     own: dict[str, Any] = {"sampling_session_id": sampler, "seq_id": number, "num_samples": 1, "prompt": PROMPT}
     return client.post("asample", **own | {"sampling_params": params} | more)
+
+
+def gauges(server: RunningServer) -> dict[str, float]:
+    """The metrics of Tinker's API, without their common beginning."""
+    lines = (own.split() for own in server.client.get("/metrics").text.splitlines())
+    return {name.removeprefix("tandem_tinker_"): float(own[0]) for name, *own in lines if name.startswith("tandem_ti")}
+
+
+def test_metrics_show_what_clients_hold(tinker: RunningServer) -> None:
+    with Client(tinker, "tml-c") as client:
+        before = gauges(tinker)
+        model, sampler = client.model(), client.sampler()
+        client.loss(model)
+        client.result(sample(client, sampler).json()["request_id"])
+        number = next(client.numbers)
+        client.done("save_weights", model_id=model, path="kept", seq_id=number)
+        client.ok("optim_step", model_id=model, seq_id=number + 2, adam_params={})  # waits for the one before it
+        now = gauges(tinker)
+        grown = {name: now[name] - before[name] for name in now}
+        assert [grown[name] for name in ("models", "samplers", "requests_waiting", "checkpoints")] == [1, 1, 1, 1]
+        assert grown["results"] >= 4 and grown["result_bytes"] > 0 and grown["sessions_lost_total"] == 0
+        assert now["sessions"] == before["sessions"] and 0 <= now["silent_seconds"] < 60
+        client.finish()
+        after = gauges(tinker)
+        assert [after[name] - before[name] for name in ("sessions", "models", "requests_waiting")] == [-1, 0, 0]
 
 
 # -- switched off, and keys ---------------------------------------------------------------------------------------
@@ -319,6 +345,28 @@ def test_no_more_models_than_there_is_room_for(client: Client, other: Client) ->
     other.finish()
     other.refused("session_heartbeat", 410, session_id=other.session)
     assert client.model(5)
+
+
+def test_what_a_session_is_done_with_is_given_back(client: Client, tinker: RunningServer) -> None:
+    """Models that were unloaded or could not be opened, and unnamed snapshots that others have pushed out."""
+    for number in range(3):
+        gone = client.model(number)
+        client.done("unload_model", model_id=gone)
+    model = client.model(3)
+    assert gauges(tinker)["models"] == 1
+    listed = client.http.get(f"/sessions/{client.session}").json()
+    assert listed["training_run_ids"] == [f"{client.session}:train:{number}" for number in range(4)]
+    assert "was used" in client.refused("create_model", **client.asked_model(2, rank=2))
+    before = gauges(tinker)["samplers"]
+    made = [
+        client.done(
+            "save_weights_for_sampler", model_id=model, seq_id=next(client.numbers), sampling_session_seq_id=number
+        )["sampling_session_id"]
+        for number in range(MOST_SNAPSHOTS + 2)
+    ]
+    assert gauges(tinker)["samplers"] - before == MOST_SNAPSHOTS
+    assert "save weights under a name" in said(sample(client, made[1]), 404)
+    assert client.result(sample(client, made[2]).json()["request_id"])
 
 
 def test_more_samples_than_run_at_once_are_all_different(client: Client) -> None:

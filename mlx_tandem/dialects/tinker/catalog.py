@@ -106,7 +106,7 @@ def get_session(front: ServerFront, id: str) -> dict[str, Any]:
     """Return what a session has."""
     session = front.check_tinker().session(id, OWNER.get())
     return {
-        "training_run_ids": [model.id for model in session.models.values()],
+        "training_run_ids": [f"{session.id}:train:{number}" for number in session.begun],
         "sampler_ids": [sampler.id for sampler in session.samplers.values()],
         "user_metadata": session.metadata or None,
         "display_name": session.name,

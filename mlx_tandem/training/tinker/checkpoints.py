@@ -118,6 +118,10 @@ class Checkpoints:
 
     # -- what is there ------------------------------------------------------------------------------------------
 
+    def __len__(self) -> int:
+        """Return the number of all clients' checkpoints on the drive."""
+        return len(self._known)
+
     def runs(self, owner: str) -> list[Run]:
         """Return the runs of an owner, the newest first."""
         return sorted((r for r in self._runs.values() if r.owner == owner), key=lambda r: -r.created)

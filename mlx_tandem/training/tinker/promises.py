@@ -63,6 +63,7 @@ class Promise:
         """Set the outcome, unless there is one."""
         if self.outcome is None:
             self.outcome = outcome
+            self.task = None  # A task keeps its result for as long as somebody holds the task.
             self._done.set()
 
     async def wait(self, seconds: float) -> bool:
@@ -88,8 +89,18 @@ class Promises:
         self._open: dict[str, Promise] = {}
         self._settled: OrderedDict[str, Promise] = OrderedDict()  # the oldest first
         self._fetched: OrderedDict[str, None] = OrderedDict()  # ids of those that were fetched
-        self._bytes = 0
+        self.nbytes = 0  # bytes of the results that are kept
         self._gone: OrderedDict[str, None] = OrderedDict()  # ids of results that were dropped for others
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests whose results are not there."""
+        return len(self._open)
+
+    @property
+    def kept(self) -> int:
+        """Number of results that are kept."""
+        return len(self._settled)
 
     def new(self, owner: str, session: str) -> Promise:
         """Make a promise. Raises Overloaded when too many requests wait for their results."""
@@ -105,8 +116,8 @@ class Promises:
             return
         promise.settle(outcome)
         self._settled[promise.id] = promise
-        self._bytes += promise.size
-        while len(self._settled) > self._most or (self._bytes > self._most_bytes and len(self._settled) > 1):
+        self.nbytes += promise.size
+        while len(self._settled) > self._most or (self.nbytes > self._most_bytes and len(self._settled) > 1):
             self._drop(next(iter(self._fetched or self._settled)))
 
     def get(self, id: str, owner: str) -> Promise:
@@ -150,6 +161,6 @@ class Promises:
 
     def _remove(self, id: str) -> None:
         promise = self._settled.pop(id)
-        self._bytes -= promise.size
+        self.nbytes -= promise.size
         promise.outcome = _gone()  # Others may still hold the promise.
         self._fetched.pop(id, None)

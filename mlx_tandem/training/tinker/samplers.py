@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,8 +20,20 @@ MOST_SNAPSHOTS = 16
 REMEMBERED = 4096
 """Number of the last requests of a sampler that are recognised when they are sent again, and listed when done."""
 
+REMEMBERING = 256
+"""Number of samplers that remember requests: of all clients' samplers those that were asked last."""
+
 CLONE = 1_000_000_000
 """The numbers of a sampler's requests divided by this are the number of the client among those that share it."""
+
+
+def no_sampler(id: str) -> NotFound:
+    """Return the error for a sampler that is not there, or not any more."""
+    return NotFound(
+        f"there is no sampling session {id[:80]!r}; of unnamed snapshots a session has the {MOST_SNAPSHOTS} that were "
+        "used last: save weights under a name to keep them",
+        param="sampling_session_id",
+    )
 
 
 class Snapshots:
@@ -32,21 +44,24 @@ class Snapshots:
         self._versions = versions
         self._held: OrderedDict[str, AdapterRef] = OrderedDict()
 
-    async def add(self, sampler: str, ref: AdapterRef) -> None:
-        """Keep a version for a sampler, and release the one that was used longest ago if there are too many."""
+    async def add(self, sampler: str, ref: AdapterRef) -> Sequence[str]:
+        """Keep a version for a sampler; if there are too many, release the one that was used longest ago.
+
+        Return the ids of the samplers whose versions were released.
+        """
         self._held[sampler] = ref
+        gone: list[str] = []
         while len(self._held) > MOST_SNAPSHOTS:
-            await self._versions.release(self._held.popitem(last=False)[1])
+            oldest, version = self._held.popitem(last=False)
+            gone.append(oldest)
+            await self._versions.release(version)
+        return gone
 
     def get(self, sampler: str) -> AdapterRef:
         """Return the version of a sampler. Raises NotFound for one that is no longer kept."""
         ref = self._held.get(sampler)
         if ref is None:
-            raise NotFound(
-                "this sampler's weights are no longer kept: of unnamed snapshots a session has the "
-                f"{MOST_SNAPSHOTS} that were used last; save weights under a name to keep them",
-                param="sampling_session_id",
-            )
+            raise no_sampler(sampler)
         self._held.move_to_end(sampler)
         return ref
 
@@ -87,8 +102,9 @@ Source = Base | Saved | Snapshot | Inflight
 
 
 class Completion(NamedTuple):
-    """A request that is done. `number` counts the completions of one client of a sampler."""
+    """A request that is done. `number` counts the completions of a sampler, and `clone` is the client that asked."""
 
+    clone: int
     number: int
     request: str  # its id
     size: int | None  # bytes of its result; None: it has failed
@@ -105,8 +121,8 @@ class Sampler:
         self.content = content
         self.clients = 0  # numbers given to clients that joined
         self._seen: OrderedDict[int, tuple[bytes, Promise]] = OrderedDict()
-        self._done: defaultdict[int, list[Completion]] = defaultdict(list)
-        self._counts: defaultdict[int, int] = defaultdict(int)
+        self._done: list[Completion] = []
+        self._count = 0  # completions so far
         self._news = asyncio.Event()
 
     @property
@@ -148,12 +164,16 @@ class Sampler:
 
     def done(self, number: int, promise: Promise) -> None:
         """Note that a request is done."""
-        clone = number // CLONE
-        self._counts[clone] += 1
+        self._count += 1
         size = promise.size if isinstance(promise.outcome, Result) else None
-        self._done[clone].append(Completion(self._counts[clone], promise.id, size))
-        del self._done[clone][:-REMEMBERED]
+        self._done.append(Completion(number // CLONE, self._count, promise.id, size))
+        del self._done[:-REMEMBERED]
         self._news.set()
+
+    def forget(self) -> None:
+        """Forget the requests so far: they are not recognised when they are sent again, and not listed."""
+        self._seen.clear()
+        self._done.clear()
 
     async def completions(self, clone: int, after: int, seconds: float) -> Sequence[Completion]:
         """Return what is done of a client's requests after completion number `after`, and forget what came before.
@@ -173,7 +193,5 @@ class Sampler:
         return found
 
     def _after(self, clone: int, after: int) -> Sequence[Completion]:
-        if clone not in self._done:
-            return ()
-        self._done[clone] = [c for c in self._done[clone] if c.number > after]
-        return tuple(self._done[clone])
+        self._done = [own for own in self._done if own.clone != clone or own.number > after]
+        return [own for own in self._done if own.clone == clone]

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from mlx_tandem import limits
 from mlx_tandem.engine.learning import Part
 from mlx_tandem.errors import InvalidRequest, NotFound, Overloaded, TandemError
@@ -23,7 +25,15 @@ from mlx_tandem.training.tinker.checkpoints import Checkpoint, Checkpoints, Run
 from mlx_tandem.training.tinker.models import Kept, TrainedModel
 from mlx_tandem.training.tinker.order import Order, Work, outcome_of
 from mlx_tandem.training.tinker.promises import Gone, Promise, Promises, Result
-from mlx_tandem.training.tinker.samplers import Inflight, Sampler, Saved, Snapshot, Source
+from mlx_tandem.training.tinker.samplers import (
+    REMEMBERING,
+    Inflight,
+    Sampler,
+    Saved,
+    Snapshot,
+    Source,
+    no_sampler,
+)
 from mlx_tandem.training.tinker.sessions import Session
 from mlx_tandem.training.tinker.versions import Versions
 from mlx_tandem.types import AdapterRef
@@ -42,6 +52,19 @@ Make = Callable[[AdapterRef | None, bool], Sequence[Prompted]]
 """Makes the submissions of a request, given the version that it runs under and whether it follows newer ones."""
 
 
+class Holdings(Struct, frozen=True):
+    """What all clients hold at one time."""
+
+    sessions: int
+    models: int
+    samplers: int
+    waiting: int  # requests whose results are not there
+    results: int  # results that are kept for clients to fetch
+    result_bytes: int  # of these results
+    checkpoints: int
+    silent_seconds: float  # time since the last sign of life of the client that is silent the longest
+
+
 class Tinker:
     """The sessions of all clients. An `owner` stands for whoever has one API key; nobody sees what others own."""
 
@@ -54,10 +77,14 @@ class Tinker:
         self.checkpoints = Checkpoints(Path(self._config.dir))
         self.decoding = asyncio.Lock()
         """Held while a large body is decoded, so that one at a time takes memory."""
+        self.lost = 0  # number of sessions that ended because nothing was heard of their clients
         self._versions = Versions(front.client, front.models)
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, TrainedModel] = {}
         self._samplers: dict[str, Session] = {}  # the session of each sampler, by the sampler's id
+        self._asked: OrderedDict[str, Sampler] = (
+            OrderedDict()
+        )  # samplers that remember requests, the last one at the end
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()  # requests to samplers that run
         self._watch: asyncio.Task[None] | None = None
@@ -77,6 +104,19 @@ class Tinker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.checkpoints.close()
+
+    def holdings(self) -> Holdings:
+        """Return what all clients hold now."""
+        return Holdings(
+            len(self._sessions),
+            len(self._models),
+            len(self._samplers),
+            self.promises.waiting,
+            self.promises.kept,
+            self.promises.nbytes,
+            len(self.checkpoints),
+            max((session.silent for session in self._sessions.values()), default=0.0),
+        )
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
@@ -116,7 +156,7 @@ class Tinker:
             self._ended.popitem(last=False)
         self.promises.end(session.id)
         for sampler in session.samplers.values():
-            self._samplers.pop(sampler.id, None)
+            self._forget(sampler.id)
         models = [model for model in session.models.values() if self._models.pop(model.id, None) is not None]
         for model in models:  # Nobody finds them any more.
             await model.close()
@@ -142,6 +182,7 @@ class Tinker:
                 session.touch()
         for session in [s for s in self._sessions.values() if s.silent > self._config.lease_s]:
             log("session lost", session=session.id)
+            self.lost += 1
             await self.end(session)
         await self.checkpoints.expire()
 
@@ -161,8 +202,6 @@ class Tinker:
         Raises InvalidRequest when its rank is too high, when its number was used, or when as many models are trained as
         there is memory for. Before that, sessions that have been silent for a while end.
         """
-        if number in session.models:
-            raise InvalidRequest(f"model_seq_id {number} was used in this session", param="model_seq_id")
         if rank > self._config.rank:
             raise InvalidRequest(
                 f"rank is {rank}; models have at most {self._config.rank} here (--tinker-rank)",
@@ -171,6 +210,14 @@ class Tinker:
         if len(self._models) >= self._config.trainers:
             for late in [s for s in self._sessions.values() if s.models and s.silent > SILENT_SECONDS]:
                 await self.end(late)
+        # From here on nothing is waited for: of two requests with one number the second finds the first.
+        if number in session.begun or number in session.models:
+            raise InvalidRequest(f"model_seq_id {number} was used in this session", param="model_seq_id")
+        if len(session.begun) >= limits.MAX_TINKER_MODELS:
+            raise InvalidRequest(
+                f"a session has at most {limits.MAX_TINKER_MODELS} models, one after another: begin another session",
+                param="session_id",
+            )
         if len(self._models) >= self._config.trainers:
             raise InvalidRequest(
                 f"{len(self._models)} models are being trained, which is the most (--tinker-trainers): unload one, or "
@@ -190,7 +237,7 @@ class Tinker:
             try:
                 await opening()
             except BaseException:
-                self._models.pop(model.id, None)
+                self._remove(model)
                 raise
             return Result(reply())
 
@@ -211,9 +258,16 @@ class Tinker:
 
     async def unload(self, model: TrainedModel) -> Result:
         """Free a model, as the last of its requests."""
-        self._models.pop(model.id, None)
+        self._remove(model)
         await model.close()
         return Result(dumps({"model_id": model.id, "type": "unload_model"}))
+
+    def _remove(self, model: TrainedModel) -> None:
+        """Let nobody find a model any more."""
+        self._models.pop(model.id, None)
+        session, _, number = model.id.partition(":train:")
+        if session in self._sessions:
+            self._sessions[session].models.pop(int(number), None)
 
     # -- samplers -----------------------------------------------------------------------------------------------
 
@@ -227,6 +281,8 @@ class Tinker:
             )
         if len(session.samplers) >= limits.MAX_TINKER_SAMPLERS:
             raise InvalidRequest(f"a session has at most {limits.MAX_TINKER_SAMPLERS} samplers", param="session_id")
+        if len(self._samplers) >= limits.MAX_TINKER_SAMPLERS_IN_ALL:
+            raise Overloaded("the server has as many samplers as it takes", retry_after=self._config.lease_s)
         sampler = Sampler(f"{session.id}:sample:{number}", base_model, source, content)
         session.samplers[number] = sampler
         self._samplers[sampler.id] = session
@@ -251,16 +307,23 @@ class Tinker:
             except TandemError:
                 await self._versions.release(ref)
                 raise
-            await session.snapshots.add(sampler.id, ref)
+            for id in await session.snapshots.add(sampler.id, ref):
+                session.samplers.pop(_number(id), None)
+                self._forget(id)
         return Result(dumps({"path": None, "sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}))
 
     def sampler(self, id: str, owner: str) -> tuple[Session, Sampler]:
         """Return an owner's sampler and its session, whose lease is renewed. Raises NotFound."""
         session = self._samplers.get(id)
         if session is None or session.owner != owner:
-            raise NotFound(f"there is no sampling session {id[:80]!r}", param="sampling_session_id")
+            raise no_sampler(id)
         session.touch()
-        return session, session.samplers[int(id.rpartition(":")[2])]
+        return session, session.samplers[_number(id)]
+
+    def _forget(self, sampler: str) -> None:
+        """Let nobody find a sampler any more."""
+        self._samplers.pop(sampler, None)
+        self._asked.pop(sampler, None)
 
     async def sample(
         self, sampler: Sampler, session: Session, number: int, content: bytes, choices: int, make: Make,
@@ -284,7 +347,7 @@ class Tinker:
                 # The SDK slows down after a 429 only.
                 raise Overloaded(e.message, retry_after=e.retry_after or 1.0) from e
             promise = self.promises.new(session.owner, session.id)
-            sampler.note(number, content, promise)
+            self._note(sampler, number, content, promise)
             held = admitted.pop_all()
 
         async def work() -> Result:
@@ -303,6 +366,14 @@ class Tinker:
         self._tasks.add(promise.task)
         promise.task.add_done_callback(done)
         return promise
+
+    def _note(self, sampler: Sampler, number: int, content: bytes, promise: Promise) -> None:
+        """Remember a request. Of all samplers those remember theirs that were asked last."""
+        sampler.note(number, content, promise)
+        self._asked[sampler.id] = sampler
+        self._asked.move_to_end(sampler.id)
+        while len(self._asked) > REMEMBERING:
+            self._asked.popitem(last=False)[1].forget()
 
     def _count(self, submissions: Sequence[Prompted], answers: Sequence[Answers], ref: AdapterRef | None) -> None:
         """Count the tokens and the ends of answers among those of all requests."""
@@ -326,6 +397,11 @@ class Tinker:
         """Remove a checkpoint. Requests that run under it finish."""
         await self._versions.forget(self.checkpoints.source(checkpoint))
         await self.checkpoints.delete(checkpoint)
+
+
+def _number(sampler: str) -> int:
+    """Return the number that a sampler has in its session."""
+    return int(sampler.rpartition(":")[2])
 
 
 def saving(model: TrainedModel, kept: Kept, *, sampler: bool) -> Work:

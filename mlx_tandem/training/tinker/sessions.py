@@ -14,7 +14,7 @@ from mlx_tandem.training.tinker.versions import Versions
 
 
 class Session:
-    """One client's session, with its models and samplers by their numbers."""
+    """One client's session, with the models that are trained and the samplers by their numbers."""
 
     def __init__(self, owner: str, versions: Versions, clock: Callable[[], float]):
         """Begin a session now. `clock` returns seconds that only grow."""

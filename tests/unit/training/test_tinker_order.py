@@ -12,6 +12,7 @@ from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest, NotFound, Overloaded, TandemError
 from mlx_tandem.training.tinker.order import Order
 from mlx_tandem.training.tinker.promises import Gone, Promise, Promises, Result
+from mlx_tandem.training.tinker.samplers import CLONE, REMEMBERED, Base, Sampler
 
 
 def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -40,6 +41,38 @@ def test_results_that_were_fetched_go_first() -> None:
     settled(promises)
     with pytest.raises(Gone):
         promises.get(first.id, "me")
+
+
+@on_a_loop
+async def test_whoever_holds_a_promise_holds_no_work() -> None:
+    """Otherwise the result of a sample would stay in memory behind those that are kept within limits."""
+
+    async def work() -> Result | TandemError:
+        return Result(bytes(10))
+
+    promises = Promises()
+    promise = promises.new("me", "s")
+    promise.task = asyncio.create_task(work())
+    promises.settle(promise, await promise.task)
+    assert promise.size == 10 and promise.task is None
+
+
+def test_a_sampler_remembers_no_more_for_more_clients() -> None:
+    """A client chooses its number among those that share a sampler."""
+    sampler, promises = Sampler("s:sample:0", "base", Base()), Promises()
+    for i in range(2 * REMEMBERED):
+        promise = settled(promises)
+        sampler.note(i * CLONE, b"", promise)
+        sampler.done(i * CLONE, promise)
+    assert len(sampler._done) == len(sampler._seen) == REMEMBERED
+    last = 2 * REMEMBERED - 1
+    (found,) = asyncio.run(sampler.completions(last, 0, 0))
+    assert found.request == promise.id and sampler.repeated(last * CLONE, b"") is promise
+    assert asyncio.run(sampler.completions(last, found.number, 0)) == []
+    assert len(asyncio.run(sampler.completions(last - 1, 0, 0))) == 1
+    sampler.forget()
+    assert sampler.repeated(last * CLONE, b"") is None
+    assert asyncio.run(sampler.completions(last - 1, 0, 0)) == []
 
 
 def test_results_have_a_limit_in_bytes() -> None:
