@@ -283,7 +283,7 @@ def test_wrong_composites_are_refused_at_start(rewards: dict[str, tuple[RewardSp
 
 def test_names() -> None:
     pool = RewardPool(RLTrainingConfig(rewards={"mix": (RewardSpec("gsm8k"),)}))
-    assert pool.names == ["contains", "exact_match", "gsm8k", "json_schema", "length", "mix", "regex"]
+    assert pool.names == ["contains", "exact_match", "gsm8k", "json_schema", "length", "mix", "regex", "reward_model"]
     assert pool.check("mix", {"answer": "5"}).function == "mix"
     with pytest.raises(InvalidRequest) as caught:
         pool.check("mix", {})
