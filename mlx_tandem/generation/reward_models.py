@@ -81,10 +81,11 @@ def closed(front: Front, sequence: Sequence[int]) -> list[int]:
 
 
 def to_last_end(front: Front, conversation: Sequence[int]) -> list[int]:
-    """Return a conversation up to the last token that ends an answer: templates may write something behind it."""
+    """Return a conversation without the spaces that its template writes behind the token that ends the last answer."""
     ends = frozenset(_ends(front))
     last = max((i for i, token in enumerate(conversation) if token in ends), default=len(conversation) - 1)
-    return [*conversation[: last + 1]]
+    behind = front.tokenizer.decode(conversation[last + 1 :], show_special=True)
+    return [*conversation] if behind.strip() else [*conversation[: last + 1]]
 
 
 def _ends(front: Front) -> list[int]:
