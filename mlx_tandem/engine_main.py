@@ -385,6 +385,7 @@ def _adapter_reader(
             max_rank=config.lora.max_lora_rank,
             base_layers=info.layers,
             vocab_size=info.vocab_size,
+            hidden_size=info.hidden_size,
             follow_links=source.follow_links,
             root=Path(source.root) if source.root is not None else None,
         )

@@ -165,6 +165,7 @@ LEARNING: dict[str, Range] = {  # settings of trainers and of fine-tuning from a
     "samples": Range(0, 64, integer=True),
     "save_every": Range(0, 2**31 - 1, integer=True),
     "patience": Range(0, 100_000, integer=True),
+    "margin": Range(-1e3, 1e3),  # of a preference: difference of the scores
     "least_fall": Range(0.0, 1e6),
     "eval_every": Range(0, 2**31 - 1, integer=True),
     "valid_share": Range(0.0, 0.5),

@@ -76,13 +76,15 @@ class SamplingParams(Struct, frozen=True, array_like=True):
 class AdapterRef(Struct, frozen=True, array_like=True):
     """One immutable version of a LoRA adapter. `digest` is the hash of its content, by which the engine knows it.
 
-    An adapter with `invocation` tokens is an activated LoRA: it applies from where they occur last in a prompt.
+    An adapter with `invocation` tokens is an activated LoRA: it applies from where they occur last in a prompt. One
+    that `scores` is a reward model, which generates nothing.
     """
 
     name: str
     version: int
     digest: str
     invocation: tuple[int, ...] = ()
+    scores: bool = False
 
     @property
     def label(self) -> str:
@@ -196,6 +198,7 @@ class AdapterInfo(Struct, frozen=True):
     nbytes: int  # bytes of its tensors on disk
     memory_bytes: int  # once loaded
     invocation: tuple[int, ...] = ()  # tokens from whose last occurrence in a prompt it applies; empty: everywhere
+    score_head: bytes = b""  # of a reward model: its score head as float32 numbers of this machine; empty: it has none
 
 
 class PoolBudget(Struct, frozen=True):

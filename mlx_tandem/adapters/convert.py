@@ -47,6 +47,7 @@ class Inspection:
     tensors: int = 0
     dtypes: tuple[str, ...] = ()
     invocation: tuple[int, ...] = ()  # tokens that invoke it, if it is an activated LoRA
+    score_head: bool = False  # whether it is a reward model
     nbytes: int = 0  # bytes of the tensors in the file
     digest: str | None = None  # the server's digest; None with a tensor per expert, where it depends on the base model
     problems: tuple[str, ...] = ()  # why the adapter cannot be served with any base model
@@ -72,7 +73,7 @@ def inspect(folder: Path) -> Inspection:
                     nbytes=sum(math.prod(t.shape) * DTYPES[t.dtype] for t in header.values()),
                 )
                 linears, spec = _spec(kind, config, header)
-                found = replace(found, invocation=spec.invocation)
+                found = replace(found, invocation=spec.invocation, score_head=bool(spec.score_head))
                 halves = [half for a, _ in spec.modules.values() for half in a]
                 found = replace(
                     found,
@@ -178,11 +179,13 @@ def to_peft(
     *,
     rslora: bool = False,
     dropout: float = 0.0,
+    score_head: npt.NDArray[np.float32] | None = None,
 ) -> tuple[dict[str, Any], Tensors]:
     """Return PEFT's configuration and tensors of an adapter.
 
     `modules[path]` is (A [inputs, r], B [r, outputs]), unscaled, or with a leading expert axis. With `rslora` the scale
-    is alpha / sqrt(rank). Raise ModelError for modules that PEFT has no name for.
+    is alpha / sqrt(rank). With a `score_head` [hidden] it is a reward model. Raise ModelError for modules that PEFT has
+    no name for.
     """
     tensors: Tensors = {}
     paths = []
@@ -195,7 +198,11 @@ def to_peft(
             for name, matrix in zip(names, turned if experts else [turned], strict=True):
                 tensors[f"{peft.PREFIX}{name}.lora_{side}.weight"] = np.ascontiguousarray(matrix)
     config = _peft_config("", rank, int(alpha) if float(alpha).is_integer() else alpha, dropout, paths)
-    return config | {"use_rslora": rslora}, tensors
+    config |= {"use_rslora": rslora}
+    if score_head is not None:
+        tensors[peft.SCORE_HEAD] = np.ascontiguousarray(score_head.reshape(1, -1))
+        config |= {"task_type": peft.SCORES, "modules_to_save": ["score"]}
+    return config, tensors
 
 
 def _peft_config(base: str, rank: int, alpha: float, dropout: float, paths: list[str]) -> dict[str, Any]:
@@ -268,6 +275,8 @@ def _alpha(scale: float, rank: int) -> float | int:
 def _to_mlx_lm(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
     if adapter.spec.invocation:
         refuse(CONFIG, "alora_invocation_tokens", "is set; mlx-lm's format has no activated LoRA")
+    if adapter.spec.score_head:
+        refuse(WEIGHTS["peft"], adapter.spec.score_head, "is a score head, which mlx-lm's format has no place for")
     modules = adapter.spec.modules
     first, *others = (half for a, _ in modules.values() for half in a)
     for half in others:

@@ -134,7 +134,7 @@ class Registry:
         if number is None:
             number = wanted if wanted > 0 and wanted not in book.versions else book.last + 1
             book.last = max(book.last, number)
-            ref = AdapterRef(name, number, info.digest, info.invocation)
+            ref = AdapterRef(name, number, info.digest, info.invocation, bool(info.score_head))
             book.versions[number] = Entry(name, ref, source, info, self._clock())
             book.by_digest[info.digest] = number
             self._holders.setdefault(info.digest, []).append(book.versions[number])

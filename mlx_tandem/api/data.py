@@ -201,7 +201,7 @@ def _check(datum: Datum, codec: ServedCodec, loss: LossConfig) -> None:
         raise InvalidRequest(f"has {len(datum.tokens)} tokens; {codec.longest} fit", code="context_length_exceeded")
     if len(datum.weights) != completion:
         raise InvalidRequest(f"weights has {len(datum.weights)} entries for {completion} tokens", param="weights")
-    if loss.kind != "cross_entropy" and not datum.logprobs:
+    if loss.kind not in ("cross_entropy", "score") and not datum.logprobs:
         raise InvalidRequest(f"{loss.kind} needs the logprobs that the tokens were drawn with", param="logprobs")
     for name in ("logprobs", "anchor", "reference"):
         own = getattr(datum, name)

@@ -246,6 +246,7 @@ class Engine:
         rslora: bool = False,
         plus_ratio: float = 1.0,
         dropout: float = 0.0,
+        scores: bool = False,
         init_from: str | None = None,
         resume: str | Path | None = None,
     ) -> Trainer:
@@ -258,13 +259,14 @@ class Engine:
 
         `rslora` scales by alpha / sqrt(rank) instead of alpha / rank. `plus_ratio` is the ratio of B's learning rate to
         A's (LoRA+). `dropout` is the share of A's inputs that `forward_backward` leaves out at random; `forward` and
-        what is published leave out none.
+        what is published leave out none. `scores` adds a score head: the trainer's adapter is a reward model, which
+        learns by the loss `score`.
         """
         options = convert({"rslora": rslora, "plus_ratio": plus_ratio, "dropout": dropout}, LoraOptions)
         return self._call(
             lambda: open_trainer(
                 self._call, self._front, self._trainers, name, rank=rank, alpha=alpha, targets=targets, seed=seed,
-                options=options, init_from=init_from, resume=resume,
+                options=options, scores=scores, init_from=init_from, resume=resume,
             )
         )  # fmt: skip
 

@@ -203,6 +203,7 @@ async def open_trainer(
     targets: Sequence[str],
     seed: int,
     options: LoraOptions,
+    scores: bool,
     init_from: str | None,
     resume: str | Path | None,
 ) -> Trainer:
@@ -218,10 +219,12 @@ async def open_trainer(
     try:
         if resume is not None:
             spec = TrainerSpec(name, 1, 1.0, seed=seed)  # The folder has the real rank and alpha.
-            asked = {"options": None if options == LoraOptions() else options, "init_from": init_from}
-            info = await _resumed(front, spec, resume, rank=rank, alpha=alpha, targets=targets, **asked)
+            other = {"options": None if options == LoraOptions() else options, "scores": scores or None}
+            info = await _resumed(
+                front, spec, resume, rank=rank, alpha=alpha, targets=targets, init_from=init_from, **other
+            )
         else:
-            spec = TrainerSpec(name, 1, 1.0, tuple(targets), seed, options)
+            spec = TrainerSpec(name, 1, 1.0, tuple(targets), seed, options, scores=scores)
             info = await _begun(front, spec, rank=rank, alpha=alpha, init_from=init_from)
     except BaseException:
         opened.pop(name, None)

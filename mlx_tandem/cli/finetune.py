@@ -1,11 +1,11 @@
-"""The run of `tandem train sft`: trains an adapter on a file of examples, with progress, a report and curves."""
+"""The runs of `tandem train sft` and `reward`: they train an adapter on a file, with progress, a report and curves."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +26,12 @@ from mlx_tandem.errors import Conflict, InvalidRequest, TandemError
 from mlx_tandem.generation.adapters.name_rules import check_settings
 from mlx_tandem.model_folder import CONFIG, text_settings
 from mlx_tandem.small_files import read_object
-from mlx_tandem.training.fit import Course, Evaluation, Event, Step, check_plan, fit
+from mlx_tandem.training import examples, preferences, sft
+from mlx_tandem.training.fit import Course, Evaluation, Event, Likelihood, Objective, Step, check_plan, fit
 from mlx_tandem.training.metrics.recorder import Recorder, openers
 from mlx_tandem.training.metrics.writer import Sample, Tracker, require
-from mlx_tandem.training.sft import Encoded, Line, SftConfig, count_split, encode, read, split
+from mlx_tandem.training.preferences import BradleyTerry
+from mlx_tandem.training.sft import Encoded, Line, SftConfig, count_split, split
 from mlx_tandem.training.sft_runs import RunFolder, RunState, digest
 
 MANIFEST = "manifest.json"
@@ -52,6 +54,29 @@ SAMPLE_TOKENS = 128
 
 STEP_METRICS = ("loss", "learning_rate", "grad_norm", "tokens", "tokens_per_s")
 """Numbers of a step that are recorded."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained, and from which lines of a file."""
+
+    name: str
+    parse: Callable[[Mapping[str, Any]], Any]  # a line's plain data into an example
+    encode: Callable[..., Encoded[Any]]
+    objective: Objective
+    arguments: dict[str, Any]  # of `Engine.trainer`, besides those that are asked for
+    left_out: str  # which examples are left out
+
+
+SFT = Kind("sft", examples.parse, sft.encode, Likelihood(), {}, "of which nothing to teach would have been left")
+REWARD = Kind(
+    "reward",
+    preferences.parse,
+    preferences.encode,
+    BradleyTerry(),
+    {"scores": True},
+    "which are longer, or pairs of equal answers",
+)
 
 
 @dataclass(frozen=True)
@@ -139,8 +164,9 @@ def default_out(data: Path) -> Path:
 
 @dataclass
 class Job:
-    """One fine-tuning run, with everything checked that can be before the model is loaded."""
+    """One run, with everything checked that can be before the model is loaded."""
 
+    kind: Kind
     data: Data
     model: str | None  # a folder or a hub id; None: the built-in model
     out: Path
@@ -163,7 +189,8 @@ class Job:
         """
         arguments = self._check()
         data = self.data
-        lines, held_lines = read(data.file), read(data.valid) if data.valid else []
+        lines = sft.read(data.file, self.kind.parse)
+        held_lines = sft.read(data.valid, self.kind.parse) if data.valid else []
         self._check_plan(lines, held_lines)
         if not self.out.exists():  # checked now, so that a failure does not show only after hours
             files.check_usable(self.out)
@@ -207,7 +234,7 @@ class Job:
             raise Conflict(f"{self.out} exists and is not an empty folder: choose another with --adapter-out")
         return arguments
 
-    def _check_plan(self, lines: Sequence[Line], held_lines: Sequence[Line]) -> None:
+    def _check_plan(self, lines: Sequence[Line[Any]], held_lines: Sequence[Line[Any]]) -> None:
         """Raise InvalidRequest for settings of the course that do not fit these examples."""
         learned, held = count_split(lines, self.data.valid_share)
         steps = check_plan(self.config, learned, len(held_lines) or held)
@@ -251,41 +278,43 @@ class Job:
             num_blocks=-(-most // BLOCK) + 1, block_size=BLOCK, max_num_seqs=1,
         )  # fmt: skip
 
-    def _encoded(self, engine: Engine, lines: list[Line], held_lines: list[Line]) -> tuple[Encoded, Course]:
+    def _encoded(
+        self, engine: Engine, lines: list[Line[Any]], held_lines: list[Line[Any]]
+    ) -> tuple[Encoded[Any], Course]:
         """Return the examples as data, and the course over those that are learned and those that are held out."""
         longest = min(self.data.longest, engine.info.max_model_len)
-        found = encode(lines, engine.codec, max_length=longest, raw=self.data.raw)
+        found = self.kind.encode(lines, engine.codec, max_length=longest, raw=self.data.raw)
         train, held = split(found.data, self.data.valid_share, self.config.seed)
         if held_lines:
-            held = encode(held_lines, engine.codec, max_length=longest, raw=self.data.raw).data
+            held = self.kind.encode(held_lines, engine.codec, max_length=longest, raw=self.data.raw).data
         if found.shortened or found.left_out:
             warn(
-                f"{found.shortened} examples were cut to {longest} tokens, and {found.left_out} left out, of which "
-                "nothing to teach would have been left"
+                f"{found.shortened} examples were cut to {longest} tokens, and {found.left_out} left out, "
+                f"{self.kind.left_out}"
             )
-        return found, Course(self.config, train, held)
+        return found, Course(self.config, train, held, self.kind.objective)
 
-    def _learn(self, engine: Engine, arguments: dict[str, Any], found: Encoded, course: Course) -> None:
+    def _learn(self, engine: Engine, arguments: dict[str, Any], found: Encoded[Any], course: Course) -> None:
         """Train from the beginning or from the saved state on, and keep the best adapter and the newest state."""
         train, held = course.train, course.valid
         decides = {
             "model": self._folder,
             "dtype": engine.info.dtype,
             "data": digest(train, held),
-            "adapter": arguments | {"init_from": str(self.adapter.init_from)},
+            "adapter": arguments | self.kind.arguments | {"init_from": str(self.adapter.init_from)},
             "settings": self.config,
         }
         saved = self._run_folder.load(decides) if self.resume else None
         if saved is None:
-            trainer = engine.trainer("sft", seed=self.config.seed, **arguments)
+            trainer = engine.trainer(self.kind.name, seed=self.config.seed, **arguments, **self.kind.arguments)
         else:
-            trainer = engine.trainer("sft", resume=saved[0])
+            trainer = engine.trainer(self.kind.name, resume=saved[0])
             self.log = Log(saved[1].events)
             say(f"resuming after step {len(self.log.steps)}")
         say(f"{len(train)} examples to learn, {len(held)} held out, {trainer.info.parameters:,} parameters")
         about = self._about(engine, trainer, found, course)
         recorder = self._recorder(about)
-        questions = _questions(engine, held, self.records.samples)
+        questions = _questions(engine, course, self.records.samples)
         try:
             with _progress() as show:
                 for event in fit(trainer, course, tuple(self.log.events)):
@@ -317,7 +346,7 @@ class Job:
         file = folder / "metrics.jsonl" if records.file is None else records.file
         return Recorder(openers(file, records.trackers, folder, self.out.absolute().name, about), warn)
 
-    def _about(self, engine: Engine, trainer: Trainer, found: Encoded, course: Course) -> dict[str, Any]:
+    def _about(self, engine: Engine, trainer: Trainer, found: Encoded[Any], course: Course) -> dict[str, Any]:
         data, info = self.data, engine.info
         counts = {
             "learned": len(course.train),
@@ -328,7 +357,7 @@ class Job:
         more = {"max_length": data.longest, "valid_share": data.valid_share, "raw": data.raw}
         return {
             "format": 1,
-            "kind": "sft",
+            "kind": self.kind.name,
             "base": {"path": self._folder, "model_type": info.model_type, "dtype": info.dtype},
             "adapter": msgspec.to_builtins(trainer.info),
             "data": {"file": str(data.file), "valid": str(data.valid) if data.valid else None, **counts},
@@ -347,6 +376,8 @@ class Job:
             "held_out_loss": judged[-1].loss if judged else None,
             "held_out_loss_before": judged[0].loss if judged else None,
         }
+        if judged and judged[-1].accuracy is not None:
+            now["held_out_accuracy"] = judged[-1].accuracy
         with files.storage(self.out):
             files.remove_tree(new)
             files.remove_tree(old)
@@ -367,7 +398,10 @@ class Job:
         judged, steps = self.log.evaluations, self.log.steps
         if judged:
             before, after = kept["held_out_loss_before"], kept["held_out_loss"]
-            print(f"held-out loss {before:.4f} → {after:.4f} nats per token (step {kept['step']} of {len(steps)})")
+            unit = self.kind.objective.unit
+            print(f"held-out loss {before:.4f} → {after:.4f} nats per {unit} (step {kept['step']} of {len(steps)})")
+            if "held_out_accuracy" in kept:
+                print(f"held-out pairs ranked right: {kept['held_out_accuracy']:.1%}")
             if after >= before:
                 warn("what is held out is not predicted better than before: this adapter is of no use")
             if judged[-1].fell:
@@ -399,14 +433,16 @@ def _record(recorder: Recorder, event: Event) -> None:
         numbers = structs.asdict(event) | {"tokens_per_s": rate}
         recorder.scalars("step", event.step, {name: numbers[name] for name in STEP_METRICS})
     else:
-        recorder.scalars("evaluation", event.step, {"loss": event.loss})
+        known = {"loss": event.loss} | ({} if event.accuracy is None else {"accuracy": event.accuracy})
+        recorder.scalars("evaluation", event.step, known)
 
 
-def _questions(engine: Engine, held: Sequence[Datum], count: int) -> list[tuple[tuple[int, ...], str, str]]:
+def _questions(engine: Engine, course: Course, count: int) -> list[tuple[tuple[int, ...], str, str]]:
     """Return the first held-out examples: the tokens of the prompt, its text and the expected answer."""
     text = engine.codec.decode
+    held = [d for d in course.valid[:count] if isinstance(d, Datum)]
     return [(d.tokens[: d.prompt_length], text(d.tokens[: d.prompt_length]), text(d.tokens[d.prompt_length :]))
-            for d in held[:count]]  # fmt: skip
+            for d in held]  # fmt: skip
 
 
 def _answers(engine: Engine, trainer: Trainer, questions: Sequence[tuple[tuple[int, ...], str, str]]) -> list[Sample]:

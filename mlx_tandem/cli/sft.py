@@ -149,7 +149,7 @@ def sft(
     kept.
     """
     from mlx_tandem.cli import hub
-    from mlx_tandem.cli.finetune import Adapter, Data, Job, Records, default_out, draw
+    from mlx_tandem.cli.finetune import SFT, Adapter, Data, Job, Records, default_out, draw
     from mlx_tandem.errors import TandemError
     from mlx_tandem.training.metrics.writer import trackers
     from mlx_tandem.training.sft import SftConfig
@@ -170,6 +170,7 @@ def sft(
         }  # fmt: skip
         share = 0.0 if valid is not None else 0.1 if valid_share is None else valid_share
         job = Job(
+            SFT,
             Data(data, valid, share, max_length, raw),
             model,
             adapter_out or default_out(data),
@@ -188,7 +189,7 @@ def sft(
         if plot is not None:
             draw(found, plot)
     except TandemError as e:
-        fail(_with_option(ctx, e))
+        fail(with_option(ctx, e))
     except hub.HubError as e:
         fail(f"{e} (--model)")
     except OSError as e:
@@ -198,7 +199,7 @@ def sft(
         raise SystemExit(130) from None
 
 
-def _with_option(ctx: typer.Context, error: TandemError) -> str:
+def with_option(ctx: typer.Context, error: TandemError) -> str:
     """Return the message of an error, and add the option that it is about if the message names none."""
     flags: dict[str | None, str] = {
         param.name: param.opts[0] for param in ctx.command.params if param.opts[0].startswith("-")

@@ -8,6 +8,7 @@ import typer
 
 from mlx_tandem.cli.command import Background, File, Folder, ServeCommand, run, with_every_setting
 from mlx_tandem.cli.help import Command, group
+from mlx_tandem.cli.reward import reward
 from mlx_tandem.cli.sft import sft
 
 train = group("Train adapters.")
@@ -34,3 +35,4 @@ def rl(
 
 train.command(cls=ServeCommand)(with_every_setting(rl))
 train.command("sft", cls=Command)(sft)
+train.command("reward", cls=Command)(reward)

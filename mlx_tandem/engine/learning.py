@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-LossKind = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+LossKind = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "score"]
 
 Part = Literal["attention", "mlp", "head"]
 """A part of a model by what its linears do: they mix positions, they are of feed-forward blocks or experts, or they are
@@ -50,6 +50,8 @@ class Datum(Struct, frozen=True, array_like=True):
 
     With `targets` a loss is computed for these tokens in place of the completion's, one or several at each of its
     positions. Then `weights`, `logprobs` and the like are as long as `targets`.
+
+    The loss `score` has scores of the completion's tokens in place of their logprobs, each read at the token itself.
     """
 
     tokens: tuple[int, ...]
@@ -118,6 +120,7 @@ class TrainerSpec(Struct, frozen=True):
     seed: int = 0
     options: LoraOptions = LoraOptions()
     parts: tuple[Part, ...] = ()  # parts whose linears are adapted, in place of `targets`; empty: by `targets`
+    scores: bool = False  # whether it has a score head, by which it is a reward model and learns by the loss `score`
 
     @property
     def scale(self) -> float:
@@ -142,7 +145,8 @@ class BatchResult(Struct, frozen=True):
     trainer: str
     loss: float
     tokens: int
-    logprobs: tuple[tuple[float, ...], ...]  # the trainer's, of each predicted token, at the datum's temperature
+    logprobs: tuple[tuple[float, ...], ...]
+    """The trainer's, of each predicted token, at the datum's temperature. With the loss `score`: the scores there."""
     model_logprobs: tuple[tuple[float, ...], ...]  # the same at temperature 1
     kl_reference: float = 0.0  # mean k3 to the reference of the loss; 0 when kl_coef is
 

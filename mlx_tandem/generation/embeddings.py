@@ -53,8 +53,11 @@ def embedding_request(
     options: EmbeddingOptions,
     *,
     priority: int = 0,
+    background: bool = False,
 ) -> Prompted:
     """Return the request for the hidden states of `prompts`. The one token that the engine draws for each is dropped.
+
+    With `background` it runs in learning's share of the device.
 
     Raises InvalidRequest if the model has no hidden states to give, or fewer numbers than `dimensions`.
     """
@@ -70,6 +73,7 @@ def embedding_request(
         params,
         text=TextOptions(silent=True),
         priority=priority,
+        background=background,
         pooling=options.pooling,
     )
 

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.types import AdapterRef, Grammar, Image, Pooling, Request, SamplingParams
@@ -39,6 +40,16 @@ class Prompted:
     speculate: bool = True  # drafts may be verified for the request
     prediction: tuple[int, ...] = ()  # tokens that the answers may contain
     images: tuple[Image, ...] = ()  # of the only prompt
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for a reward model that is asked to generate."""
+        for adapter in self.adapters if self.pooling is None else ():
+            if adapter is not None and adapter.scores:
+                raise InvalidRequest(
+                    f"{adapter.label} is a reward model: it scores answers, by POST /pooling and as the scoring "
+                    "function reward_model, and generates none",
+                    param="model",
+                )
 
     @property
     def choices(self) -> int:

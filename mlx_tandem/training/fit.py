@@ -1,4 +1,4 @@
-"""The course of supervised fine-tuning: steps, evaluations of what is held out, and when it ends.
+"""The course of a training from a file: steps, evaluations of what is held out, and when it ends.
 
 Everything that the course depends on is in its settings, its data and the events so far, so that a run that was
 interrupted continues exactly as if it had not been.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
 from mlx_tandem.engine.learning import BatchResult, Datum, LossConfig, StepDone
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.schedules import Schedule
-from mlx_tandem.training.sft import BATCH_SIZE, EPOCHS, MOST_EPOCHS, PATIENCE_EPOCHS, SftConfig, batches
+from mlx_tandem.training.sft import BATCH_SIZE, EPOCHS, MOST_EPOCHS, PATIENCE_EPOCHS, SftConfig, Taught, batches
 
 
 class Learner(Protocol):
@@ -33,8 +33,29 @@ class Learner(Protocol):
         """Take one step of the optimiser with the gradients since the last."""
 
 
+class Judged(NamedTuple):
+    """How well a trainer does on examples: its mean loss and, where each is done right or wrong, the share of right."""
+
+    loss: float
+    accuracy: float | None = None
+
+
+class Objective(Protocol):
+    """What a course teaches. Losses are in nats per `unit`."""
+
+    unit: str
+
+    def learn(self, learner: Learner, group: Sequence[Sequence[Any]], /) -> float:
+        """Add the gradients of the mean loss over the batches of one step, and return that loss."""
+
+    def judge(self, learner: Learner, data: Sequence[Any], batch_size: int, /) -> Judged:
+        """Return how well the learner does on `data`."""
+
+
 class Step(Struct, frozen=True, tag=True):
-    """One step of the optimiser. `loss` is nats per taught token before it; `tokens` are all that went through."""
+    """One step of the optimiser. `loss` is the mean before it, in nats per unit of the objective; `tokens` are all that
+    went through.
+    """
 
     step: int
     steps: int | None  # of the whole training, if that is known
@@ -46,14 +67,16 @@ class Step(Struct, frozen=True, tag=True):
 
 
 class Evaluation(Struct, frozen=True, tag=True):
-    """`loss` of what is held out, in nats per taught token. `best`: the lowest of any step so far. `fell`: by
-    `least_fall` or more since it last did, or since the beginning.
+    """`loss` of what is held out, in nats per unit of the objective; `accuracy`: the share of it that is right, if the
+    objective says that. `best`: the lowest loss of any step so far. `fell`: by `least_fall` or more since it last did,
+    or since the beginning.
     """
 
     step: int
     loss: float
     best: bool
     fell: bool
+    accuracy: float | None = None
 
 
 Event = Step | Evaluation
@@ -64,8 +87,9 @@ class Course:
     """The shape of a fine-tuning, which its settings and its data decide."""
 
     config: SftConfig
-    train: Sequence[Datum]
-    valid: Sequence[Datum]
+    train: Sequence[Taught]
+    valid: Sequence[Taught]
+    objective: Objective = field(default_factory=lambda: Likelihood())
 
     def __post_init__(self) -> None:
         _check_end(self.config, len(self.valid))
@@ -80,7 +104,7 @@ class Course:
         """The number of epochs after which training ends at the latest."""
         return self.config.epochs or (MOST_EPOCHS if self.is_open else EPOCHS)
 
-    def groups(self, epoch: int) -> list[Sequence[list[Datum]]]:
+    def groups(self, epoch: int) -> list[Sequence[list[Taught]]]:
         """Return the batches of each step of an epoch."""
         return [*_chunks(batches(self.train, self.config, epoch), self.config.accumulate)]
 
@@ -151,12 +175,12 @@ def fit(learner: Learner, course: Course, past: Sequence[Event] = ()) -> Iterato
 
     The first evaluation is that before learning, at step 0. While an event is handed out the learner is in the state
     that it is about, and a later `fit` with a learner in that state and all events so far as `past` continues from
-    there. The gradient of a step is that of the mean over its taught tokens, however it is batched. Raises
-    InvalidRequest when gradients stop being finite.
+    there. The gradient of a step is that of the mean over all of it, however it is batched. Raises InvalidRequest when
+    gradients stop being finite.
     """
     config, valid = course.config, course.valid
     steps = course.steps()
-    exam = Exam(learner, valid, config)
+    exam = Exam(learner, course)
     done = exam.recall(past)
     if valid and exam.held_at < 0:
         yield exam.hold(0)
@@ -169,7 +193,7 @@ def fit(learner: Learner, course: Course, past: Sequence[Event] = ()) -> Iterato
         for at, group in enumerate(groups, 1):
             step += 1
             if step > done:
-                yield _learn(learner, group, config, step, steps, rate(config, step, steps, len(groups)))
+                yield _learn(learner, group, course, step, steps, rate(config, step, steps, len(groups)))
             ends_epoch = at == len(groups)
             due = step % config.eval_every == 0 if config.eval_every else ends_epoch
             if valid and due and step > exam.held_at:
@@ -186,10 +210,9 @@ def fit(learner: Learner, course: Course, past: Sequence[Event] = ()) -> Iterato
 class Exam:
     """Looks at what is held out, each of which is compared with those before."""
 
-    def __init__(self, learner: Learner, valid: Sequence[Datum], config: SftConfig):
+    def __init__(self, learner: Learner, course: Course):
         self._learner = learner
-        self._valid = valid
-        self._config = config
+        self._course = course
         self._lowest = self._fallen_to = math.inf
         self.fell_at = 0  # steps
         self.held_at = -1
@@ -203,49 +226,60 @@ class Exam:
             if isinstance(event, Step):
                 done = event.step
             else:
-                self._note(event.step, event.loss)
+                self._note(event.step, Judged(event.loss, event.accuracy))
         return done
 
     def hold(self, step: int) -> Evaluation:
         """Evaluate what is held out after this step."""
-        return self._note(step, evaluate(self._learner, self._valid, self._config))
+        course = self._course
+        return self._note(step, course.objective.judge(self._learner, course.valid, course.config.batch_size))
 
-    def _note(self, step: int, loss: float) -> Evaluation:
+    def _note(self, step: int, judged: Judged) -> Evaluation:
         self.held_at = step
+        loss = judged.loss
         if step == 0:
             self._fallen_to = loss
-            return Evaluation(0, loss, False, False)
-        best, fell = loss < self._lowest, loss <= self._fallen_to - self._config.least_fall
+            return Evaluation(0, loss, False, False, judged.accuracy)
+        best, fell = loss < self._lowest, loss <= self._fallen_to - self._course.config.least_fall
         self.without_fall = 0 if fell else self.without_fall + 1
         if best:
             self._lowest = loss
         if fell:
             self._fallen_to, self.fell_at = loss, step
-        return Evaluation(step, loss, best, fell)
+        return Evaluation(step, loss, best, fell, judged.accuracy)
 
 
 def _learn(
-    learner: Learner, group: Sequence[list[Datum]], config: SftConfig, step: int, steps: int | None, now: float
+    learner: Learner, group: Sequence[list[Taught]], course: Course, step: int, steps: int | None, now: float
 ) -> Step:
     """Take one step at the learning rate `now`."""
-    started = time.perf_counter()
-    taught = sum(_taught(batch) for batch in group)
-    loss = LossConfig("cross_entropy", scale=1.0 / taught)
-    nats = sum(_nats(batch, learner.forward_backward(batch, loss)) for batch in group)
+    started, config = time.perf_counter(), course.config
+    loss = course.objective.learn(learner, group)
     stepped = learner.step(now, weight_decay=config.weight_decay, grad_norm=config.grad_norm)
     if not stepped.finite:
         raise InvalidRequest(
             f"gradients are no longer finite at step {step}; a lower learning rate may help", param="learning_rate"
         )
-    tokens = sum(len(datum.tokens) for batch in group for datum in batch)
-    return Step(step, steps, nats / taught, tokens, now, stepped.grad_norm, time.perf_counter() - started)
+    tokens = sum(len(example.tokens) for batch in group for example in batch)
+    return Step(step, steps, loss, tokens, now, stepped.grad_norm, time.perf_counter() - started)
 
 
-def evaluate(learner: Learner, data: Sequence[Datum], config: SftConfig) -> float:
-    """Return the mean loss of a taught token, in nats."""
-    loss = LossConfig("cross_entropy")
-    nats = sum(_nats(batch, learner.forward(batch, loss)) for batch in _chunks(data, config.batch_size))
-    return nats / _taught(data)
+class Likelihood:
+    """The objective of supervised fine-tuning: that taught tokens become likely."""
+
+    unit = "token"
+
+    def learn(self, learner: Learner, group: Sequence[Sequence[Datum]]) -> float:
+        """Add the gradients of the mean over all taught tokens of a step's batches, and return that mean."""
+        taught = sum(map(_taught, group))
+        loss = LossConfig("cross_entropy", scale=1.0 / taught)
+        return sum(_nats(batch, learner.forward_backward(batch, loss)) for batch in group) / taught
+
+    def judge(self, learner: Learner, data: Sequence[Datum], batch_size: int) -> Judged:
+        """Return the mean loss of a taught token."""
+        loss = LossConfig("cross_entropy")
+        nats = sum(_nats(batch, learner.forward(batch, loss)) for batch in _chunks(data, batch_size))
+        return Judged(nats / _taught(data))
 
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

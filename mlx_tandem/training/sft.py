@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -15,7 +15,7 @@ from msgspec import Struct
 from mlx_tandem import limits
 from mlx_tandem.engine.learning import Datum
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.examples import Codec, Example, Pair, cut, parse
+from mlx_tandem.training.examples import Codec, Example, Pair, cut
 from mlx_tandem.training.schedules import ScheduleKind
 
 EPOCHS = 3
@@ -62,33 +62,47 @@ class SftConfig(Struct, frozen=True, forbid_unknown_fields=True):
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
+class Taught(Protocol):
+    """What a step learns from: one example as token ids."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens that are computed."""
+
+
+E = TypeVar("E")
+T = TypeVar("T", bound=Taught)
+
+
 @dataclass(frozen=True)
-class Line:
+class Line(Generic[E]):
     """An example and where it stands."""
 
     place: str
-    example: Example
+    example: E
 
 
 @dataclass(frozen=True)
-class Encoded:
+class Encoded(Generic[T]):
     """Examples as data for a trainer."""
 
-    data: list[Datum]
+    data: list[T]
     shortened: int = 0  # that were longer than allowed
     left_out: int = 0  # of which nothing would have been left to teach
 
 
-def read(path: Path) -> list[Line]:
-    """Return the examples of a JSONL file. Raises InvalidRequest naming the file and the line."""
+def read(path: Path, parse: Callable[[Mapping[str, Any]], E]) -> list[Line[E]]:
+    """Return the examples of a JSONL file, each as `parse` reads it. Raises InvalidRequest naming the file and the
+    line.
+    """
     found = []
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     place = f"{path}, line {number}"
-                    with _at(place):
-                        found.append(Line(place, _example(line)))
+                    with at(place):
+                        found.append(Line(place, parse(_object(line))))
     except OSError as e:
         raise InvalidRequest(f"{path} cannot be read: {e.strerror}", param="data") from e
     if not found:
@@ -96,7 +110,7 @@ def read(path: Path) -> list[Line]:
     return found
 
 
-def _example(line: bytes) -> Example:
+def _object(line: bytes) -> dict[str, Any]:
     if len(line) > limits.MAX_EXAMPLE_BYTES:
         raise InvalidRequest(f"more than {limits.MAX_EXAMPLE_BYTES} bytes")
     try:
@@ -105,10 +119,10 @@ def _example(line: bytes) -> Example:
         raise InvalidRequest(f"not valid JSON: {e}") from e
     if not isinstance(value, dict):
         raise InvalidRequest("not an object")
-    return parse(value)
+    return value
 
 
-def encode(lines: Sequence[Line], codec: Codec, *, max_length: int, raw: bool = False) -> Encoded:
+def encode(lines: Sequence[Line[Example]], codec: Codec, *, max_length: int, raw: bool = False) -> Encoded[Datum]:
     """Return each example as tokens, cut to `max_length` of them.
 
     A prompt and its completion are a question and its answer in the model's chat form, where it has one and `raw` does
@@ -119,7 +133,7 @@ def encode(lines: Sequence[Line], codec: Codec, *, max_length: int, raw: bool = 
         example = line.example
         if isinstance(example, Pair) and codec.chats and not raw:
             example = example.chat()
-        with _at(line.place):
+        with at(line.place):
             datum = example.datum(codec)
         kept = cut(datum, max_length)
         if kept is None:
@@ -133,14 +147,15 @@ def encode(lines: Sequence[Line], codec: Codec, *, max_length: int, raw: bool = 
 
 
 @contextmanager
-def _at(place: str) -> Iterator[None]:
+def at(place: str) -> Iterator[None]:
+    """Put the place into errors of the block."""
     try:
         yield
     except InvalidRequest as e:
         raise InvalidRequest(f"{place}: {e.message}", param=e.param, code=e.code) from e
 
 
-def split(data: Sequence[Datum], share: float, seed: int) -> tuple[list[Datum], list[Datum]]:
+def split(data: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
     """Return what is learned and what is held out, by lot, at least one each; a share of 0 holds out none.
 
     Examples that are equal stay together, so that none of the held-out ones is learned. Raises InvalidRequest when
@@ -156,7 +171,7 @@ def split(data: Sequence[Datum], share: float, seed: int) -> tuple[list[Datum], 
     return learned, [datum for datum in data if datum in held]
 
 
-def count_split(lines: Sequence[Line], share: float) -> tuple[int, int]:
+def count_split(lines: Sequence[Line[Any]], share: float) -> tuple[int, int]:
     """Return the most examples that `split` leaves to learn from, and the fewest that it holds out.
 
     Raises InvalidRequest when there are too few.
@@ -175,13 +190,13 @@ def _held(different: int, share: float) -> int:
     return min(max(round(share * different), 1), different)
 
 
-def batches(data: Sequence[Datum], config: SftConfig, epoch: int) -> list[list[Datum]]:
+def batches(data: Sequence[T], config: SftConfig, epoch: int) -> list[list[T]]:
     """Return all data once, in batches, in an order of this epoch's own. An example over `batch_tokens` is a batch by
     itself.
     """
     order = list(data)
     random.Random(f"{config.seed}/{epoch}").shuffle(order)
-    made: list[list[Datum]] = []
+    made: list[list[T]] = []
     tokens = 0
     for datum in order:
         tokens += len(datum.tokens)

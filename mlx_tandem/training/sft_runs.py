@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem import files
-from mlx_tandem.engine.learning import Datum
 from mlx_tandem.errors import Conflict, InvalidRequest
 from mlx_tandem.training.fit import Event, Step
+from mlx_tandem.training.sft import Taught
 
 STATE = "run.json"
 _STATES = re.compile(r"state-(\d{1,12})-(\d{1,12})")
@@ -128,7 +128,7 @@ class RunFolder:
         return [folder for folder in self._folders() if (folder / STATE).is_file()] if self.path.is_dir() else []
 
 
-def digest(train: Sequence[Datum], valid: Sequence[Datum]) -> str:
+def digest(train: Sequence[Taught], valid: Sequence[Taught]) -> str:
     """Return a digest of the data of a run, in their order."""
     found = hashlib.blake2b(digest_size=16)
     for part in (train, valid):

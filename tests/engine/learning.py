@@ -124,5 +124,5 @@ def largest_difference(found: Any, wanted: Any) -> float:
     for path in wanted:
         for a, b in zip(found[path], wanted[path], strict=True):
             a, b = np.array(a), np.array(b)
-            worst = max(worst, float(np.abs(a - b).max() / (np.abs(b).max() + 1e-6)))
+            worst = max(worst, float(np.abs(a - b).max(initial=0.0) / (np.abs(b).max(initial=0.0) + 1e-6)))
     return worst

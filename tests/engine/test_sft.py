@@ -36,7 +36,8 @@ from mlx_tandem.model.loader import load
 from mlx_tandem.model.modules import clone
 from mlx_tandem.server.sockets import unused_port
 from mlx_tandem.training.device.trainers import MLXTrainers
-from mlx_tandem.training.fit import Course, Evaluation, Event, Step, evaluate
+from mlx_tandem.training.examples import parse
+from mlx_tandem.training.fit import Course, Evaluation, Event, Likelihood, Step
 from mlx_tandem.training.fit import fit as fit_course
 from mlx_tandem.training.sft import (
     LEAST_FALL,
@@ -115,7 +116,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Datum], lis
     tokenizer = Tokenizer.load(demo.MODEL_PATH)
     render = render_with((demo.MODEL_PATH / "chat_template.jinja").read_text(), tokenizer)
     codec = ServedCodec(tokenizer, render, vocab_size=1024, longest=512, eos_token_ids=(2, 0))
-    return split(encode(read(path), codec, max_length=512).data, 0.2, 0)
+    return split(encode(read(path, parse), codec, max_length=512).data, 0.2, 0)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_what_is_held_out_is_predicted_better(learned, examples):
     assert [s.step for s in steps] == list(range(1, 12)) and {s.steps for s in steps} == {11}
     assert [e.step for e in judged] == [0, 5, 10, 11]
     assert judged[-1].loss < 0.5 * judged[0].loss
-    assert judged[-1].loss == pytest.approx(evaluate(learner, examples[1], CONFIG), abs=1e-6)
+    assert judged[-1].loss == pytest.approx(Likelihood().judge(learner, examples[1], CONFIG.batch_size).loss, abs=1e-6)
     assert [e.best for e in judged] == [False] + [
         e.loss < min([j.loss for j in judged[1:i]], default=np.inf) for i, e in enumerate(judged) if i
     ]

@@ -141,6 +141,7 @@ OPTIONS = "each of its parameters is an option of the command line, with its hel
 LARGE: dict[str, str] = {
     "mlx_tandem/cli/bench/commands.py: bench_engine": OPTIONS,
     "mlx_tandem/cli/bench/commands.py: bench_serve": OPTIONS,
+    "mlx_tandem/cli/reward.py: reward": OPTIONS,
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
 }
 """What may be larger, and why."""

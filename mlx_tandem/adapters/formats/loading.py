@@ -40,6 +40,7 @@ def read(
     root: Path | None = None,
     scaled: bool = True,
     vocab_size: int | None = None,
+    hidden_size: int | None = None,
 ) -> AdapterWeights:
     """Return the adapter in `folder`, checked against the model's `linears` (by path) and `base_layers` layers.
 
@@ -52,6 +53,8 @@ def read(
         root: A folder under which `folder` must lie, with no link on the way.
         scaled: Whether the scale is multiplied into B. Without it, B equals the file's values to the bit.
         vocab_size: Size of the model's vocabulary, in which invocation tokens must be.
+        hidden_size: Numbers of a hidden state, for which a score head must be made; 0 for a model whose hidden states
+            cannot be read, which has no reward models.
 
     Raises:
         ModelError: The adapter cannot be served; the message names the file and the field.
@@ -66,7 +69,17 @@ def read(
             highest = max(spec.invocation, default=0)
             if vocab_size is not None and highest >= vocab_size:
                 refuse(CONFIG, "alora_invocation_tokens", f"has {highest}; the model has {vocab_size} tokens")
+            if spec.score_head and hidden_size is not None:
+                _check_head(WEIGHTS[kind], spec.score_head, header[spec.score_head].shape[1], hidden_size)
             return load(fd, kind, header, spec, linears, scaled)
+
+
+def _check_head(file: str, head: str, size: int, hidden_size: int) -> None:
+    """Raise ModelError unless a score head of `size` numbers was made for hidden states of `hidden_size`."""
+    if not hidden_size:
+        refuse(file, head, "is a score head; this model's family has no known output head, so it has no reward models")
+    if size != hidden_size:
+        refuse(file, head, f"has {size} numbers; the served model's hidden states have {hidden_size}")
 
 
 def check(file: str, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[str, LinearShape]) -> None:
@@ -138,6 +151,14 @@ def _assemble(
     digest = hashlib.blake2b(f"mlx-tandem adapter 1 {kind}\n".encode(), digest_size=32)
     if spec.invocation:
         _feed(digest, ("invocation", *spec.invocation))
+    head: Array | None = None
+    if spec.score_head:
+        t = header[spec.score_head]
+        raw = read(spec.score_head)
+        _feed(digest, (spec.score_head, t.dtype, *t.shape))
+        digest.update(raw.data)
+        head = decode(raw, t).reshape(-1)
+        _check_values(head, 1.0, file, spec.score_head)
     tensors: dict[str, tuple[Array, Array]] = {}
     nbytes = 0
     for path, sides in sorted(spec.modules.items()):
@@ -153,10 +174,8 @@ def _assemble(
                 _feed(digest, (half.tensor, t.dtype, *t.shape, half.scale.hex()))
                 digest.update(raw.data)
                 values = decode(raw, t)
-                # This form of the comparison also fails for NaN. Beyond float16's limit the device would get infinity.
                 scale = half.scale if into is pair[1] else 1.0
-                if not float(np.abs(values).max(initial=0.0)) * scale <= limits.MAX_LORA_VALUE:
-                    refuse(file, half.tensor, f"holds NaN, infinity or a value over {limits.MAX_LORA_VALUE:g}")
+                _check_values(values, scale, file, half.tensor)
                 values = values.swapaxes(-1, -2) if half.turn else values
                 whole = into if half.expert is None else into[half.expert]
                 rows, columns = values.shape[-2:]
@@ -172,8 +191,16 @@ def _assemble(
         nbytes=nbytes,
         memory_bytes=sum(a.nbytes + b.nbytes for a, b in tensors.values()),
         invocation=spec.invocation,
+        score_head=b"" if head is None else head.astype(np.float32).tobytes(),
     )
-    return AdapterWeights(info, tensors)
+    return AdapterWeights(info, tensors, head)
+
+
+def _check_values(values: Array, scale: float, file: str, tensor: str) -> None:
+    """Raise ModelError for a tensor with a value that is not finite, or too large once it is scaled."""
+    # This form of the comparison also fails for NaN. Beyond float16's limit the device would get infinity.
+    if not float(np.abs(values).max(initial=0.0)) * scale <= limits.MAX_LORA_VALUE:
+        refuse(file, tensor, f"holds NaN, infinity or a value over {limits.MAX_LORA_VALUE:g}")
 
 
 def _feed(digest: hashlib.blake2b, fields: Iterable[object]) -> None:

@@ -41,10 +41,14 @@ class AdapterWeights:
 
     `tensors[path]` is (A, B), float32 and C-contiguous: A [inputs, r], B [r, outputs], or with a leading expert
     axis. The scale is multiplied into B, so the module's delta is x @ A @ B. Ranks may differ between modules.
+
+    `score_head` [hidden] is set for a reward model: the score of a text is its product with the hidden state of the
+    text's last token, which the output head would read.
     """
 
     info: AdapterInfo
     tensors: dict[str, tuple[Array, Array]]
+    score_head: Array | None = None
 
 
 def refuse(where: str, field: str | None, problem: str, *, code: str = "invalid_adapter") -> NoReturn:
@@ -70,6 +74,7 @@ class Spec:
     scale: float
     modules: dict[str, tuple[list[Half], list[Half]]]
     invocation: tuple[int, ...] = ()  # as in AdapterInfo
+    score_head: str = ""  # the tensor with the score head; empty: the adapter has none
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")

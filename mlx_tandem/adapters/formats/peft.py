@@ -16,21 +16,30 @@ T = TypeVar("T")
 
 _USED = frozenset(
     """peft_type r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights bias layers_to_transform
-    alora_invocation_tokens""".split()
+    alora_invocation_tokens task_type modules_to_save""".split()
 )
 _HARMLESS = frozenset(
-    """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
+    """auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
     exclude_modules lora_dropout fan_in_fan_out layers_pattern megatron_core qalora_group_size runtime_config
     eva_config ensure_weight_tying""".split()
 )
 _OFF = frozenset(
-    """use_dora modules_to_save lora_bias layer_replication trainable_token_indices use_qalora loftq_config
+    """use_dora lora_bias layer_replication trainable_token_indices use_qalora loftq_config
     corda_config arrow_config target_parameters megatron_config""".split()
 )
 EXPERT = re.compile(r"(.+)\.experts\.(\d{1,6})\.([A-Za-z0-9_]+)")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LITERAL = re.compile(r"\^?(?:[A-Za-z0-9_.]|\\\.)+\$?")
 PREFIX = "base_model.model."
+SCORES = "SEQ_CLS"
+"""PEFT's `task_type` of an adapter that scores texts."""
+
+SCORE_HEAD = f"{PREFIX}score.weight"
+"""The tensor of a score head, [1, hidden]."""
+
+_HEADS = frozenset(("score", "classifier"))
+"""The modules that PEFT names in `modules_to_save` for this task. Models have one of them; language models `score`."""
+
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -78,9 +87,9 @@ def parse(
         return scale
 
     name = WEIGHTS["peft"]
-    spec = Spec(scaled(alpha, rank), {}, _invocation(config))
+    spec = Spec(scaled(alpha, rank), {}, _invocation(config), _score_head(config, header))
     modules = Modules(linears, base_layers, header)
-    for tensor in sorted(header):
+    for tensor in sorted(header.keys() - {spec.score_head}):
         if ".lora_magnitude_vector" in tensor:
             refuse(name, tensor, "is a DoRA magnitude; DoRA is not supported")
         stem, _, leaf = tensor.removesuffix(".weight").rpartition(".")
@@ -143,6 +152,27 @@ def _invocation(config: Mapping[str, Any]) -> tuple[int, ...]:
         if not 0 <= token <= highest:
             refuse(CONFIG, f"{key}[{i}]", f"must lie between 0 and {highest}")
     return tuple(value)
+
+
+def _score_head(config: Mapping[str, Any], header: Mapping[str, Tensor]) -> str:
+    """Return the name of the tensor with the score head; empty for an adapter that is no reward model."""
+    key, file = "modules_to_save", WEIGHTS["peft"]
+    saved = config.get(key)
+    named = [] if is_off(saved) else saved
+    if not isinstance(named, list) or not all(isinstance(name, str) and name in _HEADS for name in named):
+        refuse(CONFIG, key, "is set to something else than ['score'], which is not supported")
+    if config.get("task_type") != SCORES:
+        if named:
+            refuse(CONFIG, key, f"names a score head, but task_type is not {SCORES!r}")
+        return ""
+    head = header.get(SCORE_HEAD)
+    if head is None:
+        refuse(file, SCORE_HEAD, f"is missing: with the task_type {SCORES!r} the adapter needs its score head")
+    if len(head.shape) != 2 or head.shape[0] != 1:
+        refuse(
+            file, SCORE_HEAD, f"has shape {list(head.shape)}; a reward model gives one score, so it needs [1, hidden]"
+        )
+    return SCORE_HEAD
 
 
 def _pattern(config: Mapping[str, Any], key: str, check: Callable[[Any, str], T]) -> list[tuple[str, bool, T]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -62,6 +62,23 @@ class ScoreBody(ScoringBody, forbid_unknown_fields=True, kw_only=True):
     text_1: str | list[str]
     text_2: str | list[str]
     encoding_format: None = None
+
+
+class PoolingBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of a request for the scores of texts, or of the last answer of a conversation, by a reward model."""
+
+    model: str | None = None
+    input: str | list[int | str | list[int]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    encoding_format: Literal["float"] | None = None
+    task: Literal["classify"] | None = None  # vLLM's name of what heads do
+    use_activation: Literal[False] | None = None  # scores are given as they are
+    add_generation_prompt: Literal[False] | None = None
+    priority: Annotated[int, bounds("priority")] | None = None
+    user: str | None = None  # keeps a caller on the same arm of an alias
+    truncate_prompt_tokens: None = None  # what is cut off might be the question
 
 
 class Document(Struct):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.reward_models import RewardModels
 from mlx_tandem.training.cluster.queue import Queue
 from mlx_tandem.training.cluster.wire import Item
 from mlx_tandem.training.live.tasks import Tasks
@@ -21,7 +22,7 @@ class Collector:
 
     def __init__(self, front: Front, queue: Queue):
         """Prepare the workers that score."""
-        self.rewards = RewardPool(front.config.rl_training)
+        self.rewards = RewardPool(front.config.rl_training, RewardModels(front))
         self.later = None  # rewards that come later are for the server that learns
         self._queue = queue
 

@@ -17,7 +17,7 @@ from mlx_tandem.engine.plan import Wait
 from mlx_tandem.training.device.layerwise import Layer, LayerwiseForward
 from mlx_tandem.training.device.logprobs import logprobs, model_logprobs, sampler_logprobs
 from mlx_tandem.training.device.slices import Slices, launched
-from mlx_tandem.training.device.tree import Dropout, Pair, Segment, Tree
+from mlx_tandem.training.device.tree import SCORE_HEAD, Dropout, Pair, Segment, Tree
 
 HEAD_BYTES = 128 << 20
 """Bytes of logits that are made at a time: those of a whole micro-batch would be larger than everything else."""
@@ -82,7 +82,8 @@ class MicroBatch:
         self._head_paths: list[tuple[int, str]] = []  # (adapter, path) of those that change the output head
         for i, weights in enumerate(adapters):
             for path in weights.pairs:
-                places = self._head_paths if path in tree.head else self._paths[tree.layer_of[path]]
+                in_head = path in tree.head or path == SCORE_HEAD
+                places = self._head_paths if in_head else self._paths[tree.layer_of[path]]
                 places.append((i, path))
         self._lowest = next((i for i, paths in enumerate(self._paths) if paths), len(self._layers))
         self._inputs: list[mx.array] = []

@@ -7,6 +7,10 @@ Per token with p = log π_trainer, q = log π_sampler, r = exp(p - q) and weight
     ppo                   -min(r A, clip(r) A)                         Schulman et al. 2017
     cispo                 -stop(clip(r)) A p                           MiniMax-M1 2025
     dro                   -(A p - beta/2 (p - q)²)                     Richemond et al. 2024
+    score                 -A s
+
+s is what the score head of a reward model makes of the hidden state of the token itself. It takes the place of p. Any
+loss of scores is learned by it: A is the negative gradient of that loss by the score.
 
 With ratio "sequence", r is exp(mean over the trained tokens of p - q) (GSPO, Zheng et al. 2025). Tokens that are not
 trained, such as those of tools between two turns, count in no mean and have no gradient.
@@ -71,7 +75,7 @@ def loss(
 def _policy(p: mx.array, batch: TokenBatch, config: LossConfig) -> mx.array:
     """Return the loss of each token without its share, the divergence and the reference."""
     a = batch.weights
-    if config.kind == "cross_entropy":
+    if config.kind in ("cross_entropy", "score"):
         return -a * p
     distance = p - (batch.anchor if config.decoupled else batch.logprobs)
     if config.ratio == "sequence":

@@ -22,7 +22,7 @@ from mlx_tandem.model import backend
 from mlx_tandem.training.device.adamw import Moments, ends, flat, parts, update
 from mlx_tandem.training.device.copies import Copy
 from mlx_tandem.training.device.slices import device_errors, joined, launched
-from mlx_tandem.training.device.tree import Dropout, Pair
+from mlx_tandem.training.device.tree import SCORE_HEAD, Dropout, Pair
 
 HostPairs = dict[str, tuple[Array, Array]]
 _T = TypeVar("_T")
@@ -77,19 +77,27 @@ class TrainedAdapter:
         self._masks = 0  # that `dropout` has given since the last step
 
     @classmethod
-    def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> TrainedAdapter:
-        """Return one with A uniform in ±1/sqrt(inputs) and B zero: the model is the base until the first step."""
-        return cls(spec, linears, _fresh(spec, linears))
+    def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], hidden_size: int) -> TrainedAdapter:
+        """Return one with A uniform in ±1/sqrt(inputs) and B zero: the model is the base until the first step.
+
+        A score head is zero, and so is every score until then.
+        """
+        return cls(spec, linears, _fresh(spec, linears, hidden_size))
 
     @classmethod
     def from_adapter(
-        cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], weights: AdapterWeights
+        cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], weights: AdapterWeights, hidden_size: int
     ) -> TrainedAdapter:
         """Return one that begins as a loaded adapter, whose scale is taken out of B again.
 
-        Modules that the loaded one lacks get fresh pairs. Raises ModelError for one that does not fit `spec`.
+        Modules that the loaded one lacks get fresh pairs, and so does a score head. Raises ModelError for one that does
+        not fit `spec`.
         """
-        pairs = _fresh(spec, linears)
+        pairs = _fresh(spec, linears, hidden_size)
+        if weights.score_head is not None:
+            if not spec.scores:
+                raise ModelError("the adapter is a reward model, which cannot learn to generate", param="init_from")
+            pairs[SCORE_HEAD] = _head_pair(weights.score_head)
         for path, (a, b) in weights.tensors.items():
             if path not in linears:
                 raise ModelError(f"the adapter changes {path[:200]}, which this trainer does not", param="targets")
@@ -108,6 +116,10 @@ class TrainedAdapter:
         """Return what `snapshot` wrote into `folder`; `saved` is its adapter, not scaled. Raises ModelError."""
         chosen = {path: linears[path] for path in linears if path in saved.tensors}
         pairs = {path: (mx.array(saved.tensors[path][0]), mx.array(saved.tensors[path][1])) for path in chosen}
+        if spec.scores:
+            if saved.score_head is None:
+                raise ModelError(f"{folder.name} has no score head, which its trainer has", param="resume")
+            pairs[SCORE_HEAD] = _head_pair(saved.score_head)
         trainer = cls(spec, chosen, pairs)
         trainer._restore(folder)
         return trainer
@@ -131,7 +143,7 @@ class TrainedAdapter:
     def info(self) -> TrainerInfo:
         """The description of this trainer that the engine sends to the front."""
         size = sum(a.size + b.size for a, b in self.pairs.values())
-        targets = tuple(sorted({path.rpartition(".")[2] for path in self.pairs}))
+        targets = tuple(sorted({path.rpartition(".")[2] for path in self.pairs if path != SCORE_HEAD}))
         return TrainerInfo(self.spec.name, self.spec.rank, self.spec.alpha, targets, size, self.step_count)
 
     # --- learning ------------------------------------------------------------------------------------------------
@@ -238,7 +250,7 @@ class TrainedAdapter:
     # --- in and out ----------------------------------------------------------------------------------------------
 
     def served(self, dtype: mx.Dtype) -> dict[str, Pair]:
-        """Return the present weights as a slot has them: B scaled, rounded to `dtype`.
+        """Return the present weights as a slot has them: B scaled, rounded to `dtype`; a score head as it is.
 
         They are made at their first use and once, so that passes multiply by exactly what is published.
         """
@@ -252,6 +264,8 @@ class TrainedAdapter:
             a = parts(whole[:border].astype(dtype), like[:n])
             b = parts((whole[border:] * self.scale).astype(dtype), like[n:])
             made.update(_by_path(chunk, a + b))
+        if SCORE_HEAD in made:
+            made[SCORE_HEAD] = self.pairs[SCORE_HEAD]
         self._now.served[dtype] = made
         return made
 
@@ -324,7 +338,7 @@ class _Copies:
         return found
 
 
-def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> dict[str, Pair]:
+def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape], hidden_size: int) -> dict[str, Pair]:
     """Return pairs of an adapter that changes nothing yet; A depends on the seed only."""
     key = mx.random.key(spec.seed)
     pairs: dict[str, Pair] = {}
@@ -334,11 +348,18 @@ def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> dict[str, P
         bound = shape.inputs**-0.5
         a = mx.random.uniform(-bound, bound, (*lead, shape.inputs, spec.rank), key=own)
         pairs[path] = (a, mx.zeros((*lead, spec.rank, shape.outputs)))
+    if spec.scores:
+        pairs[SCORE_HEAD] = _head_pair(np.zeros(hidden_size, np.float32))
     return pairs
 
 
 def _floats(sums: mx.array) -> list[float]:
     return [float(x) for x in np.array(sums)]
+
+
+def _head_pair(head: Array) -> Pair:
+    """Return the pair of a score head [hidden]."""
+    return mx.array(head.reshape(-1, 1)), mx.zeros((1, 0))
 
 
 def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
@@ -376,7 +397,11 @@ def _name(path: str, side: str, kind: str) -> str:
 
 def _peft(chunks: Sequence[HostPairs], spec: TrainerSpec) -> tuple[dict[str, Any], dict[str, Array]]:
     modules = {path: pair for pairs in chunks for path, pair in pairs.items()}
-    return convert.to_peft(modules, spec.rank, spec.alpha, rslora=spec.options.rslora, dropout=spec.options.dropout)
+    head = modules.pop(SCORE_HEAD, None)
+    return convert.to_peft(
+        modules, spec.rank, spec.alpha, rslora=spec.options.rslora, dropout=spec.options.dropout,
+        score_head=None if head is None else head[0],
+    )  # fmt: skip
 
 
 def _write(folder: Path, chunks: Sequence[Sequence[HostPairs]], about: About, optimizer: bool) -> None:

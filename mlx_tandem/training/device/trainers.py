@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from mlx_tandem.training.device.cutting import PLAIN, Cutter, Cutting, evenly, i
 from mlx_tandem.training.device.layerwise import LayerwiseForward
 from mlx_tandem.training.device.pages import PageInputs
 from mlx_tandem.training.device.rows import Rows
+from mlx_tandem.training.device.scores import ScoredMicroBatch
 from mlx_tandem.training.device.slices import Slices, device_errors, dispatch, finish, launched
 from mlx_tandem.training.device.trained_adapter import TRAINER, About, TrainedAdapter
 from mlx_tandem.training.device.tree import Dropout, Pair, Tree
@@ -116,23 +117,44 @@ class MLXTrainers:
         if self._problem:
             raise InvalidRequest(self._problem, param="model")
         linears = self._chosen(spec)
-        if weights is not None and not spec.targets and not spec.parts:
+        if spec.scores:
+            self._check_scores(linears)
+        if weights is not None and not spec.targets and not spec.parts and not spec.scores:
             linears |= {path: shape for path, shape in self._tree.head.items() if path in weights.tensors}
         with device_errors():
             if folder:
                 trainer = self._restored(spec, self._tree.linears | self._tree.head, Path(folder))
             else:
                 trainer = (
-                    TrainedAdapter.from_adapter(spec, linears, weights)
+                    TrainedAdapter.from_adapter(spec, linears, weights, self._hidden_size)
                     if weights
-                    else TrainedAdapter.fresh(spec, linears)
+                    else TrainedAdapter.fresh(spec, linears, self._hidden_size)
                 )
         self._trainers[spec.name] = trainer
         return trainer.info
 
+    @property
+    def _hidden_size(self) -> int:
+        """Numbers of the hidden states that the output head reads; 0 for a family without a known one."""
+        return next((shape.inputs for shape in self._tree.head.values()), 0)
+
+    def _check_scores(self, linears: Mapping[str, LinearShape]) -> None:
+        """Raise InvalidRequest unless a reward model may adapt these linears."""
+        if not self._tree.head:
+            raise InvalidRequest(
+                "this model's family has no known output head, so it has no reward models", param="scores"
+            )
+        if linears.keys() & self._tree.head.keys():
+            raise InvalidRequest("a reward model does not use the output head, so it cannot adapt it", param="targets")
+
     def _restored(self, spec: TrainerSpec, linears: dict[str, LinearShape], folder: Path) -> TrainedAdapter:
         saved = formats.read(
-            folder, linears, max_rank=limits.MAX_LORA_RANK, base_layers=len(self._tree.layers), scaled=False
+            folder,
+            linears,
+            max_rank=limits.MAX_LORA_RANK,
+            base_layers=len(self._tree.layers),
+            scaled=False,
+            hidden_size=self._hidden_size,
         )
         if saved.info.invocation:
             raise InvalidRequest(
@@ -273,8 +295,10 @@ class MLXTrainers:
         from a slice.
         """
         batches = tuple(batches)
+        if len({batch.loss.kind == "score" for batch in batches}) > 1:
+            raise InvalidRequest("the loss score needs a pass of its own", param="batches")
         for b, batch in enumerate(batches):
-            self._get(batch.trainer)
+            _check_loss(batch.loss, self._get(batch.trainer).spec, f"batches[{b}].loss")
             for d, datum in enumerate(batch.data):
                 self._check(datum, batch, f"batches[{b}].data[{d}]")
         if len({batch.trainer for batch in batches}) != len(batches):
@@ -296,7 +320,7 @@ class MLXTrainers:
         count = len(datum.predicted)
         if count % (n - p):
             raise InvalidRequest(f"{where}.targets has {count} entries for {n - p} positions", param=where)
-        needs = batch.loss.kind != "cross_entropy"
+        needs = batch.loss.kind not in ("cross_entropy", "score")
         for name in ("weights", "logprobs", "anchor", "reference"):
             values = getattr(datum, name)
             if values is None:
@@ -349,7 +373,9 @@ class MLXTrainers:
         # With dropout equal tokens are not computed alike.
         # A page reads the keys of the pages before it, and has no state to go on from.
         shares = self._cutting.mask_axes and not self._has_states
-        alike = shares and not any(self._get(b.trainer).spec.options.dropout for b in batches)
+        # Scores are read at the tokens themselves, and places in pages are those before them.
+        kinds = [self._get(b.trainer).spec for b in batches]
+        alike = shares and not any(spec.options.dropout or spec.scores for spec in kinds)
         if alike and (width := pages.width_for(items)):
             for part in evenly(lambda most: pages.filled_up(items, width, most, mixed), tokens):
                 yield rows.of_pages(part, pages.chained(part, width))
@@ -401,12 +427,14 @@ class MLXTrainers:
         target, temperature, truncation, *rest = received[len(given.numbers) :]
         warm = any(item.datum.temperature != 1.0 for item in items)
         cut = any(item.datum.truncation != WHOLE for item in items)
-        where = Positions(at, target, temperature if warm else None, truncation if cut else None)
+        scores = batches[own[0].batch].loss.kind == "score"
+        where = Positions(at + int(scores), target, temperature if warm else None, truncation if cut else None)
         caches = None
         if tables:
             pages = PageInputs(tables, self._cutting.mask_axes).caches(self._windows)
             caches = arranged(self._tree.model, pages, ())
-        micro = MicroBatch(self._tree, self._layerwise, tokens, where, adapters, self._cutting.forward_layers, caches)
+        kind = ScoredMicroBatch if scores else MicroBatch
+        micro = kind(self._tree, self._layerwise, tokens, where, adapters, self._cutting.forward_layers, caches)
         with_base = any(
             batches[part.batch].loss.kl_coef and not all(item.datum.reference for item in part.items) for part in own
         )
@@ -462,6 +490,14 @@ def _check_spec(spec: TrainerSpec) -> None:
         raise InvalidRequest(f"alpha must be over 0 and at most {limits.MAX_LORA_ALPHA:g}", param="alpha")
     limits.check("plus_ratio", spec.options.plus_ratio)
     limits.check("dropout", spec.options.dropout)
+
+
+def _check_loss(loss: LossConfig, spec: TrainerSpec, where: str) -> None:
+    """Raise InvalidRequest for a loss that a trainer does not have; `where` names it."""
+    if spec.scores != (loss.kind == "score"):
+        raise InvalidRequest("a reward model learns by the loss score, and other trainers by the others", param=where)
+    if spec.scores and loss.kl_coef:
+        raise InvalidRequest("scores have no divergence, so kl_coef must be 0", param=f"{where}.kl_coef")
 
 
 def _saved_spec(folder: Path, asked: TrainerSpec) -> TrainerSpec:

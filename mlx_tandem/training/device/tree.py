@@ -22,6 +22,9 @@ from mlx_tandem.model.targets import Target, adapt, find_head, find_targets
 
 Pair = tuple[mx.array, mx.array]
 
+SCORE_HEAD = "score"
+"""The path of the score head among the pairs of a reward model: A is the head [hidden, 1], and B [1, 0] is empty."""
+
 
 class Dropout(NamedTuple):
     """The inputs of A that one micro-batch leaves out. The others are scaled up, so that the mean stays the same."""
@@ -66,6 +69,7 @@ class Tree:
         self.has_experts = False
         self._bound: Mapping[str, Sequence[Segment]] = {}
         self._rows = 1
+        self._heard: list[mx.array] | None = None  # inputs of the output head, while they are wanted
         inside = {id(m): i for i, layer in enumerate(self.layers) for m in layer.modules()}
         self.linears: dict[str, LinearShape] = {}
         self.head: dict[str, LinearShape] = {}  # the output head by its path, if an adapter may change it
@@ -94,8 +98,20 @@ class Tree:
         finally:
             self._bound = {}
 
+    def hidden(self, leave: Callable[[], mx.array]) -> mx.array:
+        """Return the input of the output head in the forward that `leave` runs, whose logits are not computed."""
+        heard = self._heard = []
+        try:
+            leave()
+        finally:
+            self._heard = None
+        (x,) = heard
+        return x
+
     def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
         """Return what a linear makes of `x`, with the adapters of its rows added."""
+        if target.is_head and self._heard is not None:
+            self._heard.append(x)
         y = plain(x)
         segments = self._bound.get(target.path)
         if not segments:

@@ -24,6 +24,7 @@ from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.prompted import CLIENT, Prompted
+from mlx_tandem.generation.reward_models import RewardModels
 from mlx_tandem.log import log
 from mlx_tandem.training.atropos.client import Client
 from mlx_tandem.training.atropos.feed import Feed
@@ -326,7 +327,7 @@ class Learning(Serving, Tasks):
         config = own.config
         self.clock = clock
         self.reporting = Reporting(config, front.tokenizer.decode, partial(said, front.tokenizer))
-        self.learner = OnlineLearner(config, front.client, self, clock=clock, shared=shared)
+        self.learner = OnlineLearner(config, front.client, self, clock=clock, shared=shared, models=RewardModels(front))
         self.jobs = Jobs(clock)
         training, trains = config.rl_training, config.engine.duty.mode != "inference_only"
         self.hub = Hub() if training.atropos_api and trains else None

@@ -252,7 +252,14 @@ class Recorder:
 
         collect = self._collect
         samples = [
-            Sample(collect.prompts[i // self._n], self._written(a), collect.metadata, len(a.tokens), a.reason)
+            Sample(
+                collect.prompts[i // self._n],
+                self._written(a),
+                collect.metadata,
+                len(a.tokens),
+                a.reason,
+                (*self._prompts[i // self._n], *a.tokens),
+            )
             for i, a in enumerate(said)
         ]
         scores = await self._learning.learner.rewards.score([collect.scoring] * len(samples), samples)

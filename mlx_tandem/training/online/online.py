@@ -29,7 +29,7 @@ from mlx_tandem.training.online.lessons import Lesson
 from mlx_tandem.training.online.loop import Loop
 from mlx_tandem.training.online.prompts import Prompt
 from mlx_tandem.training.online.serving import Sampled, Serving, TrainingStatus, UpdateReport
-from mlx_tandem.training.rewards import RewardPool, Scoring
+from mlx_tandem.training.rewards import RewardModels, RewardPool, Scoring
 from mlx_tandem.training.store.checkpoints import LATEST
 from mlx_tandem.training.store.database import Statement
 from mlx_tandem.training.store.shared import SharedDatabase
@@ -61,9 +61,13 @@ class OnlineLearner:
         *,
         clock: Callable[[], float] = time.time,
         shared: SharedDatabase | None = None,
+        models: RewardModels | None = None,
     ) -> None:
-        """Begin without a trainer. `shared` is the database; None: one that lies beside the checkpoints."""
-        self.rewards = RewardPool(config.rl_training)
+        """Begin without a trainer. `shared` is the database; None: one that lies beside the checkpoints.
+
+        `models` are the reward models that scoring functions may name; None: there are none.
+        """
+        self.rewards = RewardPool(config.rl_training, models)
         self._config, self._training = config, config.rl_training
         self._client, self._serving, self._clock = client, serving, clock
         self._learner = Learner(config, client, serving, self.rewards, clock, shared)

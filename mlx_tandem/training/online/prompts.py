@@ -117,7 +117,7 @@ async def score(
     """Return the reward of each completion; None where there is none."""
     scoring = [p.scoring for p, own in zip(prompts, sampled, strict=True) for _ in own]
     samples = [
-        Sample(p.text, s.text, p.scoring.metadata, len(s.tokens), s.finish_reason)
+        Sample(p.text, s.text, p.scoring.metadata, len(s.tokens), s.finish_reason, (*p.tokens, *s.tokens))
         for p, own in zip(prompts, sampled, strict=True)
         for s in own
     ]

@@ -9,9 +9,11 @@ from msgspec import Struct
 
 from mlx_tandem.config import RewardSpec
 from mlx_tandem.isolation.frames import Busy
+from mlx_tandem.training.rewards.models import REWARD_MODEL
 
-Kind = Literal["timeout", "memory", "died", "raised", "invalid", "too_large"]
-"""Why there is no score. `invalid`: the function returned something else than a number in limits.py's range."""
+Kind = Literal["timeout", "memory", "died", "raised", "invalid", "too_large", "model"]
+"""Why there is no score. `invalid`: the function returned something else than a number in limits.py's range. `model`:
+the reward model could not be asked."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -23,6 +25,7 @@ class Sample(Struct, frozen=True):
     metadata: dict[str, Any] = {}
     tokens: int = 0  # of the completion
     finish_reason: str = ""  # why it ended, such as "stop" or "length"; empty: nobody knows
+    sequence: tuple[int, ...] = ()  # token ids of prompt and completion, for reward models; functions see none
 
 
 class Scoring(Struct, frozen=True):
@@ -31,6 +34,16 @@ class Scoring(Struct, frozen=True):
     function: str  # the name that was asked for; of an unnamed composite its parts' names, joined by +
     parts: tuple[RewardSpec, ...]
     metadata: dict[str, Any] = {}
+
+    @property
+    def computed(self) -> tuple[RewardSpec, ...]:
+        """The parts that functions compute in worker processes."""
+        return tuple(part for part in self.parts if part.function != REWARD_MODEL)
+
+    @property
+    def judged(self) -> tuple[RewardSpec, ...]:
+        """The parts that are scores of reward models."""
+        return tuple(part for part in self.parts if part.function == REWARD_MODEL)
 
 
 class Item(Struct, frozen=True, array_like=True):

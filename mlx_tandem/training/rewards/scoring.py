@@ -13,9 +13,13 @@ from mlx_tandem.explain import explain
 from mlx_tandem.limits import MAX_REWARD_BYTES, MAX_REWARD_PARTS, check, check_name
 from mlx_tandem.training.rewards.builtin import BUILTINS
 from mlx_tandem.training.rewards.messages import Scoring
+from mlx_tandem.training.rewards.models import REWARD_MODEL, ModelOptions, RewardModels
 from mlx_tandem.training.rewards.own import own_names
 
 PARAM = "scoring_function"
+
+OPTIONS = {name: builtin.options for name, builtin in BUILTINS.items()} | {REWARD_MODEL: ModelOptions}
+"""The options of each function that is built in."""
 
 LATER = "later"
 """The name that says that the reward is not computed here: somebody sends it."""
@@ -24,13 +28,15 @@ LATER = "later"
 class Catalogue:
     """The names that may be asked for: built in, installed, and the configuration's composites."""
 
-    def __init__(self, composites: Mapping[str, Sequence[RewardSpec]]):
+    def __init__(self, composites: Mapping[str, Sequence[RewardSpec]], models: RewardModels | None = None):
+        """Take the configuration's composites and the server's reward models. Without `models` none can be asked."""
+        self._models = models
         own = own_names()
-        if taken := sorted(BUILTINS.keys() & set(own)):
+        if taken := sorted(OPTIONS.keys() & set(own)):
             raise InvalidRequest(f"an installed package gives the reward function '{taken[0]}', which is built in")
         if LATER in own or LATER in composites:
             raise InvalidRequest(f"no reward function can be named '{LATER}': that says that the reward comes later")
-        self._functions = BUILTINS.keys() | set(own)
+        self._functions = OPTIONS.keys() | set(own)
         self._composites: dict[str, tuple[RewardSpec, ...]] = {}
         for name, parts in composites.items():
             where = f"rl_training.rewards.{name}"
@@ -54,11 +60,19 @@ class Catalogue:
             return Scoring(LATER, (), dict(metadata))
         parts = self._parts(scoring)
         for part in parts:
-            if builtin := BUILTINS.get(part.function):
+            if part.function == REWARD_MODEL:
+                self._check_model(msgspec.convert(part.options, ModelOptions).model)
+            elif builtin := BUILTINS.get(part.function):
                 builtin.needs(msgspec.convert(part.options, builtin.options), metadata)
         _check_size(metadata)
         name = scoring if isinstance(scoring, str) else "+".join(p.function for p in parts)
         return Scoring(name, parts, dict(metadata))
+
+    def _check_model(self, name: str) -> None:
+        """Raise InvalidRequest for a reward model that cannot be asked."""
+        if self._models is None:
+            raise InvalidRequest(f"{PARAM}: this server has no reward models", param=PARAM)
+        self._models.check(name)
 
     def _parts(self, scoring: object) -> tuple[RewardSpec, ...]:
         if isinstance(scoring, str):
@@ -87,11 +101,11 @@ class Catalogue:
             if part.function not in self._functions:
                 raise _unknown(where, part.function, sorted(self._functions))
             check("reward_weight", part.weight, where)
-            if builtin := BUILTINS.get(part.function):
+            if kind := OPTIONS.get(part.function):
                 try:
-                    msgspec.convert(part.options, builtin.options)
+                    msgspec.convert(part.options, kind)
                 except msgspec.ValidationError as e:
-                    wrong = explain(e, builtin.options, "options")
+                    wrong = explain(e, kind, "options")
                     raise InvalidRequest(f"{where}: '{part.function}': {wrong.message}", param=where) from None
             else:
                 _check_size(part.options, where)

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from mlx_tandem import limits
 from mlx_tandem.adapters import formats
+from mlx_tandem.adapters.convert import convert, inspect
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape, files, loading
 from mlx_tandem.errors import InvalidRequest, ModelError, TooLarge
 
@@ -25,6 +26,7 @@ LINEARS = {
 }
 Q, DOWN, UP = (list(LINEARS)[i] for i in (1, 4, 7))  # of layer 1
 PEFT = "base_model.model."
+HEAD = f"{PEFT}score.weight"
 
 
 def random(*shape: int) -> np.ndarray[Any, Any]:
@@ -103,6 +105,47 @@ def test_rslora(tmp_path: Path) -> None:
     tensors = peft_tensors()
     a, b = (tensors[f"{PEFT}{Q}.lora_{x}.weight"] for x in "AB")
     np.testing.assert_allclose(delta(read(peft(tmp_path, tensors, use_rslora=True)), Q), 4 * (b @ a).T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("saved", [["score"], ["classifier", "score"], None])
+def test_a_score_head(tmp_path: Path, saved: list[str] | None) -> None:
+    """As PEFT writes it for sequence classification with one label; also without the list of its modules."""
+    head = random(1, 12)
+    got = read(
+        peft(tmp_path / "a", peft_tensors() | {HEAD: head}, task_type="SEQ_CLS", modules_to_save=saved), hidden_size=12
+    )
+    assert got.score_head is not None and got.score_head.tolist() == head[0].tolist()
+    assert np.frombuffer(got.info.score_head, np.float32).tolist() == head[0].tolist()
+    assert got.tensors.keys() == {Q}
+    other = read(peft(tmp_path / "b", peft_tensors() | {HEAD: 2 * head}, task_type="SEQ_CLS"))
+    assert other.info.digest != got.info.digest
+    assert inspect(tmp_path / "a").score_head and not inspect(peft(tmp_path / "c")).score_head
+    with pytest.raises(ModelError, match="score head"):
+        convert(tmp_path / "a", tmp_path / "d", "mlx-lm")
+
+
+@pytest.mark.parametrize(
+    ("head", "hidden_size", "says"),
+    [
+        (random(2, 12), 12, "has shape [2, 12]"),
+        (random(12), 12, "has shape [12]"),
+        (random(1, 12), 16, "has 12 numbers; the served model's hidden states have 16"),
+        (random(1, 12), 0, "no known output head"),
+        (np.full((1, 12), np.inf, np.float32), 12, "infinity"),
+        (np.full((1, 12), np.nan, np.float32), 12, "NaN"),
+    ],
+)
+def test_a_score_head_that_is_wrong_is_refused_by_its_name(
+    tmp_path: Path, head: Any, hidden_size: int, says: str
+) -> None:
+    with pytest.raises(ModelError) as e:
+        read(peft(tmp_path, peft_tensors() | {HEAD: head}, task_type="SEQ_CLS"), hidden_size=hidden_size)
+    assert e.value.param == HEAD and says in e.value.message
+
+
+def test_a_score_head_of_an_adapter_that_generates_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=HEAD):
+        read(peft(tmp_path, peft_tensors() | {HEAD: random(1, 12)}))
 
 
 @pytest.mark.parametrize("key", ["down_proj", "mlp.down_proj", DOWN, f"^{DOWN}", r"layers\.1\.mlp\.down_proj$"])
@@ -223,6 +266,10 @@ PEFT_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": None}, "peft_type"),
     ({"use_dora": True}, "use_dora"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"modules_to_save": ["score"]}, "modules_to_save names a score head, but task_type is not 'SEQ_CLS'"),
+    ({"modules_to_save": "score", "task_type": "SEQ_CLS"}, "modules_to_save"),
+    ({"modules_to_save": [["score"]], "task_type": "SEQ_CLS"}, "modules_to_save"),
+    ({"task_type": "SEQ_CLS"}, "base_model.model.score.weight is missing"),
     ({"bias": "lora_only"}, "bias"),
     ({"bias": None}, "bias"),
     ({"lora_bias": True}, "lora_bias"),

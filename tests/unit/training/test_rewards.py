@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from decimal import Decimal
 from fractions import Fraction
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_tandem.config import RewardSpec, RLTrainingConfig
-from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.errors import EngineUnavailable, InvalidRequest
 from mlx_tandem.training.rewards import RewardPool, Sample, own
 from mlx_tandem.training.rewards.answers import answer
 from mlx_tandem.training.rewards.builtin import BUILTINS
@@ -283,7 +284,7 @@ def test_wrong_composites_are_refused_at_start(rewards: dict[str, tuple[RewardSp
 
 def test_names() -> None:
     pool = RewardPool(RLTrainingConfig(rewards={"mix": (RewardSpec("gsm8k"),)}))
-    assert pool.names == ["contains", "exact_match", "gsm8k", "json_schema", "length", "mix", "regex"]
+    assert pool.names == ["contains", "exact_match", "gsm8k", "json_schema", "length", "mix", "regex", "reward_model"]
     assert pool.check("mix", {"answer": "5"}).function == "mix"
     with pytest.raises(InvalidRequest) as caught:
         pool.check("mix", {})
@@ -340,6 +341,69 @@ def test_batches_hold_every_item_once(items: list[bytes | Failed], most: int) ->
 def test_batches_are_bounded_in_bytes() -> None:
     big = b"x" * (BATCH_BYTES // 2)
     assert [len(b) for b in _batches([big, big, b"y", big], 32)] == [2, 2]
+
+
+# -- reward models --------------------------------------------------------------------------------------------------
+
+
+class Models:
+    """Reward models: "sum" scores by the sum of the tokens, "odd" gives what is no reward, "gone" cannot be asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def check(self, name: str) -> None:
+        if name not in ("sum", "odd", "gone"):
+            raise InvalidRequest("not loaded", param="scoring_function")
+
+    async def scores(self, name: str, sequences: Any) -> list[float]:
+        self.asked.append((name, [*sequences]))
+        if name == "gone":
+            raise EngineUnavailable("it ends")
+        return [float(sum(s)) if name == "sum" else (math.nan, 2e6, 1.0)[i % 3] for i, s in enumerate(sequences)]
+
+
+def by_models(*scoring: Any, samples: list[Sample]) -> tuple[list[float | None], RewardPool, Models]:
+    """Score each sample by the scoring at its place."""
+    models = Models()
+
+    async def run() -> tuple[list[float | None], RewardPool, Models]:
+        pool = RewardPool(RLTrainingConfig(), models)
+        try:
+            return await pool.score([pool.check(s, {}) for s in scoring], samples), pool, models
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+def model(name: str, weight: float = 1.0) -> dict[str, Any]:
+    return {"function": "reward_model", "weight": weight, "options": {"model": name}}
+
+
+def test_reward_models_are_parts_of_sums_and_asked_once_for_all_samples() -> None:
+    length = {"function": "length", "weight": 10.0, "options": {"max": 5}}
+    samples = [Sample("", "", tokens=5, sequence=(i, 2)) for i in range(3)]
+    found, _, models = by_models(
+        [model("sum", 0.5)], [model("sum"), length], [model("sum"), model("sum", 2.0)], samples=samples
+    )
+    assert found == [1.0, 13.0, 12.0]
+    assert models.asked == [("sum", [(0, 2), (1, 2), (2, 2), (2, 2)])]
+
+
+def test_a_reward_model_without_a_score_is_counted_by_its_reason() -> None:
+    samples = [Sample("", "", sequence=(1,))] * 4
+    found, pool, _ = by_models(*[[model("odd")]] * 3, [model("gone")], samples=samples)
+    assert found == [None, None, 1.0, None]
+    assert (pool.failures["invalid"], pool.failures["model"]) == (2, 1)
+
+
+@pytest.mark.parametrize("scoring", ["reward_model", [model("nobody")], [{"function": "reward_model", "options": {}}]])
+def test_a_reward_model_that_is_not_there_is_refused(scoring: Any) -> None:
+    for pool in (RewardPool(RLTrainingConfig(), Models()), POOL):
+        with pytest.raises(InvalidRequest) as e:
+            pool.check(scoring, {})
+        assert e.value.param == "scoring_function"
 
 
 # -- attacks --------------------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def write(folder: Path, *lines: Any) -> Path:
 
 def test_a_file_of_all_forms(tmp_path):
     path = write(tmp_path, chat("a", "b"), "", {"prompt": "c", "completion": "d", "id": 7}, {"text": "e f"})
-    lines = read(path)
+    lines = read(path, parse)
     asked = [TOKENIZER.decode(d.tokens, show_special=True) for d in encode(lines, CODEC, max_length=99).data]
     assert asked[1] == "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>"
     raw = encode(lines, CODEC, max_length=99, raw=True).data
@@ -262,25 +262,27 @@ def test_a_file_of_all_forms(tmp_path):
 def test_a_bad_line_is_named(tmp_path, line):
     path = write(tmp_path, {"text": "good one"}, "", line)
     with pytest.raises(InvalidRequest, match=r"data\.jsonl, line 3: "):
-        encode(read(path), CODEC, max_length=99)
+        encode(read(path, parse), CODEC, max_length=99)
 
 
 def test_a_line_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"text": "good"}\n{"text": "\xff"}\n')
     with pytest.raises(InvalidRequest, match="line 2: not valid JSON"):
-        read(path)
+        read(path, parse)
 
 
 def test_files_that_hold_nothing(tmp_path):
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        read(tmp_path / "none.jsonl")
+        read(tmp_path / "none.jsonl", parse)
     with pytest.raises(InvalidRequest, match="holds no example"):
-        read(write(tmp_path, "", " "))
+        read(write(tmp_path, "", " "), parse)
 
 
 def test_long_examples_are_cut_and_counted(tmp_path):
-    lines = read(write(tmp_path, {"text": "1 2 3"}, {"text": "1 2 3 4 5 6 7 8 9"}, chat("1 2 3 4 5 6 7 8 9", "1")))
+    lines = read(
+        write(tmp_path, {"text": "1 2 3"}, {"text": "1 2 3 4 5 6 7 8 9"}, chat("1 2 3 4 5 6 7 8 9", "1")), parse
+    )
     found = encode(lines, CODEC, max_length=8)
     assert (len(found.data), found.shortened, found.left_out) == (2, 1, 1)
     assert max(len(d.tokens) for d in found.data) == 8
