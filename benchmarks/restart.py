@@ -2,28 +2,36 @@
 
     python benchmarks/restart.py --json-out benchmarks/results/restart.json
 
-The server is that of `tandem demo learn` without checkpoints on the way. Its client teaches it until update number
-`--update` is under way; then all of its processes are killed. `last_version_s` is the time from the start of the next
-process until the last version that was acknowledged has answered a request and nothing is left to be computed again;
-`ready_s` is that of `/health` alone, which a server without anything to come back to needs as well.
+The server is that of `tandem demo learn` without checkpoints on the way. Its client teaches it until each of the update
+numbers of `--updates` is under way; then all of its processes are killed, and its folder is copied. After that servers
+start on copies of these folders and of an empty one, in turn, so that what else the machine does slows all down alike.
+
+`last_version_s` is the time from the start of a process until the last version that was acknowledged has answered a
+request and nothing is left to be computed again; `ready_s` is that of `/health` alone. `cpu_s` and `ready_cpu_s` are
+the processor time of all of the server's processes in these times (on Linux), and `load` is the machine's load.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from beside_trl import family
 
 from mlx_tandem import demo
 from mlx_tandem.cli.bench import machine
@@ -68,19 +76,30 @@ class Life:
         found: dict[str, Any] = (await once(self.url, "GET", "/v1/training/status"))[1]
         return found
 
+    def cpu_seconds(self) -> float | None:
+        """Return the processor time of all processes of the server; None where the system does not say."""
+        ticks = 0
+        for pid in family(self._process.pid):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += sum(map(int, fields[11:15]))  # its own, and that of children that have ended
+        return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
+
     def kill(self) -> None:
         """Kill all processes of the server."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        for pid in family(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
 
-async def taught(life: Life, update: int, seed: int) -> dict[str, Any]:
-    """Teach a server until this update is under way; return the status of the moment.
+async def taught(life: Life, update: int, seed: int) -> int:
+    """Teach a server until this update is under way; return the last version that was acknowledged.
 
     The rewards change places, so that the answers of a group differ in them for as long as it takes.
     """
     await life.ready()
-    learner = Learner(life.url, seed=seed, rewards="shuffled")
+    learner = Learner(life.url, seed=seed + update, rewards="shuffled")
     teaching = asyncio.create_task(learner.learn(10 * update))
     while True:
         status = await life.status()
@@ -89,13 +108,15 @@ async def taught(life: Life, update: int, seed: int) -> dict[str, Any]:
         if status["updates"] >= update - 1 and status["busy"]:
             await asyncio.sleep(random.Random(seed).uniform(0.0, 0.05))
             teaching.cancel()
-            return status
+            version: int = status["version"]
+            return version
         await asyncio.sleep(POLL_SECONDS)
 
 
 async def back(life: Life, last: int) -> dict[str, Any]:
     """Return the times at which a server is ready, and serves the version that was acknowledged last."""
-    ready, most = await life.ready(), 0
+    ready, cpu = await life.ready(), life.cpu_seconds()
+    most = 0
     while True:
         status = await life.status()
         most = max(most, status["recovering"])
@@ -106,6 +127,9 @@ async def back(life: Life, last: int) -> dict[str, Any]:
                 return {
                     "ready_s": round(ready, 2),
                     "last_version_s": round(time.perf_counter() - life.began, 2),
+                    "ready_cpu_s": cpu,
+                    "cpu_s": life.cpu_seconds(),
+                    "load": round(os.getloadavg()[0], 1),
                     "updates_computed_again": most,
                     "updates": status["updates"],
                     "version": last,
@@ -114,40 +138,78 @@ async def back(life: Life, last: int) -> dict[str, Any]:
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def measured(update: int, seed: int) -> dict[str, Any]:
-    """Return the figures of one kill."""
-    with tempfile.TemporaryDirectory(prefix="tandem-restart-") as scratch:
-        settings = Path(scratch) / "learn.yaml"
-        tree = {
-            "rl_training": SETTINGS | {"seed": seed},
-            "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints", "interval": 500},
-        }
-        settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        life = Life(settings)
+def settings_for(place: Path, seed: int) -> Path:
+    """Write the settings of a server that has its checkpoints in `place`; return their file."""
+    tree = {
+        "rl_training": SETTINGS | {"seed": seed},
+        "checkpointing": {"checkpoint_dir": str(place / "checkpoints"), "interval": 500},
+    }
+    file = place / "learn.yaml"
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return file
+
+
+def killed(kept: Path, updates: Sequence[int], seed: int) -> dict[int, tuple[Path, int]]:
+    """Teach a server and kill it in the middle of each of these updates, unless an earlier run has done that.
+
+    Return the folder that each kill has left in `kept`, and the version that was acknowledged last, by the update.
+    Update 0 stands for an empty folder, in which version 1 is the first.
+    """
+    place, empty = kept / "taught", kept / "0"
+    for folder in (place, empty):
+        folder.mkdir(parents=True, exist_ok=True)
+    left = {0: (empty, 1)}
+    for update in sorted(updates):
+        folder, acknowledged = kept / str(update), kept / f"{update}.version"
+        if not acknowledged.exists():
+            life = Life(settings_for(place, seed))
+            try:
+                version = asyncio.run(taught(life, update, seed))
+            finally:
+                life.kill()
+            shutil.copytree(place / "checkpoints", folder)
+            acknowledged.write_text(str(version), encoding="utf-8")
+            print(f"killed in update {update}", file=sys.stderr, flush=True)
+        left[update] = folder, int(acknowledged.read_text(encoding="utf-8"))
+    return left
+
+
+def started(folder: Path, version: int, seed: int) -> dict[str, Any]:
+    """Return the figures of a server that starts on a copy of what a kill has left."""
+    with tempfile.TemporaryDirectory(prefix="tandem-restart-") as copy:
+        shutil.copytree(folder, Path(copy) / "checkpoints")
+        life = Life(settings_for(Path(copy), seed))
         try:
-            status = await taught(life, update, seed)
+            return asyncio.run(back(life, version))
         finally:
             life.kill()
-        life = Life(settings)
-        try:
-            return await back(life, status["version"]) | {"killed_in_update": status["updates"] + 1}
-        finally:
-            life.kill()
+
+
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the medians of the times of some runs."""
+    kinds = ("ready_s", "last_version_s", "ready_cpu_s", "cpu_s")
+    return {kind: round(statistics.median(run[kind] for run in runs), 2) for kind in kinds if runs[0][kind] is not None}
 
 
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--updates", type=int, nargs="+", default=[30, 300])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kept", type=Path, help="the folder of what the kills leave, for later runs; else it goes")
     parser.add_argument("--json-out", type=argument)
     args = parser.parse_args()
-    runs = []
-    for seed in range(args.repeats):
-        runs.append(asyncio.run(measured(args.update, seed)))
-        print(json.dumps(runs[-1]), flush=True)
+    runs: dict[int, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="tandem-restart-") as scratch:
+        left = killed(args.kept or Path(scratch), args.updates, args.seed)
+        for _ in range(args.repeats):
+            for update, (folder, version) in left.items():
+                runs.setdefault(update, []).append(started(folder, version, args.seed))
+                print(update, json.dumps(runs[update][-1]), flush=True)
+    found = [{"killed_in_update": update, "medians": medians(own), "runs": own} for update, own in runs.items()]
     if args.json_out:
-        write_json(args.json_out, {"runs": runs} | machine.describe())
+        write_json(args.json_out, {"restarts": found} | machine.describe())
 
 
 if __name__ == "__main__":

@@ -11,42 +11,60 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import mlx.core as mx
 import pytest
 
-from mlx_tandem.model import device
+from mlx_tandem.model import backend, device
+from mlx_tandem.model.vision.embeddings import Embeddings
 
 pytestmark = pytest.mark.skipif(
-    device.OPENBLAS is None or (os.cpu_count() or 1) < 2, reason="the number of BLAS threads never changes here"
+    backend.current().name != "cpu" or device.OPENBLAS is None or (os.cpu_count() or 1) < 2,
+    reason="the number of BLAS threads never changes here",
 )
 
 UPDATES = """
 import ctypes, hashlib, json, sys
 from pathlib import Path
+from threading import Event, Thread
 from mlx_tandem.api import Engine
 from mlx_tandem.engine.learning import Datum
 from mlx_tandem.model import device
 
 threads = ctypes.CDLL(device.OPENBLAS).openblas_get_num_threads
 data = [Datum(tuple(range(300 + i, 340 + i)), 12, (1.0,) * 28) for i in range(4)]
+prompt = list(range(300, 500))
+
+def updated(folder):
+    trainer = engine.trainer("learner", rank=4, seed=3)
+    trainer.forward_backward(data, "cross_entropy")
+    trainer.step(1e-3)
+    trainer.save(folder)
+    trainer.close()
+    return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+def serve():
+    while not done.is_set():
+        engine.generate(prompt[served[0] % 100 :], max_tokens=3, ignore_eos=True)
+        served[0] += 1
+
+done, served = Event(), [0]
 found = []
 with Engine(max_model_len=256, num_blocks=64, max_num_seqs=4) as engine:
-    for prompt, answer in ((list(range(300, 500)), 1), ([300, 301], 4)):
-        engine.generate(prompt, max_tokens=answer, ignore_eos=True)
-        before = threads()
-        trainer = engine.trainer("learner", rank=4, seed=3)
-        trainer.forward_backward(data, "cross_entropy")
-        trainer.step(1e-3)
-        folder = Path(sys.argv[1]) / str(answer)
-        trainer.save(folder)
-        trainer.close()
-        weights = (folder / "adapter_model.safetensors").read_bytes()
-        found.append((before, threads(), hashlib.sha256(weights).hexdigest()))
-print(json.dumps(found))
+    for asked, answer in ((prompt, 1), ([300, 301], 4)):
+        engine.generate(asked, max_tokens=answer, ignore_eos=True)
+        found.append((threads(), updated(Path(sys.argv[1]) / str(answer))))
+    serving = Thread(target=serve)
+    serving.start()
+    found.append((0, updated(Path(sys.argv[1]) / "beside")))
+    done.set()
+    serving.join()
+print(json.dumps([*found, served[0]]))
 """
-"""Prints the number of BLAS threads before and after an update, and the digest of the update's weights: after a prompt,
-and after tokens that were drawn one by one.
+"""Prints the digest of an update's weights after a prompt and after tokens that were drawn one by one, each with the
+number of BLAS threads before the update, then the digest of one beside requests, and how many requests there were.
 """
 
 IN_FLIGHT = """
@@ -81,11 +99,23 @@ def printed(program: str, *args: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_an_updates_bits_do_not_depend_on_the_traffic_before_it(tmp_path: Path) -> None:
-    (prompt, own, after_a_prompt), (decoded, same, after_decoding) = printed(UPDATES, str(tmp_path))
+def test_an_updates_bits_do_not_depend_on_the_traffic(tmp_path: Path) -> None:
+    (prompt, after_a_prompt), (decoded, after_decoding), (_, beside), requests = printed(UPDATES, str(tmp_path))
     assert prompt != decoded, "the traffic has not set two numbers of threads"
-    assert own == same
-    assert after_a_prompt == after_decoding
+    assert requests > 1
+    assert after_a_prompt == after_decoding == beside
+
+
+def test_images_are_encoded_with_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the step before had: the bits of an answer about an image depend on it."""
+    chosen = [1]
+    blas = SimpleNamespace(openblas_get_num_threads=lambda: chosen[-1], openblas_set_num_threads=chosen.append)
+    monkeypatch.setattr(device, "_blas", blas)
+    monkeypatch.setattr(device, "_CORES", 4)
+    monkeypatch.setattr(device, "_every_core_always", False)
+    embeddings: Any = Embeddings(cast(Any, lambda arrays, tokens: mx.zeros((len(arrays), tokens))))
+    embeddings.encode(SimpleNamespace(digest=b"a", arrays=[1], tokens=2))
+    assert chosen == [1, 4]
 
 
 def test_work_in_flight_keeps_its_number_of_threads() -> None:
