@@ -372,14 +372,24 @@ def rate(name: str, result: dict[str, Any]) -> str:
     text = (
         f"**Learning without a setting**, fresh servers with `--enable-rl-training` alone, {_where(result)} "
         f"([data]({_link(name)})). Mean reward of the first and the last five batches of 64 answers, the batch after "
-        f"which that of five was {result['learned']}, the updates until the end, and the lowest and highest rate from "
-        "the fourth update on. `shuffled` learns the first task from rewards that changed places.\n\n"
-    ) + _head("task", "seed", "mean reward", "learned after", "updates", "rates")
+        f"which that of five was {result['learned']}, the updates until the end, the lowest and highest rate from the "
+        "fourth update on, and how far gradients agreed on average. `shuffled` learns the first task from rewards that "
+        "changed places.\n\n"
+    ) + _head("task", "seed", "mean reward", "learned after", "updates", "rates", "agreement")
     for run in result["results"]:
         rates = [update["learning_rate"] for update in run["history"][3:]]
+        agreed = [update["agreement"] for update in run["history"][1:]]
         after = "–" if run["learned_after"] is None else str(run["learned_after"])
         spread = f"{min(rates):.1e} to {max(rates):.1e}"
-        text += _row(run["run"], str(run["seed"]), _rise(run), after, str(run["updates"]), spread)
+        text += _row(
+            run["run"],
+            str(run["seed"]),
+            _rise(run),
+            after,
+            str(run["updates"]),
+            spread,
+            f"{sum(agreed) / len(agreed):.2f}",
+        )
     return text
 
 
