@@ -189,6 +189,12 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     return {"ratios": ratios, "median_ratio": round(statistics.median(ratios.values()), 3) if ratios else None}
 
 
+def measure(task: Task, name: str, seed: int, most: int) -> dict[str, Any]:
+    """Return the figures of one run on a fresh server."""
+    training = TRAINING | {"seed": seed, "curriculum": name}
+    return run(training, ROOM, lambda url: Client(url, task, seed).learned(most))
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="rollouts with a curriculum and without")
@@ -205,9 +211,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for seed in map(int, args.seeds.split(",")):
         for name in args.runs.split(","):
-            training = TRAINING | {"seed": seed, "curriculum": name}
-            client = run(training, ROOM, lambda url, seed=seed: Client(url, task, seed).learned(args.rollouts))  # type: ignore[misc]
-            found.append({"run": name, "seed": seed} | client)
+            found.append({"run": name, "seed": seed} | measure(task, name, seed, args.rollouts))
             results.add(results=found)
             print(found[-1], file=sys.stderr, flush=True)
     results.finish(results=found, **summary(found))

@@ -212,7 +212,7 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     open_trajectory_s: float = 86_400.0  # seconds after the last answer in which the reward has to come
     group_size: int = 0  # over 1: each recorded prompt is sampled again so many times, in training's share
     curriculum: Literal["variance", "uniform"] = (
-        "variance"  # which recorded prompt is next: by how much the rewards of its answers differ, or each in its turn
+        "variance"  # the weight by which recorded prompts are chosen: the variance of their rewards; uniform: 1 for all
     )
 
     algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importance_sampling", "dro"] = "grpo"

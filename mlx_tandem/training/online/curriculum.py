@@ -1,10 +1,9 @@
 """The curriculum: which of the recorded prompts the loop answers next, by how much their answers differ.
 
-A prompt whose answers are all worth the same teaches nothing, however often it is answered. Each prompt has a weight
-by the variance of its rewards, and is due again 1 / weight after it was answered, on a clock that moves by
-one while prompts of all weights together are answered as often as their weights say. So a prompt of half the weight is
-answered half as often, and none waits for ever: what is solved may be forgotten, and what is hopeless may become
-possible.
+A prompt whose answers are all worth the same teaches nothing. Each prompt has a weight by the variance of its rewards,
+and is due again 1 / weight after it was answered. The clock moves by 1 / (the sum of all weights) with each prompt that
+is answered. So a prompt of half the weight is answered half as often, and none waits for ever: what is solved may be
+forgotten, and what is hopeless may become possible.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MEMORY = 16
 """Earlier rewards of a prompt count as at most so many, since they are of earlier versions."""
 
 PRIOR = 2.0
-"""Rewards that the mean variance of all prompts counts as in the variance of each."""
+"""Number of rewards as which the mean variance of all prompts counts in the variance of each."""
 
 ALIKE = 8
 """A prompt is solved or hopeless when so many of its last answers got the same reward."""
@@ -49,7 +48,7 @@ Choice = Literal["variance", "uniform"]
 
 @dataclass
 class _Known:
-    """A recorded prompt. `variance` and `mean` are of its last rewards, of which `count` are as good as there."""
+    """A recorded prompt, with the running mean and variance of its last `count` rewards."""
 
     prompt: Prompt
     left: int  # times that it may be answered again before somebody asks it again
@@ -73,7 +72,7 @@ class _Known:
 class Curriculum:
     """Prompts of live traffic, each handed out as often as its weight says, new ones first.
 
-    `choice`: "variance" weighs prompts by how much their rewards differ, and "uniform" all of them alike.
+    With the choice "variance" a prompt's weight is the variance of its rewards, with "uniform" all weights are 1.
     """
 
     def __init__(self, choice: Choice = "variance") -> None:
@@ -129,16 +128,17 @@ class Curriculum:
         return msgspec.structs.replace(prompt, params=msgspec.structs.replace(prompt.params, seed=self._seed))
 
     def see(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count the rewards of answers to prompts that are recorded, whoever had them made."""
+        """Count the rewards of answers to recorded prompts. Answers to other prompts are ignored."""
         for t in trajectories:
             known = self._prompts.get(t.prompt)
             if known is not None:
                 known.note(t.reward)
 
     def answered(self, prompt: Prompt, group: Sequence[Trajectory], size: int) -> None:
-        """Count `size` answers that the loop has made; those that have no reward are not in `group`.
+        """Count `size` answers to a prompt from `next`; those that have no reward are not in `group`.
 
-        Answers without a difference use up more of the times that a prompt is answered, the more the longer it goes.
+        If no rewards differ, this uses up more of the times that the prompt may be answered, twice as many after each
+        such group in a row.
         """
         self.see(group)
         known = self._prompts.get(prompt.tokens)

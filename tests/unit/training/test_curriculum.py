@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.training.online import curriculum
@@ -82,19 +83,23 @@ def test_a_spent_prompt_that_is_asked_again_gets_one_more_chance(rewards: list[f
     assert made.next(1) == []
 
 
-@given(st.lists(st.tuples(group_rewards, st.booleans()), min_size=1, max_size=300), st.integers(1, 5))
-def test_no_prompt_waits_for_ever(turns: list[tuple[list[float], bool]], count: int) -> None:
-    """Not even while new prompts come all the time: the wait is at most so many turns for each prompt."""
-    made = asked(*range(count))
-    waited = dict.fromkeys(range(count), 0)
-    for rewards, comes in turns:
-        if comes:
-            waited[len(waited)] = 0
-        for number in waited:
-            made.add(prompt(number))  # somebody asks all of them all the time
-        (chosen,) = turn(made, lambda _, rewards=rewards: rewards)
-        waited = {number: 0 if number == chosen else turns + 1 for number, turns in waited.items()}
-        assert max(waited.values()) <= len(waited) * (1 / LEAST + 2)
+@settings(max_examples=25)
+@given(st.integers(1, 5), st.sampled_from([GOOD, BAD, MIXED, []]), st.booleans(), st.integers(0))
+def test_no_prompt_waits_for_ever(count: int, usual: list[float], flood: bool, seed: int) -> None:
+    """Not even while a new prompt comes every turn, of which only the last few are kept."""
+    rng = random.Random(seed)
+    made, numbers = asked(*range(count)), list(range(count))
+    waited = dict.fromkeys(numbers, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curriculum, "RECORDED", count + 3)
+        for time in range(400):
+            for number in [*([100 + time] if flood else []), *numbers]:
+                made.add(prompt(number))  # somebody asks all of them all the time
+            (chosen,) = turn(
+                made, lambda n: rng.choice([usual, [0.0, 1.0] * 4]) if n == 0 else rng.choice([GOOD, usual])
+            )
+            waited = {number: 0 if number == chosen else turns + 1 for number, turns in waited.items()}
+            assert max(waited.values()) <= (count + 3) * (1 / LEAST + 2)
 
 
 @given(st.lists(st.tuples(group_rewards, st.integers(0, 4)), max_size=40), choices)
