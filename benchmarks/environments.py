@@ -118,6 +118,7 @@ def run(way: str, seed: int, *, shuffled: bool, pythons: dict[str, str], updates
         api, log = f"http://127.0.0.1:{free_port()}", folder / "log"
         if way == "verifiers":
             options += ["--environment", str(PLAYED / "sorting.toml"), "--environment-python", pythons["verifiers"]]
+            options += ["--environment-variables", ",".join(said)]
         elif way == "run-api":
             run_api = str(Path(pythons["atropos"]).with_name("run-api"))
             stack.enter_context(program(run_api, "--host", "127.0.0.1", "--port", api.rpartition(":")[2], log=log))

@@ -176,8 +176,11 @@ def test_an_environment_of_verifiers_is_played_by_the_command(tmp_path: Path, da
     _, python = beside("vf-eval")
     port = free_port()
     words = [sys.executable, "-m", "mlx_tandem", "train", "rl", "--environment", str(HERE / "sorting.toml")]
-    words += ["--environment-python", python, "--port", str(port), "--update-frequency", "64"]
+    words += ["--environment-python", python, "--environment-variables", "DATA"]
+    words += ["--port", str(port), "--update-frequency", "64", "--api-key-file", str(tmp_path / "key")]
     words += ["--learning-rate", "1e-3", "--max-model-len", "1024", "--num-blocks", "512"]
+    (tmp_path / "key").write_text("the-key")
+    (tmp_path / "key").chmod(0o600)
     with running(words, port, tmp_path, os.environ | QUIET | {"DATA": data}):
 
         def status() -> dict[str, Any]:
