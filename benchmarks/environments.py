@@ -122,6 +122,7 @@ def run(
         api, log = f"http://127.0.0.1:{unused_port()}", folder / "log"
         if way == "verifiers":
             options += ["--environment", str(PLAYED / "sorting.toml"), "--environment-python", pythons["verifiers"]]
+            options += ["--environment-variables", ",".join(said)]
         elif way == "run-api":
             run_api = str(Path(pythons["atropos"]).with_name("run-api"))
             stack.enter_context(program(run_api, "--host", "127.0.0.1", "--port", api.rpartition(":")[2], log=log))

@@ -257,6 +257,7 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     environment: str = ""  # name of a scoring function, or a label of what the environment of Atropos plays
     verifiers: str = ""  # environment of verifiers that is played: a taskset's id, or a TOML file as vf-eval takes it
     verifiers_python: str = ""  # the Python that has verifiers; empty: the server's own
+    verifiers_variables: tuple[str, ...] = ()  # names of the environment variables that it gets beside the usual ones
 
     @property
     def trained(self) -> tuple[str, ...]:

@@ -46,9 +46,9 @@ def content(name: str, file: File) -> bytes:
 
 
 async def upload(client: LeaderClient, file: File, whole: bytes) -> None:
-    there = await client.upload(file, 0, b"")
+    there = await client.upload(OURS, file, 0, b"")
     while there < file.size:
-        there = await client.upload(file, there, whole[there : there + CHUNK])
+        there = await client.upload(OURS, file, there, whole[there : there + CHUNK])
 
 
 def publication(leader: RunningServer, version: Version, **fields: Any) -> Publication:

@@ -6,7 +6,7 @@ is installed. `installed` lays the modules out in a folder, which then belongs o
 `[env.taskset]` of a file says what happens: `id` begins with "sorting"; `tasks`: how many there are, which are numbers;
 `answers`: the server's, or token ids that nobody draws; `fails`: the reply of every task of this number is an error;
 `ends`: the program ends at this task; `hangs`: this task has no end; `worth`: the
-reward of every second episode, in place of 0.
+reward of every second episode, in place of 0; `tells`: the file into which it writes its environment variables.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ class Env:
         self.taskset = Taskset(list(range(self._options.get("tasks", 4))))
         self._rewards = itertools.cycle((1.0, float(self._options.get("worth", 0.0))))
         print("an environment may print what it likes")
+        if path := self._options.get("tells"):
+            Path(path).write_text(json.dumps(dict(os.environ)))
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -167,7 +169,10 @@ class Env:
         request = urllib.request.Request(
             f"{context.client.base_url.removesuffix('/v1')}/inference/v1/generate",
             json.dumps(body).encode(),
-            {"content-type": "application/json", "authorization": f"Bearer {os.environ[context.client.api_key_var]}"},
+            {
+                "content-type": "application/json",
+                "authorization": f"Bearer {os.environ.get(context.client.api_key_var, 'EMPTY')}",
+            },
         )
         with urllib.request.urlopen(request, timeout=60) as reply:
             (choice,) = json.load(reply)["choices"]

@@ -102,6 +102,7 @@ def run(
         "ab_test": split_controls(given["ab_test"]),
         "lora_target_modules": split_words(given["lora_target_modules"]),
         "report_to": split_words(given["report_to"]),
+        "environment_variables": split_words(given["environment_variables"]),
         "allowed_origins": split_words(given["allowed_origins"]),
         "allow_image_hosts": split_words(given["allow_image_hosts"]),
     }

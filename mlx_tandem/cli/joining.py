@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from mlx_tandem import demo, limits
+from mlx_tandem.adapters.convert import inspect
 from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.console import fail, say, warn
 from mlx_tandem.config import Config
@@ -177,4 +178,9 @@ def _beginning(
         asyncio.run(fetch(client, folder, replace(trained, versions=(version,))))
     except (Refused, Unreachable) as e:
         fail(f"{e} (--connect-to)")
+    found = inspect(folder.version(version.digest))
+    if found.problems or found.digest not in (None, version.digest):  # None: only the engine can compute it
+        folder.remove(version.digest)
+        why = "; ".join(found.problems) or f"its content is {found.digest}, not {version.digest}"
+        fail(f"the leader's version {trained.name}@{version.number} cannot be trained further: {why} (--connect-to)")
     return version

@@ -244,8 +244,10 @@ def _check_environments(config: Config) -> None:
             )
     if training.verifiers:
         check_environment(config)
-    elif training.verifiers_python:
-        warn("'rl_training.verifiers_python' has no effect without 'rl_training.verifiers'")
+    else:
+        for name in ("verifiers_python", "verifiers_variables"):
+            if getattr(training, name):
+                warn(f"'rl_training.{name}' has no effect without 'rl_training.verifiers'")
     for name in ("verifiers", "atropos_url", "atropos_api"):
         if getattr(training, name) and config.engine.duty.mode == "inference_only":
             warn(f"'rl_training.{name}' has no effect in the mode inference_only, in which nothing is trained")

@@ -407,6 +407,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Python of the virtual environment in which verifiers is installed (the server's own).",
             "FILE",
         ),
+        Option(
+            "rl_training.verifiers_variables",
+            "--environment-variables",
+            "Environment variables that it gets beside the usual ones (repeatable, or with commas).",
+            "NAME,NAME",
+        ),
         Option("rl_training.update_frequency", "--update-frequency", "Completions per update (100)."),
         Option("rl_training.trajectory_buffer_size", "--trajectory-buffer-size", "Completions that are kept (1000)."),
         Option("rl_training.scoring_batch_size", "--scoring-batch-size", "Completions scored at once (32)."),

@@ -21,7 +21,8 @@ Reads = Literal["json", "steering", "prompts", "texts", "bytes"]
 """The way in which the body of a route is read.
 
 json: only when the engine is ready. steering: the same, but the body may be absent. prompts: only when the request
-would be admitted. texts: within the limits for texts to tokenise. bytes: as a Received, whatever it is.
+would be admitted. texts: within the limits for texts to tokenise. bytes: as a Received, whatever it is, from a program
+that needs larger bodies than requests for answers have (`MAX_PROGRAM_BODY`).
 """
 
 

@@ -23,7 +23,7 @@ from mlx_tandem.dialects.route import Reply, Route
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.errors import UnsupportedMedia
 from mlx_tandem.explain import explain
-from mlx_tandem.limits import MAX_RECEIVED_BYTES, MAX_TINKER_BODY
+from mlx_tandem.limits import MAX_PROGRAM_BODY, MAX_RECEIVED_BYTES
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, read_bytes, read_json
 from mlx_tandem.server.error_reply import ERRORS
@@ -102,7 +102,7 @@ def _json(body: Any, status: int = 200) -> Response:
 def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: BodyLimit) -> Endpoint:
     """Return the endpoint of a dialect's route. The limit `with_images` is for bodies that may hold images."""
     parameters, body = route.parameters, route.body
-    unpacked = replace(usual, size=MAX_TINKER_BODY)
+    of_programs = replace(usual, size=max(MAX_PROGRAM_BODY, usual.size))
 
     async def endpoint(request: Request) -> ASGIApp:
         limit = with_images if route.images and front.reads_images else usual
@@ -116,8 +116,8 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
             values.append(_query(request, route.query))
         if route.reads == "bytes":
             front.client.check_ready()
-            with unpacked.receiving.body() as incoming:
-                received = await read_bytes(request, unpacked, incoming)
+            with of_programs.receiving.body() as incoming:
+                received = await read_bytes(request, of_programs, incoming)
                 named = received.media in route.media or not (received.media or "origin" in request.headers)
                 if route.media and not named:  # a page of another site may send other types without asking
                     raise UnsupportedMedia(f"Content-Type must be {' or '.join(route.media)}")

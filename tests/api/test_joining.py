@@ -31,6 +31,7 @@ from mlx_tandem.training.cluster import leader as leaders
 from mlx_tandem.training.cluster.client import LeaderClient
 from mlx_tandem.training.cluster.folder import ClusterFolder
 from mlx_tandem.training.cluster.joining import JOINED, Joined
+from mlx_tandem.training.cluster.wire import Feed
 from tests.fake_hub import Hub, fake_hub
 from tests.leading import KEY, content, leading, published, shown
 from tests.serving import ROOT, RunningServer
@@ -121,6 +122,28 @@ def test_a_trainer_begins_with_what_the_leader_serves(leader: RunningServer, cli
     Path("checkpoints").mkdir()
     Path("checkpoints", LEARNING).touch()
     assert joined(leader, enable_rl_training=True).rl_training.init_from == ""  # it goes on with its own
+
+
+def test_a_trainer_does_not_begin_with_other_content(
+    leader: RunningServer,
+    client: LeaderClient,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    published(leader, client, "down", 3)
+    real = LeaderClient.feed
+
+    async def forged(self: LeaderClient, *args: Any) -> Feed:
+        found = await real(self, *args)
+        changed = [replace(a, versions=tuple(replace(v, digest="c" * 64) for v in a.versions)) for a in found.adapters]
+        return replace(found, adapters=tuple(changed))
+
+    monkeypatch.setattr(LeaderClient, "feed", forged)
+    line = refusal(capsys, leader, enable_rl_training=True)
+    assert f"its content is {shown(leader, 'down').digest}, not {'c' * 64} (--connect-to)" in line
+    assert ClusterFolder("cluster").digests() == []
+    assert ClusterFolder("cluster").read(JOINED, Joined) is None
 
 
 def test_a_machine_starts_again_without_its_leader(

@@ -17,14 +17,17 @@ from msgspec.structs import replace
 from mlx_tandem import demo
 from mlx_tandem.training.cluster import bases
 from mlx_tandem.training.cluster.client import LeaderClient, Refused, Unreachable
+from mlx_tandem.training.cluster.folder import MOST_PARTS
 from mlx_tandem.training.cluster.wire import (
     CHUNK,
     MOST_ITEMS,
     Base,
+    Contribution,
     Feed,
     File,
     Item,
     Items,
+    Publication,
     Version,
 )
 from mlx_tandem.training.trajectories import Trajectory
@@ -104,25 +107,49 @@ def test_an_upload_goes_on_where_it_ended(leader: RunningServer, client: LeaderC
     file = File("adapter_config.json", len(whole), hashlib.sha256(whole).hexdigest())
 
     async def work() -> None:
-        assert await client.upload(file, 0, whole[:1000]) == 1000
-        assert await client.upload(file, 0, b"") == 1000
-        assert await client.upload(file, 500, whole[500:2000]) == 1000  # not the next bytes
-        assert await client.upload(file, 1000, whole[1000:]) == len(whole)
+        assert await client.upload(OURS, file, 0, whole[:1000]) == 1000
+        assert await client.upload(OURS, file, 0, b"") == 1000
+        assert await client.upload(OURS, file, 500, whole[500:2000]) == 1000  # not the next bytes
+        assert await client.upload(OURS, file, 1000, whole[1000:]) == len(whole)
         with pytest.raises(Refused, match="400"):  # a file has no more bytes than it was said to have
-            await client.upload(replace(file, sha256="a" * 64, size=10), 0, whole)
+            await client.upload(OURS, replace(file, sha256="a" * 64, size=10), 0, whole)
 
     asyncio.run(work())
 
 
-def test_the_oldest_unfinished_files_go(leader: RunningServer, client: LeaderClient) -> None:
-    files = [File("adapter_config.json", 100, f"{i:064x}") for i in range(20)]
+def test_files_of_one_trainer_on_their_way_are_bounded(leader: RunningServer, client: LeaderClient) -> None:
+    files = [File("adapter_config.json", 100, f"{i:064x}") for i in range(2 * MOST_PARTS)]
 
     async def work() -> list[int]:
         for file in files:
-            assert await client.upload(file, 0, b"some") == 4
-        return [await client.upload(file, 0, b"") for file in files]
+            assert await client.upload(OURS, file, 0, b"some") == 4
+        with pytest.raises(Unreachable, match=r"409.*another trainer"):  # of which there are as many as there may be
+            await client.upload(OTHERS, files[0], 0, b"some")
+        return [await client.upload(OURS, file, 0, b"") for file in files]
 
-    assert asyncio.run(work()) == [0] * 4 + [4] * 16
+    assert asyncio.run(work()) == [0] * MOST_PARTS + [4] * MOST_PARTS
+
+
+def test_what_cannot_be_served_is_refused_before_its_files_are_looked_at(
+    leader: RunningServer, client: LeaderClient
+) -> None:
+    """A conflict is said although none of the files is there."""
+    published(leader, client, "shout", 1)
+    nowhere = tuple(File(file.name, file.size, "c" * 64) for file in shown(leader, "shout").files)
+
+    async def work() -> None:
+        base = (await client.base()).sha256
+        for number, digest in ((1, "e" * 64), (7, shown(leader, "shout").digest)):
+            version = Version(number, digest, nowhere)
+            with pytest.raises(Unreachable, match=r"409.*policy@1"):
+                await client.publish(Publication(OURS, base, "policy", version))
+        stale = Contribution(OURS, base, "policy", Version(9, "e" * 64, nowhere), 2**40, 5)
+        with pytest.raises(Unreachable, match=r"409.*is served now: learn from that"):
+            await client.contribute(stale)
+
+    before = status(leader)["stale"]
+    asyncio.run(work())
+    assert status(leader)["stale"] == before + 1
 
 
 @pytest.mark.parametrize("key", ["", "another", KEY + "x"])
@@ -133,7 +160,7 @@ def test_a_wrong_key_gets_nothing_in_or_out(leader: RunningServer, key: str) -> 
         lambda: stranger.base(),
         lambda: stranger.feed(),
         lambda: stranger.chunk(version.files[0], 0),
-        lambda: stranger.upload(version.files[0], 0, b"x"),
+        lambda: stranger.upload(OURS, version.files[0], 0, b"x"),
         lambda: stranger.publish(publication(leader, replace(version, number=9))),
         lambda: stranger.send(feed(leader).base, OURS, [Item(GOOD)]),
         lambda: stranger.take(OURS, OURS, 2**40, 1, 0.0),
@@ -328,13 +355,25 @@ def test_a_wrong_trajectory_is_refused_with_all_beside_it(leader: RunningServer,
         ("GET", f"/files/{'A' * 64}", None, 404),
         ("GET", "/files/..%2f..%2fetc%2fpasswd", None, 404),
         ("GET", f"/files/{'a' * 64}?offset=-1", None, 400),
-        ("PUT", f"/files/{'a' * 64}?name=../../x&size=1", b"x", 400),
-        ("PUT", f"/files/{'a' * 64}?name=adapter_model.bin&size=1", b"x", 400),
-        ("PUT", f"/files/{'a' * 64}?name=adapter_config.json&size=99999999999999", b"x", 400),
-        ("PUT", f"/files/{'a' * 64}?name=adapter_config.json&size=0", b"x", 400),
-        ("PUT", f"/files/{'a' * 64}?name=adapter_config.json&size=9000000", b"x" * (CHUNK + 1), 400),
-        ("PUT", f"/files/{'a' * 64}?name=adapter_config.json&size=90000000", b"x" * (17 << 20), 413),
-        ("PUT", "/files/x?name=adapter_config.json&size=1", b"x", 404),
+        ("PUT", f"/files/{'a' * 64}?trainer={OURS}&name=../../x&size=1", b"x", 400),
+        ("PUT", f"/files/{'a' * 64}?trainer={OURS}&name=adapter_model.bin&size=1", b"x", 400),
+        ("PUT", f"/files/{'a' * 64}?trainer={OURS}&name=adapter_config.json&size=99999999999999", b"x", 400),
+        ("PUT", f"/files/{'a' * 64}?trainer={OURS}&name=adapter_config.json&size=0", b"x", 400),
+        (
+            "PUT",
+            f"/files/{'a' * 64}?trainer={OURS}&name=adapter_config.json&size=9000000",
+            b"x" * (CHUNK + 1),
+            400,
+        ),
+        (
+            "PUT",
+            f"/files/{'a' * 64}?trainer={OURS}&name=adapter_config.json&size=90000000",
+            b"x" * (17 << 20),
+            413,
+        ),
+        ("PUT", f"/files/{'a' * 64}?trainer=..&name=adapter_config.json&size=1", b"x", 400),
+        ("PUT", f"/files/{'a' * 64}?name=adapter_config.json&size=1", b"x", 400),
+        ("PUT", f"/files/x?trainer={OURS}&name=adapter_config.json&size=1", b"x", 404),
         ("POST", "/versions", b"", 400),
         ("POST", "/versions", b"\xff\xfe", 400),
         ("POST", "/versions", b"[" * 100_000, 400),

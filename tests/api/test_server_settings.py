@@ -247,3 +247,15 @@ def test_streams_end_with_usage_where_the_server_says_so(forced: bool, options: 
         if wanted:
             assert events[-1]["usage"]["completion_tokens"] == 1
         assert reply.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("most", "size", "status"), [(4096, 16 << 20, 400), (4096, (16 << 20) + 1, 413), (17 << 20, (16 << 20) + 1, 400)]
+)
+def test_what_programs_send_may_be_larger_than_requests(most: int, size: int, status: int) -> None:
+    """16 MiB or `max_request_bytes` if that is more; what is taken here is no export of feedback."""
+    with scripted_server(max_request_bytes=most) as (client, _, _):
+        head = {"content-type": "application/json"}
+        assert client.post("/v1/feedback/import", content=b"x" * size, headers=head).status_code == status
+        too_large = client.post("/v1/completions", content=b"x" * (most + 1), headers=head)
+        assert too_large.status_code == 413

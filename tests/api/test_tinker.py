@@ -234,7 +234,7 @@ def test_what_is_wrong_in_a_pass_is_named(client: Client, data: list[bytes], mor
             {"content-type": PROTOBUF, "content-encoding": "zstd"},
             413,
         ),
-        (bytes(limits.MAX_TINKER_BODY + 1), {"content-type": PROTOBUF}, 413),
+        (bytes(limits.MAX_PROGRAM_BODY + 1), {"content-type": PROTOBUF}, 413),
         (field(3, b"") * 500_000, {"content-type": PROTOBUF}, 400),
         (pass_body(SENTENCE, model="x" * 200), {"content-type": PROTOBUF}, 404),
         (pass_body(datum([1], w=tensor(np.zeros(3, "<f4"), shape=[1 << 40]))), {"content-type": PROTOBUF}, 400),

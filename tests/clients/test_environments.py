@@ -33,6 +33,7 @@ from tests.waiting import until
 
 HERE = Path(__file__).parent / "environments"
 QUIET = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+KEY = "the-key"
 GROUP = scored([3, 4], [[5, 6], [7, 8], [5, 8], [9, 9]], [1.0, 0.0, 0.5, 0.0]) | {"env_id": None}
 REGISTRATION = {
     "wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "x",
@@ -46,9 +47,10 @@ def beside(program: str) -> tuple[str, str]:
     return found, str(Path(found).resolve().parent / "python")
 
 
-def ask(url: str, body: Any = None) -> tuple[int, Any]:
+def ask(url: str, body: Any = None, key: str = "") -> tuple[int, Any]:
     content = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, content, {"content-type": "application/json"})
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, content, headers)
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status, json.load(reply)
@@ -177,12 +179,15 @@ def test_an_environment_of_verifiers_is_played_by_the_command(tmp_path: Path, da
     _, python = beside("vf-eval")
     port = unused_port()
     words = [sys.executable, "-m", "mlx_tandem", "train", "rl", "--environment", str(HERE / "sorting.toml")]
-    words += ["--environment-python", python, "--port", str(port), "--update-frequency", "64"]
+    words += ["--environment-python", python, "--environment-variables", "DATA"]
+    words += ["--port", str(port), "--update-frequency", "64", "--api-key-file", str(tmp_path / "key")]
     words += ["--learning-rate", "1e-3", "--max-model-len", "1024", "--num-blocks", "512"]
+    (tmp_path / "key").write_text(KEY)
+    (tmp_path / "key").chmod(0o600)
     with running(words, port, tmp_path, os.environ | QUIET | {"DATA": data}):
 
         def status() -> dict[str, Any]:
-            found: dict[str, Any] = ask(f"http://127.0.0.1:{port}/v1/training/status")[1]
+            found: dict[str, Any] = ask(f"http://127.0.0.1:{port}/v1/training/status", key=KEY)[1]
             return found
 
         until(lambda: status()["environment"]["state"] != "starting")  # verifiers takes long to import

@@ -45,8 +45,9 @@ class ReadQuery(Struct, forbid_unknown_fields=True):
 
 
 class WriteQuery(Struct, forbid_unknown_fields=True):
-    """The name and size of a file, and the place from which on it is written."""
+    """The trainer that sends a file, the file's name and size, and the place from which on it is written."""
 
+    trainer: Id
     name: FileName
     size: Annotated[int, Meta(ge=1, le=limits.MAX_ADAPTER_BYTES)]
     offset: Count = 0
@@ -82,7 +83,7 @@ async def read(front: ServerFront, sha256: str, query: ReadQuery) -> Reply:
 async def write(front: ServerFront, sha256: str, query: WriteQuery, body: Received) -> dict[str, Any]:
     """Take the next bytes of a file that a trainer publishes; return how many there are."""
     file = File(query.name, query.size, _hash(sha256))
-    return {"received": await front.check_leader().receive(file, query.offset, body.content)}
+    return {"received": await front.check_leader().receive(query.trainer, file, query.offset, body.content)}
 
 
 async def publish(front: ServerFront, body: Received) -> dict[str, Any]:

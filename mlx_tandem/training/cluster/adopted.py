@@ -39,10 +39,21 @@ class Adopted:
         """Return an adapter as it is served; None if there is none of this name."""
         return self._adapters.get(name)
 
-    async def verify(self, version: Version) -> None:
-        """Raise ModelError if the content of a version, which the folder has, is not what its digest says."""
-        await self._load(version)
-        await self._front.models.elsewhere.let_go(version.digest)
+    def check(self, name: str, version: Version) -> bool:
+        """Return whether a name has a version here.
+
+        Raises InvalidRequest if it can never be added: for a name that this server uses itself, and for a number or a
+        content that the name has with another content or number.
+        """
+        self._front.models.elsewhere.check(name, known=name in self._adapters)
+        entry = self._entry(name, version.number)
+        if entry is not None and entry.ref.digest != version.digest:
+            raise Conflict(f"{entry.ref.label} has other content here", param="version")
+        for other in self._front.models.registry.holders(version.digest):
+            if other.name == name and other.ref.version != version.number:
+                label = f"{name}@{version.number}"
+                raise Conflict(f"{other.ref.label} is the same content as {label}", param="version")
+        return entry is not None
 
     async def restore(self) -> None:
         """Register what the folder has, on a server that has just started. What is damaged is left out."""
@@ -79,14 +90,10 @@ class Adopted:
 
     async def _put(self, adapter: Adapter) -> None:
         models = self._front.models
-        models.elsewhere.check(adapter.name, known=adapter.name in self._adapters)
         new: list[tuple[Version, AdapterInfo]] = []
         for version in adapter.versions:
-            entry = self._entry(adapter.name, version.number)
-            if entry is None:
-                new.append((version, await self._load(version)))
-            elif entry.ref.digest != version.digest:
-                raise Conflict(f"{entry.ref.label} has other content here", param="version")
+            if not self.check(adapter.name, version):
+                new.append((version, await load(self._front, self._folder, version)))
         for version, info in new:
             models.elsewhere.adopt(adapter.name, version.number, info, self._folder.source(version.digest))
         models.elsewhere.stand_for(adapter.name, adapter.current)
@@ -102,24 +109,6 @@ class Adopted:
         except NotFound:
             return None
 
-    async def _load(self, version: Version) -> AdapterInfo:
-        """Have the engine read a version. Raises ModelError if it is not what its digest says, and removes it then."""
-        source = self._folder.source(version.digest)
-        if source is None:
-            raise NotFound(f"the content {version.digest} is not here", param="version")
-        try:
-            info = await self._front.client.load_adapter(source)
-            if info.digest == version.digest:
-                return info
-            error = ModelError(f"the content is {info.digest}, not {version.digest}: it was changed", param="version")
-            await self._front.models.elsewhere.let_go(info.digest)
-        except EngineError:
-            raise
-        except InvalidRequest as e:
-            error = ModelError(e.message, param="version", code=e.code)
-        await asyncio.to_thread(self._folder.remove, version.digest)
-        raise error
-
     async def _keep(self) -> None:
         """Write down what is served, and remove the folders of what is not."""
         await asyncio.to_thread(self._folder.write, KNOWN, self.adapters)
@@ -128,6 +117,28 @@ class Adopted:
         for digest in there:
             if digest not in needed and not self._front.models.registry.holders(digest):
                 await asyncio.to_thread(self._folder.remove, digest)
+
+
+async def load(front: Front, folder: ClusterFolder, version: Version) -> AdapterInfo:
+    """Have the engine read a version that a folder has; `elsewhere.let_go` makes the engine forget it.
+
+    Raises ModelError if its content is not what its digest says, and removes it from the folder then.
+    """
+    source = folder.source(version.digest)
+    if source is None:
+        raise NotFound(f"the content {version.digest} is not here", param="version")
+    try:
+        info = await front.client.load_adapter(source)
+        if info.digest == version.digest:
+            return info
+        error = ModelError(f"the content is {info.digest}, not {version.digest}: it was changed", param="version")
+        await front.models.elsewhere.let_go(info.digest)
+    except EngineError:
+        raise
+    except InvalidRequest as e:
+        error = ModelError(e.message, param="version", code=e.code)
+    await asyncio.to_thread(folder.remove, version.digest)
+    raise error
 
 
 def with_version(adapter: Adapter | None, name: str, version: Version) -> Adapter:

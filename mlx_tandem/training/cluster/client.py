@@ -101,12 +101,12 @@ class LeaderClient:
         """Return bytes of a file from `offset` on."""
         return await self._ask("GET", f"/files/{file.sha256}?offset={offset}", most=CHUNK)
 
-    async def upload(self, file: File, offset: int, content: bytes) -> int:
-        """Send bytes of a file from `offset` on, and return how many the leader has.
+    async def upload(self, trainer: str, file: File, offset: int, content: bytes) -> int:
+        """Send bytes of a trainer's file from `offset` on, and return how many the leader has of it from this trainer.
 
         The first call has no bytes: its result says from where on the leader needs them.
         """
-        path = f"/files/{file.sha256}?name={quote(file.name)}&size={file.size}&offset={offset}"
+        path = f"/files/{file.sha256}?trainer={trainer}&name={quote(file.name)}&size={file.size}&offset={offset}"
         return _decoded(await self._ask("PUT", path, content), Received).received
 
     async def publish(self, publication: Publication) -> None:

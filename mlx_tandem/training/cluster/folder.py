@@ -1,11 +1,13 @@
 """The folder of a machine of the cluster: adapters by digest, files that are not whole yet, and what is known.
 
-`versions/DIGEST` is an adapter's folder. `parts/SHA256` is a file that is on its way, or waits for the other file
-of its adapter. Names from other machines are checked by their types and never become other paths.
+`versions/DIGEST` is an adapter's folder. `parts/SENDER/SHA256` is a file that is on its way, or waits for the other
+file of its adapter. Each sender has files of its own, so that none can remove or complete those of another. Names from
+other machines are checked by their types and never become other paths.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import TypeVar
@@ -20,8 +22,11 @@ from mlx_tandem.training.cluster.bases import hash_file
 from mlx_tandem.training.cluster.wire import CHUNK, File, Version
 from mlx_tandem.types import AdapterSource
 
-MOST_PARTS = 16
-"""Files that may be on their way at once."""
+MOST_PARTS = 4
+"""Files of one sender that may be on their way at once: the two of a version, and those of an earlier attempt."""
+
+FETCHED = "fetched"
+"""The sender of files that this machine fetches itself."""
 
 Known = TypeVar("Known")
 
@@ -42,6 +47,9 @@ class ClusterFolder:
             self._lock = self._lock or FolderLock(self.path)
             for path in (self.path / "versions").iterdir():
                 if path.name.startswith(".new-"):
+                    files.remove_tree(path)
+            for path in (self.path / "parts").iterdir():
+                if not path.is_dir():
                     files.remove_tree(path)
 
     @property
@@ -85,8 +93,8 @@ class ClusterFolder:
         with files.storage(self.path):
             return sorted(p.name for p in (self.path / "versions").iterdir() if not p.name.startswith("."))
 
-    def assemble(self, version: Version) -> AdapterSource:
-        """Make the folder of a version from its files. Raises InvalidRequest unless all of them are complete.
+    def assemble(self, version: Version, sender: str = FETCHED) -> AdapterSource:
+        """Make the folder of a version from a sender's files. Raises InvalidRequest unless all of them are complete.
 
         The files are compared with their hashes once more: another request may have named another size for them.
         """
@@ -95,14 +103,15 @@ class ClusterFolder:
         new = self.new(version.digest)
         with files.storage(new):
             for file in version.files:
-                if self.received(file) != file.size or hash_file(self._part(file.sha256)) != file.sha256:
+                part = self._part(file, sender)
+                if self.received(file, sender) != file.size or hash_file(part) != file.sha256:
                     raise InvalidRequest(f"the file {file.sha256} is not there", param="version.files")
-                files.link_or_copy(self._part(file.sha256), new / file.name)
+                files.link_or_copy(part, new / file.name)
             files.sync_folder(new)
         source = self.commit(version.digest)
         with files.storage(self.path):
             for file in version.files:
-                files.remove_tree(self._part(file.sha256))
+                files.remove_tree(self._part(file, sender))
         return source
 
     def new(self, digest: str) -> Path:
@@ -136,30 +145,33 @@ class ClusterFolder:
 
     # -- files on their way -----------------------------------------------------------------------------------------
 
-    def _part(self, sha256: str) -> Path:
-        return self.path / "parts" / sha256
+    def _part(self, file: File, sender: str) -> Path:
+        return self.path / "parts" / sender / file.sha256
 
-    def received(self, file: File) -> int:
+    def received(self, file: File, sender: str = FETCHED) -> int:
         """Return how many bytes of a file are there."""
         try:
-            return self._part(file.sha256).stat().st_size
+            return self._part(file, sender).stat().st_size
         except FileNotFoundError:
             return 0
 
-    def append(self, file: File, offset: int, content: bytes) -> int:
+    def append(self, file: File, offset: int, content: bytes, sender: str = FETCHED) -> int:
         """Write bytes of a file from `offset` on, and return how many are there now.
 
         Bytes that are not the next ones change nothing. When the last ones come, the file is compared with its hash.
-        Raises InvalidRequest for a file that is not what it is called; nothing of it is kept. The file that was written
-        least recently goes when too many are on their way.
+        Raises InvalidRequest for a file that is not what it is called; nothing of it is kept. The sender's file that it
+        has asked about or written least recently goes when too many of them are on their way.
         """
-        path, there = self._part(file.sha256), self.received(file)
+        path, there = self._part(file, sender), self.received(file, sender)
         if offset != there or not content:
+            if there:
+                os.utime(path)
             return there
         if len(content) > CHUNK or there + len(content) > file.size:
             raise InvalidRequest(f"a file gets {CHUNK} bytes at once and {file.size} in all at most", param="offset")
         with files.storage(path):
             if not there:
+                files.make_folder(path.parent)
                 self._make_room(path.parent)
             with path.open("ab") as out:
                 out.write(content)
@@ -172,10 +184,21 @@ class ClusterFolder:
         return there
 
     def _make_room(self, parts: Path) -> None:
-        """Remove the files that were written least recently until there is room for one more."""
+        """Remove the files that were used least recently until there is room for one more."""
         there = sorted(parts.iterdir(), key=lambda path: path.stat().st_mtime_ns)
         for path in there[: max(0, len(there) - MOST_PARTS + 1)]:
             files.remove_tree(path)
+
+    def bound_senders(self, most: int, kept: Collection[str]) -> None:
+        """Remove all that others than `kept` have sent least recently, so that at most `most` senders have files here.
+
+        `kept` are at most as many.
+        """
+        with files.storage(self.path):
+            others = [path for path in (self.path / "parts").iterdir() if path.name not in kept]
+            others.sort(key=lambda path: path.stat().st_mtime_ns)
+            for path in others[: max(0, len(others) + len(kept) - most)]:
+                files.remove_tree(path)
 
 
 def describe(folder: Path) -> tuple[File, ...]:

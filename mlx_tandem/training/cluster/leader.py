@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, Model
 from mlx_tandem.generation.front import Front
 from mlx_tandem.log import log, log_exception
 from mlx_tandem.training.cluster import bases
-from mlx_tandem.training.cluster.adopted import KEPT, Adopted, with_version
+from mlx_tandem.training.cluster.adopted import KEPT, Adopted, load, with_version
 from mlx_tandem.training.cluster.checks import check_items
 from mlx_tandem.training.cluster.folder import ClusterFolder, describe
 from mlx_tandem.training.cluster.queue import Queue
@@ -92,7 +93,8 @@ class Leader:
         self._started = time.monotonic()
         cluster = config.cluster
         self._rounds = Rounds(self.folder, cluster.trainers, cluster.round_s, self._serve_average)
-        self._receiving, self._publishing = asyncio.Lock(), asyncio.Lock()
+        self._receiving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by trainer, for its files
+        self._publishing = asyncio.Lock()
         self._received = self._published = 0
         self._closed = False
 
@@ -218,12 +220,21 @@ class Leader:
             if len(self._leases) >= self._front.config.cluster.trainers:
                 raise Conflict("another trainer is connected to this leader", param="trainer")
             log("a trainer is connected", trainer=trainer)
+            for other in self._receiving.keys() - self._leases.keys():
+                if not self._receiving[other].locked():
+                    del self._receiving[other]
         self._leases[trainer] = now + LEASE
 
-    async def receive(self, file: File, offset: int, content: bytes) -> int:
-        """Take bytes of a file that a trainer publishes next; return how many there are. Raises InvalidRequest."""
-        async with self._receiving:
-            return await asyncio.to_thread(self.folder.append, file, offset, content)
+    async def receive(self, trainer: str, file: File, offset: int, content: bytes) -> int:
+        """Take bytes of a file that a trainer publishes next; return how many there are of it from this trainer.
+
+        Raises InvalidRequest, and Conflict while as many other trainers as there may be are connected.
+        """
+        self._hold(trainer)
+        most = self._front.config.cluster.trainers
+        async with self._receiving[trainer]:
+            await asyncio.to_thread(self.folder.bound_senders, most, frozenset(self._leases))
+            return await asyncio.to_thread(self.folder.append, file, offset, content, trainer)
 
     async def publish(self, wanted: Publication) -> None:
         """Serve a version whose files are there. Raises InvalidRequest if it is not what it says; nothing changes then.
@@ -234,7 +245,8 @@ class Leader:
             raise InvalidRequest("this leader averages what trainers contribute (--federate)", param="version")
         await self._check(wanted)
         async with self._publishing:
-            await self._have(wanted.version)
+            self._adopted.check(self._name, wanted.version)
+            await self._have(wanted)
             try:
                 await self._adopted.put(with_version(self._adopted.get(self._name), self._name, wanted.version))
             except InvalidRequest as e:
@@ -253,11 +265,16 @@ class Leader:
             current = self._adopted.get(self._name)
             if current is not None and given.begun == current.current and not given.examples:
                 raise InvalidRequest("nothing was learned", param="examples")
-            await self._have(given.version)
+            if current is None:
+                self._adopted.check(self._name, given.version)
+            else:
+                self._rounds.check(given, current.current)
+            await self._have(given)
             if current is None:
                 await self._adopted.put(with_version(None, self._name, given.version))
                 return
-            await self._adopted.verify(given.version)
+            await load(self._front, self.folder, given.version)
+            await self._front.models.elsewhere.let_go(given.version.digest)
             await self._rounds.add(given, current.current)
 
     async def _check(self, wanted: Publication | Contribution) -> None:
@@ -268,10 +285,11 @@ class Leader:
             raise InvalidRequest(f"the adapter that is trained here is {self._name}", param="adapter")
         self._hold(wanted.trainer)
 
-    async def _have(self, version: Version) -> None:
-        """Make the folder of a version from its files, unless it is there. Raises InvalidRequest."""
-        if self.folder.source(version.digest) is None:
-            await asyncio.to_thread(self.folder.assemble, version)
+    async def _have(self, wanted: Publication | Contribution) -> None:
+        """Make the folder of a version from its trainer's files, unless it is there. Raises InvalidRequest."""
+        async with self._receiving[wanted.trainer]:
+            if self.folder.source(wanted.version.digest) is None:
+                await asyncio.to_thread(self.folder.assemble, wanted.version, wanted.trainer)
 
     async def _serve_average(self, path: Path, number: int) -> None:
         """Serve the adapter in a new folder as the current version, and remove what it was made of."""

@@ -43,14 +43,18 @@ class Rounds:
         Raises Conflict for one that was not learned from version `current`.
         """
         async with self._ending:
-            if given.begun != current:
-                self.stale += 1
-                raise Conflict(f"version {current} is served now: learn from that", param="begun")
+            self.check(given, current)
             self._given[given.trainer] = given
             if len(self._given) >= self._trainers:
                 await self._end(current)
             elif self._timer is None:
                 self._timer = asyncio.create_task(self._time(current))
+
+    def check(self, given: Contribution, current: int) -> None:
+        """Raise Conflict for a contribution that was not learned from version `current`, and count it."""
+        if given.begun != current:
+            self.stale += 1
+            raise Conflict(f"version {current} is served now: learn from that", param="begun")
 
     async def close(self) -> None:
         """Give up the round: the trainers will hand in their contributions again."""

@@ -15,6 +15,7 @@ from mlx_tandem.adapters.formats import WEIGHTS
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.generation.front import Front
 from mlx_tandem.log import log
+from mlx_tandem.training.cluster.adopted import load
 from mlx_tandem.training.cluster.checks import check_items
 from mlx_tandem.training.cluster.client import LeaderClient, Refused, Trouble
 from mlx_tandem.training.cluster.fetching import fetch
@@ -242,6 +243,8 @@ class Trainer:
         """Go on from the version that the leader serves, and learn."""
         version = next(version for version in there.versions if version.number == there.current)
         await fetch(self._client, self.folder, structs.replace(there, versions=(version,)))
+        await load(self._front, self.folder, version)
+        await self._front.models.elsewhere.let_go(version.digest)
         weights = self.folder.version(version.digest) / WEIGHTS["peft"]
 
         async def write(folder: str) -> None:
@@ -258,10 +261,10 @@ class Trainer:
             await self._upload_file(self.folder.version(version.digest) / file.name, file)
 
     async def _upload_file(self, path: Path, file: File) -> None:
-        there = await self._client.upload(file, 0, b"")
+        there = await self._client.upload(self._id, file, 0, b"")
         while there < file.size:
             content = await asyncio.to_thread(_read, path, there)
-            now = await self._client.upload(file, there, content)
+            now = await self._client.upload(self._id, file, there, content)
             if now <= there:
                 raise Refused(f"the leader takes no bytes of {file.name} after {there}")
             there = now

@@ -16,7 +16,9 @@ CHUNK = 4 << 20
 """Most bytes of a file that one request carries."""
 
 MOST_BODY = 8 << 20
-"""Most bytes of trajectories that one request carries."""
+"""Most bytes of trajectories that one request carries, unless a single one is larger. A body may have
+`limits.MAX_PROGRAM_BODY` bytes.
+"""
 
 MOST_ITEMS = 512
 """Most trajectories that one request carries."""

@@ -25,6 +25,7 @@ from mlx_tandem.log import log, log_exception
 from mlx_tandem.training.atropos.scored import ScoredData, trajectories
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.verifiers import player
+from mlx_tandem.training.verifiers.variables import chosen
 from mlx_tandem.types import AdapterRef
 
 POLL_SECONDS = 0.2
@@ -87,7 +88,8 @@ def check(config: Config) -> None:
         raise InvalidRequest(f"'rl_training.verifiers' is '{environment}', but there is no such file")
     question = "import importlib.metadata as m; print(m.version('verifiers'))"
     try:
-        said = subprocess.run([python, "-P", "-c", question], capture_output=True, text=True, timeout=60)
+        variables = chosen(config.rl_training)
+        said = subprocess.run([python, "-P", "-c", question], env=variables, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as e:
         raise InvalidRequest(f"'rl_training.verifiers_python' is '{python}', which cannot be run: {e}") from e
     version = said.stdout.strip()
@@ -135,7 +137,7 @@ class Environment:
 
     async def _play(self, url: str) -> None:
         """Start the program, and ask for rounds until it ends. Raises Ended."""
-        training = self._config.rl_training
+        training, key = self._config.rl_training, self._config.server.api_key
         self.status.state = "starting"
         process = await asyncio.create_subprocess_exec(
             training.verifiers_python or sys.executable,
@@ -144,7 +146,7 @@ class Environment:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | {player.KEY: self._config.server.api_key or "EMPTY"},
+            env=chosen(training) | ({player.KEY: key} if key else {}),
             limit=MOST_BYTES,
             start_new_session=True,
         )

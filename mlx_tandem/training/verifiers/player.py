@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 20
 """Most bytes of a request."""
 
 KEY = "TANDEM_API_KEY"
-"""The environment variable that has the server's key."""
+"""The environment variable that has the server's key; it is absent where the server has none."""
 
 DRAWN = ("temperature", "top_p", "top_k", "min_p")
 """The sampling parameters that a group reports. Those that the file leaves out do not change the distribution."""

@@ -242,6 +242,11 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
         "rl_training.verifiers_python",
         sys.executable,
     ),
+    (
+        f"--enable-rl-training --environment wordle --environment-python {sys.executable} --environment-variables A,B",
+        "rl_training.verifiers_variables",
+        ("A", "B"),
+    ),
     ("--enable-rl-training --validation-prompts v.jsonl", "rl_training.validation_prompts", "v.jsonl"),
     ("--enable-rl-training --metrics-file m.jsonl", "rl_training.metrics_file", "m.jsonl"),
     ("--enable-rl-training --report-to tensorboard,wandb", "rl_training.report_to", ("tensorboard", "wandb")),

@@ -246,6 +246,7 @@ def test_an_adapter_that_learns_from_feedback_is_trained(tmp_path: Path) -> None
         ("atropos_api: true}\nduty: {mode: inference_only", "'rl_training.atropos_api' has no effect in the mode"),
         ("atropos_url: 'http://x:1'}\nduty: {mode: inference_only", "'rl_training.atropos_url' has no effect in the"),
         ("verifiers_python: python3", "'rl_training.verifiers_python' has no effect without 'rl_training.verifiers'"),
+        ("verifiers_variables: [A]", "'rl_training.verifiers_variables' has no effect without"),
     ],
 )
 def test_environments_without_effect_say_so(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,18 +17,21 @@ from msgspec import ValidationError, convert
 from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
-from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest
+from mlx_tandem.config import ClusterConfig, Config, EngineConfig, ModelConfig
+from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, ModelError
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.cluster import queue as queues
 from mlx_tandem.training.cluster.adopted import KEPT, with_version
 from mlx_tandem.training.cluster.averaging import average
 from mlx_tandem.training.cluster.checks import check_items
 from mlx_tandem.training.cluster.client import LeaderClient, check_url
-from mlx_tandem.training.cluster.folder import MOST_PARTS, ClusterFolder, describe
+from mlx_tandem.training.cluster.folder import FETCHED, MOST_PARTS, ClusterFolder, describe
 from mlx_tandem.training.cluster.queue import Queue
 from mlx_tandem.training.cluster.rounds import Rounds
+from mlx_tandem.training.cluster.trainer import Trainer
 from mlx_tandem.training.cluster.wire import Adapter, Contribution, File, Item, Version
 from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.types import AdapterInfo, AdapterSource
 
 T = TypeVar("T")
 
@@ -203,7 +208,42 @@ def test_bytes_that_are_not_what_they_are_called_are_gone(folder: ClusterFolder)
     assert folder.append(file, 0, b"weights") == 7
     for n in range(MOST_PARTS + 4):
         folder.append(a_file(b"%d" % (n + 10**6)), 0, b"1")
-    assert len(list((folder.path / "parts").iterdir())) == MOST_PARTS
+    assert len(list((folder.path / "parts" / FETCHED).iterdir())) == MOST_PARTS
+
+
+def test_no_sender_removes_or_completes_files_of_another(folder: ClusterFolder) -> None:
+    """As many trainers as there may be send a version each; one of them begins many, and two send the same settings."""
+    trainers = [f"{n:016x}" for n in range(64)]
+    config = a_file(b"{}", "adapter_config.json")
+    sent = {trainer: a_file(b"weights of %d" % n) for n, trainer in enumerate(trainers)}
+    for trainer, weights in sent.items():
+        assert (folder.append(config, 0, b"{}", trainer), folder.append(weights, 0, b"weights", trainer)) == (2, 7)
+    for n in range(50):
+        folder.append(a_file(b"%d" % (n + 10**6)), 0, b"1", trainers[0])
+    for n, (trainer, weights) in enumerate(sent.items()):
+        if n:
+            folder.append(weights, 7, b" of %d" % n, trainer)
+            folder.assemble(Version(1, f"{n:064x}", (config, weights)), trainer)
+    assert len(folder.digests()) == 63
+    assert len(list((folder.path / "parts" / trainers[0]).iterdir())) == MOST_PARTS
+
+
+def test_what_a_sender_asks_about_is_kept(folder: ClusterFolder) -> None:
+    first, *others = [a_file(b"%d" % (n + 10**6)) for n in range(3 * MOST_PARTS)]
+    folder.append(first, 0, b"1")
+    for other in others:
+        assert folder.append(first, 0, b"") == 1  # as a trainer asks before it sends the other file of a version
+        folder.append(other, 0, b"1")
+    assert [folder.received(other) for other in others[-MOST_PARTS:]] == [0] + [1] * (MOST_PARTS - 1)
+
+
+def test_what_others_have_left_makes_room_for_those_who_are_connected(folder: ClusterFolder) -> None:
+    senders = [f"{n:016x}" for n in range(6)]
+    for n, sender in enumerate(senders):
+        folder.append(a_file(b"%d" % (n + 10**6)), 0, b"1", sender)
+        os.utime(folder.path / "parts" / sender, (n, n))
+    folder.bound_senders(4, {senders[0], "f" * 16})
+    assert {path.name for path in (folder.path / "parts").iterdir()} == {senders[0], *senders[-2:]}
 
 
 def test_a_file_that_was_called_larger_or_smaller_is_compared_with_its_hash(folder: ClusterFolder) -> None:
@@ -240,6 +280,31 @@ def test_versions_of_a_name_are_bounded() -> None:
     assert [v.number for v in adapter.versions] == list(range(20 - KEPT, 20))
     back = with_version(adapter, "policy", adapter.versions[0])
     assert (back.current, len(back.versions)) == (20 - KEPT, KEPT)
+
+
+def test_a_round_does_not_begin_with_other_content(tmp_path: Path, folder: ClusterFolder) -> None:
+    """Each file is what the leader has announced, but the adapter is not what its digest says."""
+    forged = Version(3, "d" * 64, describe(an_adapter(folder.version("d" * 64), drawn(1))))
+    let_go: list[str] = []
+
+    async def forget(digest: str) -> None:
+        let_go.append(digest)
+
+    async def loaded(source: AdapterSource) -> AdapterInfo:
+        return AdapterInfo("e" * 64, 8, 2.0, "peft", (), 1, 1)
+
+    cluster = ClusterConfig(connect_to="127.0.0.1:9", dir=str(folder.path))
+    front: Any = SimpleNamespace(
+        config=Config(EngineConfig(ModelConfig("x")), cluster=cluster),
+        client=SimpleNamespace(load_adapter=loaded),
+        models=SimpleNamespace(elsewhere=SimpleNamespace(let_go=forget)),
+    )
+    learning: Any = SimpleNamespace(learner=None)  # which is not asked to adopt anything
+    trainer = Trainer(front, learning)
+    trainer.folder.path = folder.path
+    with pytest.raises(ModelError, match=f"the content is {'e' * 64}, not {'d' * 64}: it was changed"):
+        asyncio.run(trainer._begin_round(Adapter("policy", 3, (forged,))))
+    assert (folder.digests(), let_go) == ([], ["e" * 64])  # it is fetched anew
 
 
 # -- federated averaging --------------------------------------------------------------------------------------------

@@ -208,6 +208,33 @@ def test_nothing_is_played_while_there_is_enough_or_learning_is_stopped(double: 
     assert (made.status.state, made.status.rounds) == ("stopped" if lacking is None else "learning", 0)
 
 
+def test_the_program_gets_no_other_variables_than_it_needs(double: Path, monkeypatch: pytest.MonkeyPatch):
+    secrets = {"AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "TANDEM_API_KEY_FILE", "VLLM_API_KEY"}
+    for name in secrets:
+        monkeypatch.setenv(name, "secret")
+    for name in ("JUDGE_KEY", "HEADER_KEY", "ASKED_FOR", "HF_HOME", "LC_TIME", "https_proxy"):
+        monkeypatch.setenv(name, "wanted")
+    monkeypatch.setenv("TANDEM_API_KEY", "of the shell")
+    told = double / "variables.json"
+    config = settings(double, answers=[5], tells=str(told), api_key_var="JUDGE_KEY", forward_env=["HEADER_KEY"])
+    training = replace(config.rl_training, verifiers_variables=("ASKED_FOR",))
+
+    def variables(key: str) -> dict[str, str]:
+        own = replace(config, server=ServerConfig(api_key=key), rl_training=training)
+        played(own, Learner(2), lambda made: made.status.verifiers)
+        found: dict[str, str] = json.loads(told.read_text())
+        return found
+
+    found = variables("the-key")
+    assert found["TANDEM_API_KEY"] == "the-key"
+    assert {name for name, value in found.items() if value == "wanted"} == {
+        "JUDGE_KEY", "HEADER_KEY", "ASKED_FOR", "HF_HOME", "LC_TIME", "https_proxy"
+    }  # fmt: skip
+    assert {"PATH", "PYTHONPATH"} <= set(found)
+    assert not secrets & set(found)
+    assert "TANDEM_API_KEY" not in variables("")
+
+
 # -- the settings -----------------------------------------------------------------------------------------------------
 
 
