@@ -61,6 +61,27 @@ def test_every_choice_says_what_it_is_made_of(learner):
     assert after - before == 6
 
 
+def test_scores_of_an_aliass_answers_count_in_its_ab_test(learner):
+    arms = [{"adapter": "base", "weight": 1}, {"adapter": "policy@1", "weight": 1}]
+    reply = learner.client.put("/v1/aliases/tried", json={"arms": arms, "ab_test": {"control": "base"}})
+    assert reply.status_code == 200, reply.text
+    asked = {"model": "tried", "scoring_function": "contains", "metadata": {"answer": ["3"]}}
+    scores = []
+    for n in (1, 2):
+        reply = learner.complete(SORT, n=n, seed=1, temperature=1, **asked)
+        scores += [sum(c["score"] for c in reply.json()["choices"]) / n]
+
+    def counted():
+        arms = learner.client.get("/v1/aliases/tried").json()["ab_test"]["arms"]
+        return sum(arm["answers"] for arm in arms), sum(arm["answers"] * (arm["mean_score"] or 0) for arm in arms)
+
+    until(lambda: counted()[0] == 2)
+    assert counted()[1] == sum(scores), "the choices of an answer count together"
+    feedback = {"completion_id": reply.json()["id"], "thumb": "up"}
+    assert learner.client.post("/v1/feedback", json=feedback).status_code == 200
+    assert counted()[0] == 2, "it has been scored"
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_stream_says_the_same(learner, chat):
     fields = {

@@ -376,7 +376,7 @@ def test_curl(line: str, request: pytest.FixtureRequest) -> None:
         curl([*put, place, "-d", json.dumps({"name": name, "path": "./my-adapter"})], served.port)
     if name in ("rollback", "switch-lora"):
         save_checkpoint(served.port)
-    if place.endswith("/v1/aliases") and "DELETE" in words:
+    if place.endswith("/v1/aliases") and "PUT" not in words:
         arms = {"arms": [{"adapter": "base", "weight": 1}]}
         curl([*put, "-X", "PUT", f"{place}/{name}", "-d", json.dumps(arms)], served.port)
     content = curl(words, served.port)

@@ -66,7 +66,7 @@ class AliasTests:
                     self._restore(test)
                 else:
                     log("an a/b test is forgotten, since the settings of its alias have changed", alias=test.alias)
-                    await self._forget(test.alias)
+                    await self._write(_forgotten(test.alias))
         aliases = dict(self._config.aliases)
         for name, settings in self._config.ab_tests:
             if name not in self._tests:
@@ -80,42 +80,48 @@ class AliasTests:
         NotFound, Conflict, QuotaExceeded, StorageError and EngineUnavailable; then nothing has changed.
         """
         async with self._turn:
-            known = self._tests.get(name)
-            if settings is None:
-                made = await self._models.put_alias(name, arms)
-                if known is not None:
-                    await self._forget(name)
-                return made
-            check(settings, arms)
-            if known is not None and known.continues(settings, arms):
-                test = _copy(known)
-                test.weigh(arms)
-                new_users: list[Statement] = []
-            else:
-                id = secrets.token_hex(8)
-                test = AliasTest.begin(id, name, settings, arms, self._configured(name), self._clock())
-                new_users = [("DELETE FROM ab_users WHERE alias = ?", (name,))]
-            await self._database.open()  # Refuses before anything has changed.
-            aliases = self._models.aliases
-            before = aliases.arms(name) if name in aliases else None
-            made = await self._models.put_alias(name, arms, test.id)
+            known, aliases = self._tests.get(name), self._models.aliases
+            test, statements = self._next(name, arms, settings, known)
+            before = aliases.arms(name) if name in aliases else ()
+            made = await self._models.put_alias(name, arms, "" if test is None else test.id)
             try:
-                await self._write([_saved(test), *new_users])
-            except StorageError:
-                if before is None:
-                    aliases.remove(name)
-                else:
+                if statements:
+                    await self._write(statements)
+            except TandemError:
+                if before:
                     aliases.put(name, [Arm(arm.adapter, arm.weight) for arm in before], before[0].test)
+                else:
+                    aliases.remove(name)
                 raise
-            self._tests[name] = test
+            if test is not None:
+                self._tests[name] = test
+            elif known is not None:
+                del self._tests[name]
             return made
 
+    def _next(
+        self, name: str, arms: Sequence[Arm], settings: ABTest | None, known: AliasTest | None
+    ) -> tuple[AliasTest | None, list[Statement]]:
+        """Return the test that an alias has from now on, and what is written for it. Raises InvalidRequest."""
+        if settings is None:
+            return None, [] if known is None else _forgotten(name)
+        check(settings, arms)
+        if known is not None and known.continues(settings, arms):
+            test = _copy(known)
+            test.weigh(arms)
+            return test, [_saved(test)]
+        id = secrets.token_hex(8)
+        test = AliasTest.begin(id, name, settings, arms, self._configured(name), self._clock())
+        return test, [*_forgotten(name), _saved(test)]
+
     async def remove(self, name: str) -> None:
-        """Remove an alias and its test. Raises NotFound if it does not exist, and StorageError."""
+        """Remove an alias and its test. Raises NotFound, and StorageError; then nothing has changed."""
         async with self._turn:
-            self._models.aliases.remove(name)
+            self._models.aliases.arms(name)
             if name in self._tests:
-                await self._forget(name)
+                await self._write(_forgotten(name))
+                del self._tests[name]
+            self._models.aliases.remove(name)
 
     def judged(self, model: Selection) -> Judged | None:
         """Return the answer that `model` will give, if its scores count for a test; None if not."""
@@ -243,11 +249,6 @@ class AliasTests:
         finally:
             database.close()
 
-    async def _forget(self, name: str) -> None:
-        """Forget the test of an alias. Raises StorageError."""
-        self._tests.pop(name, None)
-        await self._write([(f"DELETE FROM {table} WHERE alias = ?", (name,)) for table in ("ab_tests", "ab_users")])
-
     async def _write(self, statements: Sequence[Statement]) -> None:
         database = await self._database.open()
         await asyncio.to_thread(database.write, statements)
@@ -264,6 +265,10 @@ def _has_counted(database: Database, alias: str, user: bytes) -> bool:
 
 def _saved(test: AliasTest) -> Statement:
     return "INSERT OR REPLACE INTO ab_tests VALUES (?, ?)", (test.alias, seal(test))
+
+
+def _forgotten(alias: str) -> list[Statement]:
+    return [(f"DELETE FROM {table} WHERE alias = ?", (alias,)) for table in ("ab_tests", "ab_users")]
 
 
 def _digest(id: str, user: str) -> bytes:

@@ -183,7 +183,9 @@ async def test_nothing_changes_where_the_store_cannot_be_written(tmp_path: Path)
     for attempt in (
         server.tests.count(answer, [1.0]),
         server.tests.put("chat", (ARMS[0], Arm("base", 1.0)), TEST),
+        server.tests.put("chat", ARMS, None),
         server.tests.put("other", ARMS, TEST),
+        server.tests.remove("chat"),
     ):
         with pytest.raises(StorageError):
             await attempt

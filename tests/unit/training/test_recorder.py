@@ -87,16 +87,22 @@ class Learner:
 
 
 async def recorded(learner: Learner, collect: Collect, prompts: Any, n: int, said: Any) -> list[Outcome]:
+    """What a recorder reports. All scores, and no others, are handed on in the background."""
     tasks: list[Coroutine[Any, Any, Any]] = []
+    handed: list[list[float | None]] = []
+
+    async def scored(scores: Sequence[float | None]) -> None:
+        handed.append(list(scores))
 
     async def later(work: Coroutine[Any, Any, Any]) -> None:
         tasks.append(work)
 
     learning = SimpleNamespace(learner=learner, later=later, clock=lambda: 5.0, text_of=lambda tokens: f"<{tokens}>")
-    outcomes = await Recorder(cast(Learning, learning), collect, prompts, n).record(said)
+    outcomes = await Recorder(cast(Learning, learning), collect, prompts, n, scored).record(said)
     for work in tasks:
         await work
-    assert len(tasks) == (not collect.shown and not collect.later and collect.going is None)
+    assert handed == ([list(learner._scores[: len(said)])] if learner.samples else [])
+    assert len(tasks) - len(handed) == (not collect.shown and not collect.later and collect.going is None)
     return outcomes
 
 
