@@ -49,7 +49,7 @@ from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.database import Database
 from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.rows import Rows
-from tests import verifiers_double
+from tests import reward_models, verifiers_double
 from tests.commands import curl, running
 from tests.fake_hub import fake_hub
 from tests.tinker_server import let_go
@@ -156,7 +156,7 @@ LEAST = {"--max-model-len": "240", "--num-blocks": "64"}
 SETTINGS = {
     "training.md": ("alone.yaml",),
     "command-line.md": ("tandem.yaml",),
-    "learning.md": ("learning.yaml", "several.yaml"),
+    "learning.md": ("learning.yaml", "several.yaml", "ours.yaml"),
 }
 """What the page calls the files that its yaml blocks are, in their order."""
 
@@ -225,6 +225,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("lessons.jsonl", "exam.jsonl"):
         lines = [{"prompt": f"Sort down: {name[0]} {n} 3", "completion": f"{n} 3"} for n in range(4, 9)]
         (tmp_path / name).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    pairs = [{"prompt": f"Sort down: {n} 3", "chosen": f"{n} 3", "rejected": f"3 {n}"} for n in range(4, 9)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     question = {"prompt": "What is 17 + 25?", "scoring_function": "gsm8k", "metadata": {"answer": "42"}}
     (tmp_path / "validation.jsonl").write_text(json.dumps(question), encoding="utf-8")
     for name in ("benchmarks", "examples"):
@@ -409,6 +411,8 @@ def test_tandem_serve(line: str, folder: Path) -> None:
     """Each serves, or says how it would where another one serves in the same way and with more options."""
     words = commands()[line][1:]
     port = unused_port()
+    if "./taste" in words:
+        reward_models.make(folder / "taste")
     small = [w for option, value in LEAST.items() if len(words) > 1 and option not in words for w in (option, value)]
     with fake_hub({word: demo.MODEL_PATH for word in words if hub.ID.fullmatch(word)}) as fake:
         if served_with_more(commands()[line]):
