@@ -94,7 +94,7 @@ class Task(NamedTuple):
 
 TUNED_ON = "simulations; task admitting, seed 100; number of questions and wanted reward: task sorting, seed 101"
 
-TASKS = {"sorting": Task(sorting, 60, 72, 0.4), "admitting": Task(admitting, 60, 72, 0.3)}
+TASKS = {"sorting": Task(sorting, 60, 48, 0.4), "admitting": Task(admitting, 60, 48, 0.3)}
 
 
 class Client(Teacher):
@@ -104,7 +104,7 @@ class Client(Teacher):
         super().__init__(url)
         self._random = random.Random(f"asked {seed}")
         self._asked = [task.draw(self._random, number) for number in range(task.questions)]
-        self._exam = [task.draw(random.Random(f"held out {n}"), n) for n in range(task.held_out) if n % 3]
+        self._exam = [task.draw(random.Random(f"held out {n}"), n) for n in range(task.held_out * 3 // 2) if n % 3]
         self._wanted = task.wanted
         self._batches = 0
 
