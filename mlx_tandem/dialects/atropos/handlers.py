@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from msgspec import Struct
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.route import Received
 from mlx_tandem.errors import Forbidden, InvalidRequest, NotFound, TooLarge, UnsupportedMedia
-from mlx_tandem.strict_json import decode
+from mlx_tandem.strict_json import decode, dumps
 from mlx_tandem.training.atropos.client import NotRegistered
 from mlx_tandem.training.atropos.hub import EnvironmentBody, Group, Hub, Registration
 
@@ -35,6 +36,22 @@ def _hub(front: ServerFront) -> Hub:
     if hub is None:
         raise NotFound("Atropos' trajectory API is switched off: start the server with --atropos-api")
     return hub
+
+
+async def _groups(hub: Hub, body: Received, *, several: bool) -> list[Group]:
+    """Return the groups of a body, or its only one, which are decoded and counted on another thread, a body at a time.
+
+    Those that wait for their turn are held as they were sent. Raises UnsupportedMedia, TooLarge, InvalidRequest.
+    """
+
+    def read() -> list[Group]:
+        groups = _unpacked(body, list[Group]) if several else [_unpacked(body, Group)]
+        for group in groups:
+            group.nbytes  # noqa: B018 - computed here and kept
+        return groups
+
+    async with hub.reading:
+        return await asyncio.to_thread(read)
 
 
 def _unpacked(body: Received, kind: type[T]) -> T:
@@ -105,10 +122,10 @@ def info(front: ServerFront) -> dict[str, int]:
     return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
 
 
-def batch(front: ServerFront) -> dict[str, Any]:
+async def batch(front: ServerFront) -> bytes | dict[str, Any]:
     """Take the next batch."""
     try:
-        return {"batch": _hub(front).take()}
+        return await asyncio.to_thread(dumps, {"batch": _hub(front).take()})
     except NotRegistered:
         return {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
 
@@ -124,29 +141,31 @@ def status_env(front: ServerFront, body: EnvironmentId) -> dict[str, float]:
     return _hub(front).pace(body.env_id)
 
 
-def scored_data(front: ServerFront, body: Received) -> dict[str, Any]:
+async def scored_data(front: ServerFront, body: Received) -> dict[str, Any]:
     """Take a group."""
-    waiting = _hub(front).put(_unpacked(body, Group))
+    hub = _hub(front)
+    (group,) = await _groups(hub, body, several=False)
+    waiting = hub.put(group)
     return {"status": "received"} if waiting is None else {"status": "buffered", "buffer_size": waiting}
 
 
-def scored_data_list(front: ServerFront, body: Received) -> dict[str, Any]:
+async def scored_data_list(front: ServerFront, body: Received) -> dict[str, Any]:
     """Take several groups."""
     hub = _hub(front)
-    groups = _unpacked(body, list[Group])
+    groups = await _groups(hub, body, several=True)
     buffered = [waiting for waiting in map(hub.put, groups) if waiting is not None]
     found: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
     return found | ({"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {})
 
 
-def latest_example(front: ServerFront) -> Any:
+async def latest_example(front: ServerFront) -> bytes:
     """Return the group that came last, or an empty one."""
     latest = _hub(front).latest
     names = (
         "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
         "messages", "images",
     )  # fmt: skip
-    return {name: [] for name in names} if latest is None else latest
+    return await asyncio.to_thread(dumps, {name: [] for name in names} if latest is None else latest)
 
 
 def reset_data(front: ServerFront) -> str:

@@ -63,19 +63,24 @@ class Client:
 
         Raises Unreachable.
         """
-        await self._ask("POST", "/register", fields)
-        info: _Info = _decoded(await self._ask("GET", "/info"), _Info)
+        await self._ask("POST", "/register", msgspec.Raw, fields)
+        info: _Info = await self._ask("GET", "/info", _Info)
         return info.batch_size
 
     async def batch(self) -> list[ScoredData] | None:
         """Return the next batch, which is a list of groups; None while there is none. Raises both errors."""
-        found: _Batch = _decoded(await self._ask("GET", "/batch"), _Batch)
+        found: _Batch = await self._ask("GET", "/batch", _Batch)
         if found.status == "error":
             raise NotRegistered
         return found.batch
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> bytes:
-        return await asyncio.to_thread(self._wait, method, path, body)
+    async def _ask(self, method: str, path: str, kind: type[Any], body: Any = None) -> Any:
+        """Send a request and return its reply as `kind`, which is decoded on another thread. Raises Unreachable."""
+
+        def asked() -> Any:
+            return _decoded(self._wait(method, path, body), kind)
+
+        return await asyncio.to_thread(asked)
 
     def _wait(self, method: str, path: str, body: Any) -> bytes:
         """Send a request and return the body of its reply. Raises Unreachable."""

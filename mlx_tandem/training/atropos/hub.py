@@ -6,14 +6,17 @@ Unlike there, one batch is made at a time, from the oldest groups, and `step` co
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from mlx_tandem.errors import InvalidRequest, NotFound, Overloaded, QuotaExceeded
+from mlx_tandem.strict_json import dumps
 from mlx_tandem.training.atropos.client import NotRegistered
 from mlx_tandem.training.atropos.scored import ScoredData
 
@@ -22,6 +25,9 @@ MOST_BATCHES = 16
 
 MOST_TOKENS = 1 << 22
 """Tokens of all groups that may wait."""
+
+MOST_BYTES = 256 << 20
+"""Bytes of all groups that may wait, with all of their fields, as JSON."""
 
 MOST_ENVIRONMENTS = 256
 """Environments that may register until the data is reset."""
@@ -63,7 +69,7 @@ class EnvironmentBody(Struct):
     min_batch_allocation: Annotated[float, Meta(ge=0, le=1)] | None = None  # least share of a batch
 
 
-class Group(ScoredData):
+class Group(ScoredData, dict=True):
     """A group with all fields that Atropos has; those here have no effect on learning."""
 
     advantages: Any = None
@@ -76,6 +82,11 @@ class Group(ScoredData):
     def size(self) -> int:
         """The number of sequences."""
         return len(self.tokens)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all fields as JSON."""
+        return len(dumps(self))
 
 
 class Environment(Struct):
@@ -91,6 +102,8 @@ class Hub:
     """The state of the API. Nothing of it outlives the process, as with Atropos."""
 
     def __init__(self) -> None:
+        self.reading = asyncio.Lock()
+        """Held while the groups of a body are decoded."""
         self.reset()
 
     def reset(self) -> None:
@@ -191,8 +204,10 @@ class Hub:
         waiting = [*self._queue, *(each for buffer in self._buffers.values() for each in buffer), group]
         sequences = sum(each.size for each in waiting)
         tokens = sum(len(own) for each in waiting for own in each.tokens)
+        nbytes = sum(each.nbytes for each in waiting)
         most = MOST_BATCHES * (self.trainer.batch_size if self.trainer else 1)
-        if len(waiting) > 1 and (sequences > max(most, MOST_GROUP) or tokens > MOST_TOKENS):
+        too_many = sequences > max(most, MOST_GROUP) or tokens > MOST_TOKENS or nbytes > MOST_BYTES
+        if len(waiting) > 1 and too_many:
             # With another status than 503, an environment would drop the group.
             raise Overloaded("too many groups wait to be learned from", retry_after=PAUSE_SECONDS, status=503)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import inspect
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +37,7 @@ def asking(hub: Hub) -> Ask:
                 found = route.handler(front, Received(gzip.compress(content), "application/json", "gzip"))
             else:
                 found = route.handler(front, *([] if route.body is None else [decode(content, route.body)]))
+            found = asyncio.run(found) if inspect.iscoroutine(found) else found
         except TandemError as e:
             return e.status, None
         return 200, found if isinstance(found, str) else json.loads(found if isinstance(found, bytes) else dumps(found))
@@ -85,8 +88,40 @@ def test_bodies_are_unpacked_within_a_limit(body: Received, error: type[Exceptio
     monkeypatch.setattr(handlers, "MOST_UNPACKED", 1000)
     front: Any = SimpleNamespace(learning=SimpleNamespace(default=SimpleNamespace(hub=Hub())))
     with pytest.raises(error) as raised:
-        handlers.scored_data_list(front, body)
+        asyncio.run(handlers.scored_data_list(front, body))
     assert type(raised.value) is error
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_large_body_is_decoded_beside_the_loop_and_one_at_a_time(monkeypatch: pytest.MonkeyPatch, several: bool):
+    front: Any = SimpleNamespace(learning=SimpleNamespace(default=SimpleNamespace(hub=started())))
+    at_once, inside = [], []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(content: bytes, kind: type[Any]) -> Any:
+        inside.append(threading.get_ident())
+        at_once.append(len(inside))
+        begun.set()
+        assert go_on.wait(20)
+        inside.pop()
+        return decode(content, kind)
+
+    monkeypatch.setattr(handlers, "decode", slow)
+    content = json.dumps([group(4)] if several else group(4)).encode()
+    handler = handlers.scored_data_list if several else handlers.scored_data
+
+    async def work() -> list[Any]:
+        posts = [
+            asyncio.create_task(handler(front, Received(content, "application/json", "identity"))) for _ in range(3)
+        ]
+        await asyncio.to_thread(begun.wait, 20)  # the loop goes on while a body is decoded
+        assert threading.get_ident() not in inside
+        go_on.set()
+        return await asyncio.gather(*posts)
+
+    assert [found["status"] for found in asyncio.run(work())] == ["received"] * 3
+    assert at_once == [1, 1, 1]
+    assert handlers.status(front)["queue_size"] == 3
 
 
 def started() -> Hub:
@@ -122,6 +157,15 @@ def test_so_much_waits_and_no_more(monkeypatch: pytest.MonkeyPatch):
     hub.put(made(2))
     with pytest.raises(Overloaded):
         hub.put(made(2))
+    hub.reset()
+    monkeypatch.setattr(hubs, "MOST_BYTES", 5000)
+    for field, value in (("messages", [[{"content": "x" * 3000}]]), ("images", ["x" * 3000]), ("env_id", 1)):
+        large = msgspec.convert(group(2) | {"ref_logprobs": [0.5] * 600, field: value}, Group)
+        hub.put(large)
+        with pytest.raises(Overloaded) as raised:
+            hub.put(large)
+        assert raised.value.status == 503
+        hub.reset()
     monkeypatch.setattr(hubs, "MOST_ENVIRONMENTS", 1)
     hub = started()
     said = msgspec.convert(environment("a"), EnvironmentBody)
