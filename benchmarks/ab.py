@@ -38,7 +38,7 @@ Draw = Callable[[random.Random, float], float]
 
 @dataclass(frozen=True)
 class Case:
-    """Arms with how their scores are drawn. Users have `each` answers and a taste of their own, which is added."""
+    """Arms with how their scores are drawn. Users have `each` answers, all judged by a taste of their own instead."""
 
     draws: dict[str, Draw]
     weights: tuple[float, ...] = ()

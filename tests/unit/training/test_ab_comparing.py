@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.ab import DIFFERENT, OUTSIDE, PROMISED, named
 from mlx_tandem.config import ABTest, Arm
 from mlx_tandem.training.ab.comparing import WAITING, AliasTest, Verdict
 
@@ -129,3 +130,9 @@ def test_equal_arms_are_seldom_told_apart() -> None:
             errors[verdict] += 1
     assert all(count <= 30 for count in errors.values()), errors
     assert all(count >= 1 for count in errors.values()), f"looks at nothing: {errors}"
+
+
+@pytest.mark.parametrize("case", [*PROMISED, *OUTSIDE, *DIFFERENT])
+def test_the_simulation_runs_to_its_end(case: str) -> None:
+    run = named(1, case, 60)
+    assert run.answers == 60 or run.verdicts
