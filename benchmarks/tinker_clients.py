@@ -172,7 +172,7 @@ def measure(url: str, args: argparse.Namespace, results: Results) -> None:
         served.append(client.serve())
     for name, values in zip(("save_ms", "serve_ms"), zip(*served[1:], strict=True), strict=True):
         rounded = sorted(round(value, 1) for value in values)
-        results.add(**{name: {"min": rounded[0], "median": statistics.median(rounded), "max": rounded[-1]}})
+        results.add(**{name: {"min": rounded[0], "median": round(statistics.median(rounded), 1), "max": rounded[-1]}})
 
 
 def main() -> None:
