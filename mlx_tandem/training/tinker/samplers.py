@@ -195,3 +195,23 @@ class Sampler:
     def _after(self, clone: int, after: int) -> Sequence[Completion]:
         self._done = [own for own in self._done if own.clone != clone or own.number > after]
         return [own for own in self._done if own.clone == clone]
+
+
+class Memory:
+    """The samplers that remember their requests: of all clients' samplers the REMEMBERING ones that were asked last."""
+
+    def __init__(self) -> None:
+        """Begin without samplers."""
+        self._asked: OrderedDict[str, Sampler] = OrderedDict()
+
+    def note(self, sampler: Sampler, number: int, content: bytes, promise: Promise) -> None:
+        """Let a sampler remember a request, and let another one forget its own if too many remember any."""
+        sampler.note(number, content, promise)
+        self._asked[sampler.id] = sampler
+        self._asked.move_to_end(sampler.id)
+        while len(self._asked) > REMEMBERING:
+            self._asked.popitem(last=False)[1].forget()
+
+    def drop(self, id: str) -> None:
+        """Take note that a sampler is gone."""
+        self._asked.pop(id, None)

@@ -26,8 +26,8 @@ from mlx_tandem.training.tinker.models import Kept, TrainedModel
 from mlx_tandem.training.tinker.order import Order, Work, outcome_of
 from mlx_tandem.training.tinker.promises import Gone, Promise, Promises, Result
 from mlx_tandem.training.tinker.samplers import (
-    REMEMBERING,
     Inflight,
+    Memory,
     Sampler,
     Saved,
     Snapshot,
@@ -82,9 +82,7 @@ class Tinker:
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, TrainedModel] = {}
         self._samplers: dict[str, Session] = {}  # the session of each sampler, by the sampler's id
-        self._asked: OrderedDict[str, Sampler] = (
-            OrderedDict()
-        )  # samplers that remember requests, the last one at the end
+        self._memory = Memory()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()  # requests to samplers that run
         self._watch: asyncio.Task[None] | None = None
@@ -323,7 +321,7 @@ class Tinker:
     def _forget(self, sampler: str) -> None:
         """Let nobody find a sampler any more."""
         self._samplers.pop(sampler, None)
-        self._asked.pop(sampler, None)
+        self._memory.drop(sampler)
 
     async def sample(
         self, sampler: Sampler, session: Session, number: int, content: bytes, choices: int, make: Make,
@@ -347,12 +345,12 @@ class Tinker:
                 # The SDK slows down after a 429 only.
                 raise Overloaded(e.message, retry_after=e.retry_after or 1.0) from e
             promise = self.promises.new(session.owner, session.id)
-            self._note(sampler, number, content, promise)
+            self._memory.note(sampler, number, content, promise)
             held = admitted.pop_all()
 
         async def work() -> Result:
             answers = await asyncio.gather(*map(self._front.answers, submissions))
-            self._count(submissions, answers, ref)
+            _count(self._front, submissions, answers, ref)
             return await asyncio.to_thread(write, answers)
 
         def done(task: asyncio.Task[Result | TandemError]) -> None:
@@ -366,22 +364,6 @@ class Tinker:
         self._tasks.add(promise.task)
         promise.task.add_done_callback(done)
         return promise
-
-    def _note(self, sampler: Sampler, number: int, content: bytes, promise: Promise) -> None:
-        """Remember a request. Of all samplers those remember theirs that were asked last."""
-        sampler.note(number, content, promise)
-        self._asked[sampler.id] = sampler
-        self._asked.move_to_end(sampler.id)
-        while len(self._asked) > REMEMBERING:
-            self._asked.popitem(last=False)[1].forget()
-
-    def _count(self, submissions: Sequence[Prompted], answers: Sequence[Answers], ref: AdapterRef | None) -> None:
-        """Count the tokens and the ends of answers among those of all requests."""
-        metrics, name = self._front.metrics, self._front.models.id if ref is None else "tinker"
-        metrics.prompt_tokens[name] += sum(each.prompt_tokens for each in submissions)
-        for choice in (choice for each in answers for choice in each.choices):
-            metrics.generation_tokens[name] += len(choice.tokens)
-            metrics.finished[name, choice.reason] += 1
 
     def cancel(self, promise: Promise) -> None:
         """End a request to a sampler. One that is done is left as it is. Raises InvalidRequest for other requests."""
@@ -397,6 +379,15 @@ class Tinker:
         """Remove a checkpoint. Requests that run under it finish."""
         await self._versions.forget(self.checkpoints.source(checkpoint))
         await self.checkpoints.delete(checkpoint)
+
+
+def _count(front: Front, submissions: Sequence[Prompted], answers: Sequence[Answers], ref: AdapterRef | None) -> None:
+    """Count the tokens and the ends of answers among those of all requests."""
+    metrics, name = front.metrics, front.models.id if ref is None else "tinker"
+    metrics.prompt_tokens[name] += sum(each.prompt_tokens for each in submissions)
+    for choice in (choice for each in answers for choice in each.choices):
+        metrics.generation_tokens[name] += len(choice.tokens)
+        metrics.finished[name, choice.reason] += 1
 
 
 def _number(sampler: str) -> int:

@@ -12,7 +12,7 @@ from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest, NotFound, Overloaded, TandemError
 from mlx_tandem.training.tinker.order import Order
 from mlx_tandem.training.tinker.promises import Gone, Promise, Promises, Result
-from mlx_tandem.training.tinker.samplers import CLONE, REMEMBERED, Base, Sampler
+from mlx_tandem.training.tinker.samplers import CLONE, REMEMBERED, REMEMBERING, Base, Memory, Sampler
 
 
 def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -73,6 +73,16 @@ def test_a_sampler_remembers_no_more_for_more_clients() -> None:
     sampler.forget()
     assert sampler.repeated(last * CLONE, b"") is None
     assert asyncio.run(sampler.completions(last - 1, 0, 0)) == []
+
+
+def test_of_many_samplers_those_that_were_asked_last_remember() -> None:
+    memory, promise = Memory(), settled(Promises())
+    samplers = [Sampler(f"s:sample:{i}", "base", Base()) for i in range(REMEMBERING + 1)]
+    for sampler in samplers[:-1]:
+        memory.note(sampler, 0, b"", promise)
+    memory.note(samplers[0], 1, b"", promise)
+    memory.note(samplers[-1], 0, b"", promise)
+    assert [sampler.repeated(0, b"") for sampler in samplers[:3]] == [promise, None, promise]
 
 
 def test_results_have_a_limit_in_bytes() -> None:
