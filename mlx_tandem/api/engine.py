@@ -260,7 +260,7 @@ class Engine:
         `rslora` scales by alpha / sqrt(rank) instead of alpha / rank. `plus_ratio` is the ratio of B's learning rate to
         A's (LoRA+). `dropout` is the share of A's inputs that `forward_backward` leaves out at random; `forward` and
         what is published leave out none. `scores` adds a score head: the trainer's adapter is a reward model, which
-        learns by the loss `score`.
+        learns by `LossConfig("score")` alone.
         """
         options = convert({"rslora": rslora, "plus_ratio": plus_ratio, "dropout": dropout}, LoraOptions)
         return self._call(

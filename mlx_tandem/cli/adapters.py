@@ -132,6 +132,7 @@ def _lines(found: Inspection) -> list[str]:
         "targets": _joined(found.targets),
         "layers": _spans(found.layers),
         "invoked": f"by the tokens {_joined(map(str, found.invocation))}" if found.invocation else "",
+        "scores": "answers: it is a reward model" if found.score_head else "",
         "tensors": f"{found.tensors} ({_joined(found.dtypes)}; {found.nbytes / 1e6:.1f} MB)" if found.tensors else "",
         "digest": found.digest or "",
     }

@@ -7,7 +7,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-LossKind = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "score"]
+LossKind = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+"""The losses of tokens."""
 
 Part = Literal["attention", "mlp", "head"]
 """A part of a model by what its linears do: they mix positions, they are of feed-forward blocks or experts, or they are
@@ -20,7 +21,7 @@ class LossConfig(Struct, frozen=True):
     In the formulas, q stands for the logprobs of the policy that drew the tokens of a datum, and p for the trainer's.
     """
 
-    kind: LossKind = "importance_sampling"
+    kind: Literal[LossKind, "score"] = "importance_sampling"  # score: that of reward models
     ratio: Literal["token", "sequence"] = "token"  # sequence: the geometric mean over a completion (GSPO)
     normalize: Literal["token_sum", "token_mean", "sequence_mean"] = "token_sum"
     scale: float = 1.0  # factor of the loss, after normalisation; Dr. GRPO: 1 / (completions x longest)

@@ -30,7 +30,7 @@ def learning_config(folder: Path, mode: Mode = "inference_and_training", **setti
     )
 
 
-def collect(server: RunningServer, prompt: str = SORT, **fields: object) -> list[dict[str, Any]]:
+def collect(server: RunningServer, prompt: object = SORT, **fields: object) -> list[dict[str, Any]]:
     """The choices of a completion that is collected."""
     asked = {
         "model": "policy",

@@ -75,14 +75,16 @@ def test_a_conversation_is_scored_at_the_end_of_its_last_answer(learning: Runnin
 def test_a_reward_model_scores_answers_as_a_function(learning: RunningServer) -> None:
     """Also where the answer was cut off, and in a sum with other functions."""
     fields = {"return_token_ids": True, "collect_trajectory": False, "max_tokens": 3, "model": "policy"}
-    prompt = learning.client.post("/tokenize", json={"prompt": SORT}).json()["tokens"]
+    asked = {"messages": [{"role": "user", "content": SORT}]}
+    prompt = learning.client.post("/tokenize", json=asked).json()["tokens"]
     length = {"function": "length", "weight": 0.5, "options": {"max": 1000}}
     for scoring, weight, more in (
         ([TASTE], 1.0, 0.0),
         ("mine", 2.0, 0.0),
         ([TASTE | {"weight": -3.0}, length], -3.0, 0.5),
     ):
-        choices = collect(learning, scoring_function=scoring, **fields)
+        choices = collect(learning, prompt, scoring_function=scoring, **fields)
+        assert any(c["finish_reason"] == "length" for c in choices)
         texts = [[*prompt, *c["token_ids"], *([] if c["token_ids"][-1] == END else [END])] for c in choices]
         wanted = [weight * s + more for s in score(learning, input=texts)]
         assert [c["score"] for c in choices] == pytest.approx(wanted, abs=2e-2)

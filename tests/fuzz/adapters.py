@@ -15,6 +15,9 @@ from tests.fuzz import tensors, values
 from tests.fuzz.folders import Case, Change
 from tests.fuzz.tensors import Tensors, tensor
 
+HIDDEN = 12
+"""Numbers of a hidden state, which a score head has."""
+
 FILES = (CONFIG, *WEIGHTS.values(), "adapter_model.bin", "adapter_model.pt", "adapters.npz")
 
 
@@ -38,6 +41,10 @@ def valid(rng: Random, linears: Mapping[str, LinearShape]) -> tuple[Case, Tensor
             found[f"{path}.lora_a"] = tensor(a if experts else a.swapaxes(-1, -2), dtype)
             found[f"{path}.lora_b"] = tensor(b if experts else b.swapaxes(-1, -2), dtype)
     config = _peft(rng, rank) if kind == "peft" else _mlx_lm(rng, rank)
+    if kind == "peft" and rng.random() < 0.3:  # a reward model
+        found["base_model.model.score.weight"] = tensor(numbers.standard_normal((1, HIDDEN)), dtype)
+        saved = rng.choice((["score"], ["classifier", "score"], None))
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": saved}
     return Case({CONFIG: json.dumps(config).encode(), WEIGHTS[kind]: tensors.written(found)}), found
 
 

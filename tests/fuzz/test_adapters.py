@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from mlx_tandem.adapters import formats
@@ -29,8 +30,10 @@ def read(folder: Path, rng: Random, root: Path) -> None:
         base_layers=2,
         follow_links=rng.random() < 0.5,
         root=root if rng.random() < 0.5 else None,
+        hidden_size=adapters.HIDDEN,
     )
     assert weights.info.rank <= 8
+    assert weights.score_head is None or (weights.score_head.shape == (12,) and np.isfinite(weights.score_head).all())
     assert all(path in LINEARS for path in weights.tensors)
 
 

@@ -105,6 +105,8 @@ def parse(
         r = _first(ranks, path, rank)
         half = Half(tensor, expert, r, scaled(_first(alphas, path, alpha), r), turn=True)
         spec.modules.setdefault(target, ([], []))[leaf == "lora_B"].append(half)
+    if not spec.modules:
+        refuse(name, spec.score_head, "is all there is: an adapter needs LoRA weights of a linear layer, too")
     return spec
 
 

@@ -428,7 +428,8 @@ class MLXTrainers:
         warm = any(item.datum.temperature != 1.0 for item in items)
         cut = any(item.datum.truncation != WHOLE for item in items)
         scores = batches[own[0].batch].loss.kind == "score"
-        where = Positions(at + int(scores), target, temperature if warm else None, truncation if cut else None)
+        at = at + 1 if scores else at
+        where = Positions(at, target, temperature if warm else None, truncation if cut else None)
         caches = None
         if tables:
             pages = PageInputs(tables, self._cutting.mask_axes).caches(self._windows)

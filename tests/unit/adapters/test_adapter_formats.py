@@ -143,6 +143,11 @@ def test_a_score_head_that_is_wrong_is_refused_by_its_name(
     assert e.value.param == HEAD and says in e.value.message
 
 
+def test_a_score_head_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"{HEAD} is all there is"):
+        read(peft(tmp_path, {HEAD: random(1, 12)}, task_type="SEQ_CLS"))
+
+
 def test_a_score_head_of_an_adapter_that_generates_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=HEAD):
         read(peft(tmp_path, peft_tensors() | {HEAD: random(1, 12)}))
