@@ -219,7 +219,7 @@ def serve(
         )
     except TandemError as e:
         starting.close()
-        fail(e.message)
+        fail(with_flag(e.message, FLAG.get(e.param or "")))
     finally:
         starting.close()
     if detached is not None and status == 0:

@@ -42,7 +42,7 @@ def chosen(names: str) -> tuple[Check, ...]:
     Raise KeyError with an unknown name.
     """
     known = {check.name: check for check in CHECKS}
-    todo, wanted = [name for name in names.split(",") if name], set[str]()
+    todo, wanted = names.split(",") if names else [], set[str]()
     while todo:
         check = known[todo.pop()]
         wanted.add(check.name)

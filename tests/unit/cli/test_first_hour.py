@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_tandem import demo
+from mlx_tandem.config import Config
+from mlx_tandem.training.online.prompts import read
 from tests.fake_hub import fake_hub
 from tests.terminal import on_terminal
 from tests.unit.cli_tools import tandem, tandem_process
@@ -31,6 +35,7 @@ STEPS = [
     ("models empty", 1, "empty/config.json is missing"),
     ("models my-adapter", 1, "my-adapter is an adapter, not a model"),
     ("doctor --only ears", 2, "--only: 'ears' is not one of python, system"),
+    ("doctor --only ,", 2, "--only: '' is not one of python, system"),
     # A first server.
     ("serve nowhere --port 0", 1, "there is no model folder nowhere"),
     ("serve my-adapter --dry-run", 1, "my-adapter is an adapter, not a model"),
@@ -144,6 +149,21 @@ def test_a_model_that_the_hub_does_not_have(desk: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("tandem: there is no model folder org/no-model, and ")
+
+
+def test_an_error_after_the_model_was_loaded_names_its_option(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of learning are read then, by the server, of which only this is run here."""
+
+    def started(config: Config, sock: socket.socket, **ignored: object) -> None:
+        sock.close()
+        nothing: Any = None
+        read(Path(config.rl_training.validation_prompts), nothing, nothing, "", 64)
+
+    monkeypatch.setattr("mlx_tandem.server.serve.run", started)
+    monkeypatch.setattr("mlx_tandem.cli.hub.close", lambda: None)  # which holds for the rest of the process
+    done = tandem("serve", "--port", "0", "--enable-rl-training", "--validation-prompts", "lessons.jsonl")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("unknown field `completion` (--validation-prompts)")
 
 
 @pytest.mark.parametrize(
