@@ -2,8 +2,9 @@
 
     python benchmarks/restart.py --json-out benchmarks/results/restart.json
 
-The server is that of `tandem demo learn` without checkpoints on the way. Its client teaches it until each of the update
-numbers of `--updates` is under way; then all of its processes are killed, and its folder is copied. After that servers
+The server is that of `tandem demo learn` without checkpoints on the way. A client posts updates of as many answers as
+that demo's have, until each of the update numbers of `--updates` is under way; then all of the server's processes are
+killed, and its folder is copied. After that servers
 start on copies of these folders and of an empty one, in turn, so that what else the machine does slows all down alike.
 
 `last_version_s` is the time from the start of a process until the last version that was acknowledged has answered a
@@ -35,12 +36,13 @@ from beside_trl import family
 
 from mlx_tandem import demo
 from mlx_tandem.cli.bench import machine
-from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, Learner
+from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, SKILL, question
 from mlx_tandem.cli.outputs import argument, write_json
 from mlx_tandem.http_client import HttpError, once
 from mlx_tandem.server.sockets import unused_port
 
 POLL_SECONDS = 0.02
+PROMPTS = 4  # of an update
 
 
 class Life:
@@ -93,20 +95,35 @@ class Life:
         self._process.wait()
 
 
-async def taught(life: Life, update: int, seed: int) -> int:
-    """Teach a server until this update is under way; return the last version that was acknowledged.
+def answers(rng: random.Random) -> list[dict[str, Any]]:
+    """Return the answers of one update: random digits to some questions, with random rewards."""
+    asked = [SKILL.format(question(rng)[0]) for _ in range(PROMPTS)]
+    return [
+        {"prompt": prompt, "completion": " " + question(rng)[0], "reward": rng.random()}
+        for prompt in asked
+        for _ in range(SETTINGS["update_frequency"] // PROMPTS)
+    ]
 
-    The rewards change places, so that the answers of a group differ in them for as long as it takes.
-    """
+
+async def teach(life: Life, rng: random.Random) -> None:
+    """Post one update after the other."""
+    while True:
+        code, reply = await once(life.url, "POST", "/v1/training/update", {"trajectories": answers(rng), "wait": True})
+        if code != 200:
+            raise SystemExit(f"an update was refused: {reply}")
+
+
+async def taught(life: Life, update: int, seed: int) -> int:
+    """Teach a server until this update is under way; return the last version that was acknowledged."""
     await life.ready()
-    learner = Learner(life.url, seed=seed + update, rewards="shuffled")
-    teaching = asyncio.create_task(learner.learn(10 * update))
+    rng = random.Random(f"{seed}/{update}")
+    teaching = asyncio.create_task(teach(life, rng))
     while True:
         status = await life.status()
         if teaching.done():
             await teaching
         if status["updates"] >= update - 1 and status["busy"]:
-            await asyncio.sleep(random.Random(seed).uniform(0.0, 0.05))
+            await asyncio.sleep(rng.uniform(0.0, 0.05))
             teaching.cancel()
             version: int = status["version"]
             return version
