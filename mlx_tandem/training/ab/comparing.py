@@ -2,7 +2,7 @@
 
 Each arm but the control is a challenger. A score of one of its answers is compared with the newest score of the
 control that no other of its scores was compared with, and the difference is one bet of the guard's sequential test
-(`training/online/evidence.py`). Which two scores meet does not depend on what they are. So two arms that answer alike
+(`training/evidence.py`). Which two scores meet does not depend on what they are. So two arms that answer alike
 have differences with the mean 0, and the probability that any of several challengers is ever promoted without being
 better is `false_promotion` at most: each of them has its share of it.
 """
@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from mlx_tandem import limits
 from mlx_tandem.config import ABTest, Arm
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.online.evidence import Comparison
+from mlx_tandem.training.evidence import Comparison
 
 WAITING = 16
 """Most scores of an arm that wait to be compared; the oldest is left out then, since questions change with time."""

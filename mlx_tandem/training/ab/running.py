@@ -224,13 +224,11 @@ class AliasTests:
     async def _kept(self) -> list[AliasTest]:
         """Return the tests in the database.
 
-        A server that does not learn takes the folder only if there is one, and if no other server has it.
+        A server that does not learn takes the folder only if there is a test, and if no other server has it.
         """
-        if not self._database.exists:
-            return []
-        sql = "SELECT alias, body FROM ab_tests ORDER BY alias"
         try:
-            if not self._database.is_shared and not await asyncio.to_thread(self._peeked):
+            shared, folder = self._database.is_shared, self._database.folder
+            if not shared and not await asyncio.to_thread(Database.holds, folder, "ab_tests"):
                 return []
             database = await self._database.open()
         except StorageError as e:
@@ -238,16 +236,8 @@ class AliasTests:
                 raise
             log("a/b tests of an earlier start do not go on", logging.WARNING, error=e.message)
             return []
-        rows = await asyncio.to_thread(database.rows, sql)
+        rows = await asyncio.to_thread(database.rows, "SELECT alias, body FROM ab_tests ORDER BY alias")
         return [unsealed(database, body, AliasTest, f"the a/b test of {alias}") for alias, body in rows]
-
-    def _peeked(self) -> bool:
-        """Return whether the database has a test, without taking its folder. Raises StorageError."""
-        database = Database.read_only(self._database.folder)
-        try:
-            return bool(database.rows("SELECT 1 FROM ab_tests LIMIT 1"))
-        finally:
-            database.close()
 
     async def _write(self, statements: Sequence[Statement]) -> None:
         database = await self._database.open()

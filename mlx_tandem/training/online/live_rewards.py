@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from mlx_tandem.training.online.evidence import Comparison
+from mlx_tandem.training.evidence import Comparison
 
 LAG = 64
 """Prompts between the two whose rewards the alarm compares."""

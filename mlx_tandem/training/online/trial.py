@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from mlx_tandem.training.online.evidence import Comparison, Evidence
+from mlx_tandem.training.evidence import Comparison, Evidence
 
 CANDIDATE_UPDATES = 10
 """Updates after which the version of that moment becomes the candidate."""

@@ -83,7 +83,7 @@ class Database:
         if not path.is_file():
             raise StorageError(f"there is no {path}: no server has learned with this folder")
         with _errors(path):
-            connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", BUSY_SECONDS, uri=True)
+            connection = _reading(path)
             try:
                 if _version(connection) < len(MIGRATIONS):
                     raise StorageError(
@@ -94,6 +94,19 @@ class Database:
                 connection.close()
                 raise
         return Database(path, connection, lambda: True)
+
+    @staticmethod
+    def holds(folder: Path, table: str) -> bool:
+        """Return whether the database in `folder` has a row in `table`, beside the process that writes it.
+
+        There need not be a database, and one of an older version need not have the table. Raises StorageError.
+        """
+        path = folder.resolve() / NAME
+        if not path.is_file():
+            return False
+        with _errors(path), contextlib.closing(_reading(path)) as connection:
+            known = connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (table,))
+            return bool(known.fetchall() and connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchall())
 
     def write(self, statements: Sequence[Statement]) -> None:
         """Execute all statements, or none: when this returns they survive a crash or a loss of power.
@@ -223,6 +236,11 @@ class Writer:
         task.add_done_callback(done)
         await asyncio.wait([task])
         task.result()
+
+
+def _reading(path: Path) -> sqlite3.Connection:
+    """Return a connection that only reads."""
+    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", BUSY_SECONDS, uri=True)
 
 
 @contextlib.contextmanager

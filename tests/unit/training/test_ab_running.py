@@ -19,6 +19,7 @@ from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.training.ab.running import AliasTests, Judged
 from mlx_tandem.training.store.database import Database
 from mlx_tandem.training.store.on_use import DatabaseOnUse
+from mlx_tandem.training.store.schema import MIGRATIONS
 from mlx_tandem.types import AdapterInfo
 
 ARMS = (Arm("old", 1.0), Arm("new", 1.0))
@@ -213,6 +214,26 @@ async def test_another_server_has_the_folder(tmp_path: Path) -> None:
     FolderLock(tmp_path / "store").release()  # which a server without tests has not taken
     with pytest.raises(NotFound):
         await third.tests.remove("chat")
+
+
+@on_a_loop
+async def test_a_store_without_tests_is_left_alone(tmp_path: Path) -> None:
+    """Be it of an older version, or of this one and in use by another server."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    for migrations in (MIGRATIONS[:2], MIGRATIONS):
+        database = Database.open(folder, migrations=migrations)
+        lock = FolderLock(folder)
+        assert not Database.holds(folder, "ab_tests")
+        server = Server(tmp_path)
+        await server.tests.bring_up()
+        assert list(server.tests) == [] and database.rows("PRAGMA user_version") == [(len(migrations),)]
+        lock.release()
+        database.close()
+    (folder / "learning.db").write_bytes(b"no database" * 1000)
+    server = Server(tmp_path)
+    await server.tests.bring_up()  # serves without tests, and says why in the log
+    assert list(server.tests) == []
 
 
 @on_a_loop

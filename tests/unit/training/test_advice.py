@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mlx_tandem.config import RLTrainingConfig
+from mlx_tandem.training.evidence import Comparison
 from mlx_tandem.training.online import rates
 from mlx_tandem.training.online.advice import FRUITLESS_PROMPTS, FRUITLESS_UPDATES, advice
-from mlx_tandem.training.online.evidence import Comparison
 from mlx_tandem.training.online.guard import Course
 from mlx_tandem.training.online.live_rewards import Mean
 from mlx_tandem.training.online.serving import Recorded, UpdateReport

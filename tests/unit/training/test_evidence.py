@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_tandem.training.online.evidence import BETS, PATIENCE, SPREAD, Comparison, Evidence
+from mlx_tandem.training.evidence import BETS, PATIENCE, SPREAD, Comparison, Evidence
 
 
 def wealth(evidence: Evidence) -> float:

@@ -9,8 +9,8 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.config import Config, DutyConfig, EngineConfig, ModelConfig, RLTrainingConfig
+from mlx_tandem.training.evidence import Comparison
 from mlx_tandem.training.online import status
-from mlx_tandem.training.online.evidence import Comparison
 from mlx_tandem.training.online.guard import Course
 from mlx_tandem.training.online.serving import Recorded, TrainingStatus, UpdateReport
 from mlx_tandem.training.online.trial import Reference, Trial

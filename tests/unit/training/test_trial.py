@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_tandem.training.online.evidence import Comparison, Evidence
+from mlx_tandem.training.evidence import Comparison, Evidence
 from mlx_tandem.training.online.trial import CANDIDATE_PROMPTS, CANDIDATE_UPDATES, Reference, Trial
 
 A, B, SAME_AS_A = Reference("a", 1, "d1"), Reference("b", 2, "d2"), Reference("c", 3, "d1")
