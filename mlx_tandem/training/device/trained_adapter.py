@@ -77,16 +77,16 @@ class TrainedAdapter:
         self._masks = 0  # that `dropout` has given since the last step
 
     @classmethod
-    def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], hidden_size: int) -> TrainedAdapter:
+    def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], hidden_size: int = 0) -> TrainedAdapter:
         """Return one with A uniform in ±1/sqrt(inputs) and B zero: the model is the base until the first step.
 
-        A score head is zero, and so is every score until then.
+        A score head, of `hidden_size` numbers, is zero, and so is every score until then.
         """
         return cls(spec, linears, _fresh(spec, linears, hidden_size))
 
     @classmethod
     def from_adapter(
-        cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], weights: AdapterWeights, hidden_size: int
+        cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], weights: AdapterWeights, hidden_size: int = 0
     ) -> TrainedAdapter:
         """Return one that begins as a loaded adapter, whose scale is taken out of B again.
 
