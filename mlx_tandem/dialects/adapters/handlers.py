@@ -29,6 +29,7 @@ def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
         "scale": info.scale,
         "targets": list(info.targets),
         "invocation_tokens": list(info.invocation),
+        "reward_model": bool(info.score_head),
         "size_bytes": info.nbytes,
         "memory_bytes": info.memory_bytes,
         "created": int(entry.created),

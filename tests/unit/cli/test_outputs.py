@@ -34,6 +34,7 @@ FILES = {  # an option that names an output file, and a command of it that would
     "train sft --json-out": "train sft lessons.jsonl --json-out {}.json",
     "train sft --plot": "train sft lessons.jsonl --plot {}.svg",
     "train sft --metrics-file": "train sft lessons.jsonl --metrics-file {}",
+    "train reward --json-out": "train reward pairs.jsonl --json-out {}.json",
     "serve --metrics-file": "serve --port 0 --enable-rl-training --metrics-file {}",
     "train rl --metrics-file": "train rl --port 0 --metrics-file {}",
 }
@@ -47,6 +48,7 @@ FOLDERS = {
     "serve --ssd-cache-dir": "serve --port 0 --ssd-cache-dir {}",
     "train rl --ssd-cache-dir": "train rl --port 0 --ssd-cache-dir {}",
     "train sft --adapter-out": "train sft lessons.jsonl --adapter-out {}",
+    "train reward --adapter-out": "train reward pairs.jsonl --adapter-out {}",
 }
 READ = {"adapter-root", "config", "valid", "init-from", "api-key-file", "validation-prompts", "ssl-certfile"}
 READ |= {"ssl-keyfile", "chat-template", "generation-config", "cacert", "adapter", "model"}
@@ -86,6 +88,8 @@ def test_every_option_that_names_a_file_is_known_here() -> None:
 def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = [json.dumps({"prompt": f"Sort down: {n} 3", "completion": f"{n} 3"}) for n in range(4, 9)]
     (tmp_path / "lessons.jsonl").write_text("\n".join(lines))
+    pairs = [json.dumps({"prompt": f"Sort down: {n} 3", "chosen": f"{n} 3", "rejected": "3"}) for n in range(4, 9)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(pairs))
     (tmp_path / "file").touch()
     for name in ("folder.json", "folder.svg", "folder"):
         (tmp_path / name).mkdir()
@@ -116,7 +120,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(where: Path, o
 @pytest.mark.parametrize("option", FOLDERS)
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(where: Path, option: str) -> None:
     before = sorted(where.rglob("*"))
-    said = refused(FOLDERS[option].format("file/new"), option.split()[-1] if "sft" not in option else "file/new")
+    said = refused(
+        FOLDERS[option].format("file/new"), "file/new" if option.endswith("--adapter-out") else option.split()[-1]
+    )
     assert "cannot be used" in said
     assert sorted(where.rglob("*")) == before
 

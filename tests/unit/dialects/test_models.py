@@ -264,6 +264,7 @@ VERSION = {
     "scale": 4.0,
     "targets": ["q_proj"],
     "invocation_tokens": [],
+    "reward_model": False,
     "size_bytes": 300,
     "memory_bytes": 400,
     "created": 2000,

@@ -42,9 +42,10 @@ def reply(chunk: int = 0, cost: tuple[float, ...] = (), **server: float) -> Any:
         client=SimpleNamespace(check_ready=lambda: info),
         learning=None,
         collecting=None,
+        ab_tests=SimpleNamespace(judged=lambda model: None),
     )
     prompted = Prompted(PROMPTS, [None, None], SamplingParams(max_tokens=4))
-    plan: Any = SimpleNamespace(renderer=SimpleNamespace(id="the-id"), prompted=prompted, collect=None)
+    plan: Any = SimpleNamespace(renderer=SimpleNamespace(id="the-id"), prompted=prompted, model=None, collect=None)
     return Reply(front, plan)
 
 

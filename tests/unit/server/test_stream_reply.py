@@ -16,9 +16,13 @@ from mlx_tandem.server.stream_reply import StreamReply
 
 def reply(seconds: float, keepalive: bytes = COMMENT) -> StreamReply:
     config = Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))), ServerConfig(stream_keepalive_s=seconds))
-    front: Any = SimpleNamespace(config=config, metrics=SimpleNamespace(inter_token=SimpleNamespace(observe=None)))
+    front: Any = SimpleNamespace(
+        config=config,
+        metrics=SimpleNamespace(inter_token=SimpleNamespace(observe=None)),
+        ab_tests=SimpleNamespace(judged=lambda model: None),
+    )
     renderer = SimpleNamespace(id="the-id", keepalive=keepalive)
-    plan: Any = SimpleNamespace(renderer=renderer, prompted=SimpleNamespace(choices=1), collect=None)
+    plan: Any = SimpleNamespace(renderer=renderer, prompted=SimpleNamespace(choices=1), model=None, collect=None)
     return StreamReply(front, plan)
 
 
