@@ -58,6 +58,18 @@ def test_a_question_and_what_is_piped_are_one_message(server: RunningServer) -> 
     assert chat(*at(server, "-p", "Reverse:"), piped="garden\n").stdout.decode() == f"{expected}\n"
 
 
+def test_a_pipe_that_stays_open_is_mentioned(server: RunningServer) -> None:
+    """Some shells leave a program a standard input that never ends."""
+    words = [sys.executable, "-m", "mlx_tandem", "chat", *at(server, "-p", QUESTION)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stderr.readline().startswith(b"tandem: waiting for the end of standard input")
+        process.stdin.close()
+        assert process.stdout.read().decode() == said(server, "base", QUESTION) + "\n"
+        assert process.wait(30) == 0
+
+
 def test_how_the_model_answers_can_be_told(server: RunningServer) -> None:
     done = chat(*at(server, "-p", "Tell me a short story about a fox.", "--max-tokens", "3"))
     assert done.returncode == 0

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import select
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 from mlx_tandem.cli import keys
 from mlx_tandem.cli.adapters import URL, Server
@@ -24,6 +26,9 @@ from mlx_tandem.limits import BASE
 
 MOST_PIPED = 16 << 20
 """Most bytes of a question that are read from a pipe."""
+
+PIPE_SECONDS = 1.0
+"""Seconds after which a pipe that says nothing is mentioned."""
 
 POLL_SECONDS = 0.2
 """Seconds between two looks at a server that is starting."""
@@ -66,6 +71,8 @@ def _question(prompt: str | None) -> str | None:
     """Return the question that was given; None if questions will be typed."""
     if sys.stdin is None or sys.stdin.isatty():
         return prompt
+    if prompt and _is_silent(sys.stdin):
+        say("waiting for the end of standard input, which is a part of the question (</dev/null: nothing is)")
     piped = sys.stdin.buffer.read(MOST_PIPED + 1)
     if len(piped) > MOST_PIPED:
         fail(f"the text from the pipe has more than {MOST_PIPED >> 20} MiB")
@@ -73,6 +80,14 @@ def _question(prompt: str | None) -> str | None:
     if not parts:
         fail("nothing is asked: give a question with --prompt, in a pipe, or on a terminal")
     return "\n\n".join(parts)
+
+
+def _is_silent(pipe: TextIO) -> bool:
+    """Return whether nothing comes from a pipe, and not its end either, for PIPE_SECONDS."""
+    try:
+        return not select.select([pipe], [], [], PIPE_SECONDS)[0]
+    except (OSError, ValueError):
+        return False  # It is an object without a descriptor.
 
 
 @contextlib.contextmanager
