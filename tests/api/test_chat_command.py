@@ -112,7 +112,7 @@ def test_a_key_is_asked_for_and_sent(tmp_path: Path) -> None:
     with serving(demo_config(api_key=KEY)) as guarded:
         refused = chat("--url", guarded.url, "-p", QUESTION)
         assert refused.returncode == 1
-        assert b"401" in refused.stderr
+        assert b"a valid API key is needed" in refused.stderr
         words = ["--url", guarded.url, "--temperature", "0", "-p", QUESTION]
         assert chat(*words, "--api-key-file", str(tmp_path / "key")).stdout.strip()
 
