@@ -57,7 +57,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
 The name of a test begins with the key of its program.
 """
 
-OWN = ("test_environments", "test_jan", "test_keepalives", "test_loopback", "test_refusals")
+OWN = ("test_environments", "test_jan", "test_keepalives", "test_loopback", "test_refusals", "test_tinker_cookbook")
 """Modules of tests/clients that run no client, or several at once."""
 
 HEAD = """\

@@ -100,7 +100,7 @@ class Machine:
     def __init__(
         self, folder: Path, words: Sequence[str], env: Mapping[str, str] | None = None, small: Sequence[str] = SMALL
     ):
-        self.folder, self.port = folder()
+        self.folder, self.port = folder, unused_port()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "my-model").symlink_to(demo.MODEL_PATH)
         (folder / "tandem.key").write_text(KEY, encoding="utf-8")

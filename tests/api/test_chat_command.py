@@ -194,15 +194,25 @@ def test_a_text_that_is_pasted_is_one_question(server: RunningServer, typist: Ty
     assert typist.terminal.process.wait(30) == 0
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_chat(typist: Typist) -> None:
-    typist.types("Tell me a short story about a fox.")
-    typist.terminal.read_until(lambda lines: len(lines) > 2 and lines[-1] != "" and not lines[-1].endswith(">"))
-    typist.terminal.process.send_signal(signal.SIGINT)
-    typist.sees()
-    typist.types(QUESTION)
-    typist.sees("9")
-    typist.terminal.process.send_signal(signal.SIGINT)
-    typist.sees("Ctrl-D or /quit ends the chat")
+def test_ctrl_c_stops_an_answer_and_not_the_chat(scripted_folder: Callable[[Script], Path]) -> None:
+    """What had been answered stays in the conversation."""
+    folder = scripted_folder(Script({"count": "and one more " * 1200, "stop": "It stops."}, context=8192))
+    with (
+        serving(scripted_model.config(folder)) as server,
+        on_terminal("chat", "--url", server.url, "--max-tokens", "8000", columns=80, rows=300) as terminal,
+    ):
+        typist = Typist(terminal)
+        typist.sees("/help lists the commands")
+        typist.types("count")
+        terminal.read_until(lambda lines: "and one more" in "\n".join(lines))
+        terminal.process.send_signal(signal.SIGINT)
+        typist.sees("tandem: stopped")
+        typist.types("stop")
+        typist.sees("It stops.")
+        typist.types("/history")
+        typist.sees("user: count", "assistant: and one more", "assistant: It stops.")
+        terminal.process.send_signal(signal.SIGINT)
+        typist.sees("Ctrl-D or /quit ends the chat")
 
 
 def test_an_answer_cannot_control_the_terminal_and_its_thoughts_are_set_apart(

@@ -592,7 +592,7 @@ def courses(folder: Path, killer: Killer, updates: int, known: Known, end: dict[
 
 def run(folder: Path, killers: Sequence[Killer], updates: int) -> dict[str, Any]:
     """Courses of `updates` each, those of each killer beside those of the others. Raises Wrong."""
-    known, end = undisturbed(folder / "undisturbed", updates())
+    known, end = undisturbed(folder / "undisturbed", updates, unused_port())
     places = [folder / f"killer-{i}" for i in range(len(killers))]
     for place in places:
         place.mkdir()

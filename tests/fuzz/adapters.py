@@ -21,8 +21,8 @@ HIDDEN = 12
 FILES = (CONFIG, *WEIGHTS.values(), "adapter_model.bin", "adapter_model.pt", "adapters.npz")
 
 
-def valid(rng: Random, linears: Mapping[str, LinearShape]) -> tuple[Case, Tensors]:
-    """A folder that is right, and its tensors."""
+def valid(rng: Random, linears: Mapping[str, LinearShape], hidden: int = HIDDEN) -> tuple[Case, Tensors]:
+    """A folder that is right for hidden states of so many numbers, and its tensors."""
     kind: Format = rng.choice(("mlx-lm", "peft"))
     rank = rng.choice((1, 2, 4, 8))
     chosen = rng.sample(sorted(linears), rng.randint(1, min(3, len(linears))))
@@ -42,7 +42,7 @@ def valid(rng: Random, linears: Mapping[str, LinearShape]) -> tuple[Case, Tensor
             found[f"{path}.lora_b"] = tensor(b if experts else b.swapaxes(-1, -2), dtype)
     config = _peft(rng, rank) if kind == "peft" else _mlx_lm(rng, rank)
     if kind == "peft" and rng.random() < 0.3:  # a reward model
-        found["base_model.model.score.weight"] = tensor(numbers.standard_normal((1, HIDDEN)), dtype)
+        found["base_model.model.score.weight"] = tensor(numbers.standard_normal((1, hidden)), dtype)
         saved = rng.choice((["score"], ["classifier", "score"], None))
         config |= {"task_type": "SEQ_CLS", "modules_to_save": saved}
     return Case({CONFIG: json.dumps(config).encode(), WEIGHTS[kind]: tensors.written(found)}), found
@@ -73,9 +73,9 @@ def _mlx_lm(rng: Random, rank: int) -> dict[str, Any]:
     return config | {key: value for key, value in more.items() if rng.random() < 0.6}
 
 
-def broken(rng: Random, linears: Mapping[str, LinearShape]) -> Case:
+def broken(rng: Random, linears: Mapping[str, LinearShape], hidden: int = HIDDEN) -> Case:
     """A folder with one thing wrong, or a few."""
-    case, found = valid(rng, linears)
+    case, found = valid(rng, linears, hidden)
     weights = next(name for name in case.files if name != CONFIG)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         what = rng.random()

@@ -265,7 +265,7 @@ def test_mlx_lm_server(workplace: Workplace, options: str) -> None:
     ],
 )
 def test_one_device_is_said(workplace: Workplace, options: str) -> None:
-    done = workplace.run(f"python -m mlx_lm_server --model mlx-community/Qwen3-4B-4bit {options}"())
+    done = workplace.run(f"python -m mlx_lm_server --model mlx-community/Qwen3-4B-4bit {options}", unused_port())
     assert done.returncode != 0 and "--distributed-mode" in done.stderr
 
 
