@@ -105,7 +105,7 @@ OUTSIDE: dict[str, Case] = {
     ),
     "equal means, one arm usually a little better and seldom much worse": Case({"old": steady, "new": rarely_bad}),
 }
-"""What would be wrong, and what the test does not promise."""
+"""A way to count that would be wrong, and arms for which the test promises nothing."""
 
 DIFFERENT: dict[str, Case] = {
     **{f"thumbs, 50 % against {50 + d} % up": Case({"old": thumb(0.5), "new": thumb(0.5 + d / 100)})

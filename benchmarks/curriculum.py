@@ -50,7 +50,7 @@ IDLE_SECONDS = 10.0
 
 
 class Question(NamedTuple):
-    """What is asked, the right answer, and the name of its scoring function."""
+    """A question, its right answer, and the name of its scoring function."""
 
     text: str
     answer: str

@@ -27,7 +27,7 @@ class Unreachable(HttpError):
 
 
 class NotSuited(HttpError):
-    """What answers does not speak HTTP, or its certificate is not trusted: the same request will fail again."""
+    """The peer does not speak HTTP, or its certificate is not trusted: the same request will fail again."""
 
 
 class Connection(asyncio.Protocol):

@@ -58,7 +58,7 @@ STEP_METRICS = ("loss", "learning_rate", "grad_norm", "tokens", "tokens_per_s")
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained, and from which lines of a file."""
+    """A kind of training: its objective, and the form of the lines that it learns from."""
 
     name: str
     parse: Callable[[Mapping[str, Any]], Any]  # a line's plain data into an example

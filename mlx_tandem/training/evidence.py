@@ -52,7 +52,7 @@ class Evidence(Struct):
 
     @property
     def wealth(self) -> float:
-        """What the stakes and what was not staked yet are worth; 1 at the beginning."""
+        """The sum of the stakes and of what was not staked yet; 1 at the beginning."""
         return self.reserve + sum(self.stakes)
 
     @property

@@ -26,7 +26,7 @@ class Refused(Exception):
 
 @dataclass
 class Answer:
-    """What a model has answered so far."""
+    """An answer of a model, as far as it has come."""
 
     text: str = ""
     finish_reason: str = ""  # empty until the model has ended

@@ -24,7 +24,7 @@ WAITING = 16
 """Most scores of an arm that wait to be compared; the oldest is left out then, since questions change with time."""
 
 Verdict = Literal["promoted", "taken_back"]
-"""What was decided about a challenger.
+"""The decision about a challenger.
 
 promoted: it was shown to be better than the control, and answers alone. taken_back: it was shown to be worse, and
 answers no more.
@@ -44,7 +44,7 @@ class Scores(Struct):
 
 
 class Challenger(Struct):
-    """What is known of one challenger."""
+    """The comparisons of one challenger with the control, and its scores that wait for one."""
 
     comparison: Comparison = field(default_factory=Comparison)
     waiting: list[float] = []  # scores of one side that were not compared yet, oldest first
