@@ -31,7 +31,15 @@ from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import Kernels, examine
 from mlx_tandem.model.kernels import dialect, nvrtc
 from mlx_tandem.model.kernels.checking import Pieces
-from mlx_tandem.model.loader import LoadedModel, Report, lay_out, load_unread, read_weights, unpack_for_cpu
+from mlx_tandem.model.loader import (
+    LoadedModel,
+    Report,
+    is_packed,
+    lay_out,
+    load_unread,
+    read_weights,
+    unpack_for_cpu,
+)
 from mlx_tandem.model.modules import clone
 from mlx_tandem.model.ops.attention import fused
 from mlx_tandem.model.ops.lora import choice as lora
@@ -174,8 +182,8 @@ def _build(
     started = time.monotonic()
     limit = backend.current().memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
+    dialect.compile_ahead(nvrtc.groups_of(config, packed=is_packed(config.model)))
     model, unread = _load_unread(config, limit, report)
-    dialect.compile_ahead(nvrtc.groups_of(config, packed=model.quantization is not None))
     subject = _subject(config, model, unread, given)
     again, known = (None, None) if kept is None or given is not None else _kept(kept, subject, config, model)
     given = given or again

@@ -164,9 +164,13 @@ def receive(sent: Sequence[mx.array], expected: Sequence[ArraySpec], copy: Copy 
 
 
 @lru_cache(maxsize=1024)
-def arange(n: int) -> mx.array:
-    """Return 0 … n - 1, int32, evaluated; made once, and a constant of every graph that uses it."""
-    return mx.array(np.arange(n, dtype=np.int32))
+def arange(n: int, step: int = 1) -> mx.array:
+    """Return the first n multiples of `step`, int32, evaluated; made once, and a constant of every graph that uses it.
+
+    Multiplying inside of a graph would make the step a constant of a fused operation, which a GPU then compiles for
+    each step.
+    """
+    return mx.array(np.arange(n, dtype=np.int32) * step)
 
 
 def constant(numbers: Numbers) -> Numbers:

@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 
 ONCE = (
     PRODUCTS := "checking products",
-    MODEL := "checking the model",
     ATTENTION := "checking attention",
+    MODEL := "checking the model",
     ADAPTERS := "checking adapters",
     TIMING := "timing products",
 )
@@ -110,12 +110,15 @@ def choose(
     if products.chosen is not None:
         few_rows.speed_up(modules, merged, products.chosen)
     prepare()
+    dialect.wait_for_compiled(packed=False)
+    report(ATTENTION, 0.0)
+    shapes = examine(config, model, evaluate=False)
+    asked, block_size = config.cache.attention_backend, config.cache.block_size
+    chosen = attention.choose(asked, shapes.layers, block_size, probe.windows(model), candidates)
+    pickers = sampling.choose(model.dtype, shapes.vocab_size)
     dialect.wait_for_compiled()
     report(MODEL, 0.0)
     found = examine(config, model)
-    report(ATTENTION, 0.0)
-    asked, block_size = config.cache.attention_backend, config.cache.block_size
-    chosen = attention.choose(asked, found.layers, block_size, probe.windows(model), candidates)
     own_blocks = ""
     if any(chosen.layers):
         own = model, found, chosen.layers, block_size
@@ -123,7 +126,7 @@ def choose(
         error = partial(probe.fused_error, *own)
         own_blocks = block.choose(model.module, timed, error, adapters=config.lora.max_loras > 0)
     adapters = None if lora.can_wait(model.module, config.lora) else _choose_adapters(config, model, report)
-    kernels = Kernels(products, chosen, own_blocks, adapters, sampling.choose(model.dtype, found.vocab_size))
+    kernels = Kernels(products, chosen, own_blocks, adapters, pickers)
     _log(kernels)
     return found, kernels
 

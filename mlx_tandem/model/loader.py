@@ -256,6 +256,11 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
+def is_packed(config: ModelConfig) -> bool:
+    """Return whether the model's weights are quantised. Raise ModelError if its config.json cannot be served."""
+    return bool(_read_settings(Path(config.path)).get("quantization"))
+
+
 def _check_weights(path: Path) -> None:
     """Raise ModelError unless all files of weights exist and have sound headers. MLX itself trusts a header."""
     index = path / "model.safetensors.index.json"

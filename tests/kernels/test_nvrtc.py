@@ -94,6 +94,24 @@ def test_kernels_are_compiled_once_and_at_once(tmp_path: Path) -> None:
     assert provide(tmp_path, Compiler(), *forms).compiled == 0
 
 
+def test_slow_modules_are_waited_for_only_where_they_are_needed(tmp_path: Path) -> None:
+    class Slow(Compiler):
+        may_end = threading.Event()
+
+        def compile(self, unit: Unit) -> tuple[bytes, list[str]]:
+            assert unit.name != "slow" or self.may_end.wait(60)
+            return super().compile(unit)
+
+    compiler = Slow()
+    modules = Modules(tmp_path, compiler)
+    modules.begin([Unit("quick", "quick")], [Unit("slow", "slow")])
+    modules.wait()
+    assert compiler.texts == ["quick"]
+    compiler.may_end.set()
+    modules.wait(slow=True)
+    assert compiler.texts == ["quick", "slow"]
+
+
 @pytest.mark.parametrize("suffix", [".ptx", ".txt", ".sum"])
 @pytest.mark.parametrize("damage", [b"", b"\0", None])
 def test_a_damaged_or_missing_file_is_made_again(tmp_path: Path, suffix: str, damage: bytes | None) -> None:
@@ -243,6 +261,7 @@ def test_recorded_modules_are_those_of_the_installed_version(monkeypatch: pytest
     found = nvrtc.recorded()
     assert found is not None and {module.group for module in found.modules} == set(nvrtc.GROUPS)
     units = found.units(["serve"])
+    assert [len(unit.text) for unit in units] == sorted((len(unit.text) for unit in units), reverse=True)
     assert 40 < len(units) < len(found.modules) == len({module.name for module in found.modules})
     assert found.units(["serve", "packed"])[0].name.startswith("qmm") and found.units(["packed", "serve"])[3:] == units
     assert all(unit.instances and "mlx::core::cu::" in unit.instances[0] for unit in units)
@@ -280,6 +299,7 @@ def test_recorded_modules_compile_for_hopper() -> None:
     if compiler is None or found is None:
         pytest.skip("needs nvidia-cuda-nvrtc, nvidia-cuda-runtime and nvidia-cuda-cccl")
     units = found.units(["serve"])
+    assert [len(unit.text) for unit in units] == sorted((len(unit.text) for unit in units), reverse=True)
     for kind in ("Ci4IBroadcast", "gather_int32"):
         unit = next(unit for unit in units if unit.name.startswith(kind))
         code, names = compiler.compile(unit)

@@ -107,7 +107,7 @@ class ScriptChannel(EngineChannel):
                     assert self._answers is not None
                     self._answers.adapters[message.call] = message.info
                     self._open -= 1
-                case m.Ready():
+                case m.Ready() if self._script is None:  # another one tells how adapters are computed
                     gc.collect()
                     gc.freeze()
                     self._script = self._start(message.info)

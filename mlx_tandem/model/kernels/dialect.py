@@ -376,13 +376,17 @@ def compile_together(calls: Callable[[], None]) -> None:
 def compile_ahead(groups: Collection[str]) -> None:
     """Begin to compile the modules of MLX's own that starts of these groups need."""
     if (modules := compiled_modules()) and (found := nvrtc.recorded()):
-        modules.begin(found.units(groups))
+        packed = {nvrtc.PACKED}.intersection(groups)
+        modules.begin(found.units(set(groups) - packed), found.units(packed))
 
 
-def wait_for_compiled() -> None:
-    """Wait for everything that is being compiled, since MLX would compile by itself what is not there yet."""
+def wait_for_compiled(*, packed: bool = True) -> None:
+    """Wait for everything that is being compiled, since MLX would compile by itself what is not there yet.
+
+    Without `packed` do not wait for the products of packed weights, which take the compiler longest.
+    """
     if modules := compiled_modules():
-        modules.wait()
+        modules.wait(slow=packed)
 
 
 def _declared(source: Source, declare: Any, header: str, body: str, **options: int) -> Kernel:

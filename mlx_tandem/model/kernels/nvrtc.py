@@ -248,6 +248,7 @@ class Modules:
         self._compiler = compiler
         self._lock = threading.Lock()
         self._work: dict[str, threading.Thread] = {}
+        self._slow = set[str]()
         self._room = threading.Semaphore(min(os.cpu_count() or 1, MOST_AT_ONCE))
         self._together = 0
         self.compiled = 0
@@ -255,7 +256,7 @@ class Modules:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Compile the kernels that are called inside the block at once, and wait for them at its end.
+        """Compile the kernels that are called inside the block at once, and wait for them and others at its end.
 
         Nothing may be evaluated inside: MLX would compile a kernel by itself that is not there yet.
         """
@@ -274,15 +275,17 @@ class Modules:
         if not self._together:
             work.join()
 
-    def begin(self, units: Iterable[Unit]) -> None:
-        """Begin to compile modules of MLX's own, whose names are those of the units. `wait` waits for them."""
-        for unit in units:
+    def begin(self, units: Iterable[Unit], slow: Collection[Unit] = ()) -> None:
+        """Begin to compile modules of MLX's own, whose names are those of the units, first those that are `slow`."""
+        self._slow.update(unit.name for unit in slow)
+        for unit in (*slow, *units):
             self._begin(unit.name, unit, ())
 
-    def wait(self) -> None:
-        """Wait until everything that was begun is done."""
-        for work in list(self._work.values()):
-            work.join()
+    def wait(self, *, slow: bool = False) -> None:
+        """Wait until everything that was begun is done, modules that are slow only if told to."""
+        for name, work in list(self._work.items()):
+            if slow or name not in self._slow:
+                work.join()
 
     def _begin(self, module: str, unit: Unit, names: tuple[str, ...]) -> threading.Thread:
         """Return the thread that makes a module. A process that ends does not wait for it."""
@@ -373,9 +376,9 @@ class Recorded(Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[Module, ...]
 
     def units(self, groups: Collection[str]) -> list[Unit]:
-        """Return what is compiled for these groups, the last group first: its modules take the compiler longest."""
+        """Return what is compiled for these groups, the longest texts first, which take the compiler longest."""
         headers = tuple(self.headers.items())
-        ordered = sorted(self.modules, key=lambda one: GROUPS.index(one.group), reverse=True)
+        ordered = sorted(self.modules, key=lambda one: len(one.text), reverse=True)
         return [Unit(one.name, one.text, headers, one.instances) for one in ordered if one.group in groups]
 
 

@@ -144,6 +144,33 @@ def test_a_request_of_a_closed_loop_follows_one_that_ended(model: ModelConfig) -
     assert channel.under_way == [2, 2, 2, 2, 2, 6]
 
 
+def test_the_script_goes_on_when_the_engine_says_again_that_it_is_ready(model: ModelConfig) -> None:
+    """As it does when kernels of adapters were made ready after the start."""
+
+    class Announced(Watched):
+        def send(self, messages: Sequence[m.Inbound | m.Outbound]) -> None:
+            self.ready = next((each for each in messages if isinstance(each, m.Ready)), None) or self.ready
+            again = [self.ready] if self.ready and any(isinstance(each, m.Output) for each in messages) else []
+            super().send([*messages, *again])
+
+        ready: m.Ready | None = None
+
+    came: list[int] = []
+
+    def script(info: EngineInfo) -> Script:
+        for i in range(2):
+            answers = yield Work([m.Submit(Request(i, (1, 2), SamplingParams(3, temperature=0.0, ignore_eos=True)))])
+            assert answers is not None
+            came.append(answers.timeline.tokens)
+
+    def run() -> None:
+        with suppress(WireError):
+            serve(Announced(script), EngineConfig(model), False)
+
+    on_its_thread(run)
+    assert came == [3, 3]
+
+
 def test_what_was_measured_is_kept_when_the_peer_ends(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def generate(self: BatchGeneratorPeer, prompts: Any, *others: Any) -> Any:
         if len(prompts) > 1:

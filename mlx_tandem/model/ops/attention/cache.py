@@ -198,14 +198,14 @@ class StepView:
         to.
         """
         if heads not in self._writes:
-            head = arange(heads)[:, None] * (self._num_blocks * self.block_size)
-            self._writes[heads] = (self.slot_mapping[:, None] + head).reshape(-1)
+            head = arange(heads, self._num_blocks * self.block_size)
+            self._writes[heads] = (self.slot_mapping[:, None] + head[:, None]).reshape(-1)
         return self._writes[heads]
 
     def runs(self, heads: int, each: int = 1) -> mx.array:
         """Return [rows / each, heads, blocks]: the indices of each head's blocks that every `each`-th row reads."""
         if (heads, each) not in self._runs:
-            self._runs[heads, each] = self.tables[::each, None] + arange(heads)[:, None] * self._num_blocks
+            self._runs[heads, each] = self.tables[::each, None] + arange(heads, self._num_blocks)[:, None]
         return self._runs[heads, each]
 
     def together(self, mask: mx.array) -> mx.array:
