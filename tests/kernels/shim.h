@@ -290,6 +290,7 @@ static long long nanoseconds() {
 #define LOAD16(p) shim::load<uint4>(p)
 #define LOAD8(p) shim::load<uint2>(p)
 #define AWAIT(p) (*(const volatile int*)(p) != 0)
+#define AWAIT_FOR(p, s) AWAIT(p)
 #define LOAD_SHARED(p) (*(const volatile int*)(p))
 #define STORE_SHARED(p, x) *(volatile int*)(p) = x
 #define NANOSECONDS() shim::nanoseconds()

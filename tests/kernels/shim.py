@@ -39,6 +39,7 @@ _TYPES = {
     mx.int32: "int",
     mx.uint32: "uint",
     mx.uint8: "unsigned char",
+    mx.uint64: "unsigned long",
 }
 
 

@@ -12,7 +12,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_tandem.model.backend.cuda import CUDA
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.ops import residual
+from mlx_tandem.model.kernels.checking import relative_error
+from mlx_tandem.model.ops import all_sum, residual
+from mlx_tandem.model.ops.all_sum import Exchange
 from mlx_tandem.model.ops.products.few_rows import FewRows, Shape, speed_up
 from mlx_tandem.model.ops.products.wgmma import WideForm
 from mlx_tandem.model.ops.residual import TOLERANCE, AddNorm, Norm, largest_error, problem
@@ -113,6 +115,56 @@ def test_the_sum_is_rounded_before_the_norm() -> None:
 )
 def test_a_wrong_kernel_is_not_used(right: str, wrong: str) -> None:
     assert problem(AddNorm(Broken(shim.maker(), right, wrong)), normed(260, mx.float16, 0.5), divided=True)
+
+
+def one_of_two(memory: list[np.ndarray[Any, Any]], rank: int) -> AddNorm:
+    """Return the kernel of one of two ranks that exchange rows by this memory."""
+    where = mx.array(np.array([own.ctypes.data for own in memory], np.uint64))
+    return AddNorm(shim.maker(), Exchange(where, rank))
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_ranks_add_and_norm_the_sum_of_their_parts(count: int) -> None:
+    """Each rank's kernel writes into the other's memory, so the ranks run one after the other here."""
+    mx.random.seed(3)
+    memory = [np.zeros(all_sum.shared_bytes(2), np.uint8) for _ in range(2)]
+    turns = [own[-4 * all_sum.MOST_ROWS :].view(np.int32) for own in memory]
+    norm, ranks = normed(260, mx.bfloat16), [one_of_two(memory, rank) for rank in range(2)]
+    for now, rows in enumerate((3, 1, 3, 2)):
+        a = mx.random.normal((rows, 260)).astype(mx.bfloat16)
+        parts = mx.random.normal((2, count or 1, rows, 260))
+        own = [part if count else part[0].astype(a.dtype) for part in parts]
+        before = [each.copy() for each in turns]
+        early, _ = ranks[1](a, own[1], norm)
+        assert mx.all(mx.isnan(early))  # the other's numbers have not come, and were waited for
+        assert (turns[1][:rows] != before[1][:rows]).all() and (turns[1][rows:] == before[1][rows:]).all()
+        first = ranks[0](a, own[0], norm)
+        turns[1][:] = before[1]
+        second = ranks[1](a, own[1], norm)
+        total = (parts.sum(1).astype(a.dtype).astype(mx.float32)).sum(0).astype(a.dtype)
+        assert mx.array_equal(first[0], a + total), now
+        assert all(mx.array_equal(*both) for both in zip(first, second, strict=True))
+        want = mx.fast.rms_norm(a + total, norm.weight, norm.epsilon)
+        assert relative_error(first[1], want) <= TOLERANCE[mx.bfloat16]
+        # In a real step the second rank runs once, so its flag in the first rank's memory is set once.
+        memory[0][: -4 * all_sum.MOST_ROWS].view(np.int32)[2 * all_sum.MOST_ROWS * 2 * all_sum.MOST_BYTES // 4 :] = 0
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("*turn = 1 - now", "*turn = now"),
+        ("STORE_SHARED(flag, 0)", ""),
+        ("rank != RANK && number < D) part", "number < D && rank > RANK) part"),
+        ("first + RANK) * MOST_BYTES", "RANK) * MOST_BYTES"),
+        ("sums[j] += float(part.of[j])", "sums[j] = float(part.of[j])"),
+        ("lost[0] = 1;", ";"),
+    ],
+)
+def test_a_wrong_exchange_is_noticed(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shim, "maker", lambda real=shim.maker: Broken(real(), right, wrong))
+    with pytest.raises(AssertionError):
+        test_ranks_add_and_norm_the_sum_of_their_parts(0)
 
 
 def test_a_kernel_that_is_wrong_about_parts_is_used_where_there_are_none() -> None:

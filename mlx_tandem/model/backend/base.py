@@ -183,6 +183,14 @@ class Backend(ABC):
     def free_memory(self) -> Limit:
         """Return how many bytes this process may use on the device beside everything else that runs."""
 
+    def shared_memory(self, group: mx.distributed.Group, nbytes: int) -> list[int] | None:
+        """Reserve `nbytes` of zeros on the device of each rank of a group, which all ranks may write into from kernels,
+        and return the addresses in this process, by rank; None where devices have no such memory.
+
+        Every rank has to call it, and each is answered alike.
+        """
+        return None
+
     def bound_memory(self, resident: int, most: int) -> None:
         """Keep up to `resident` bytes mapped between steps, and have MLX wait for work in flight before it takes more
         than `most`, where the device needs to be told.

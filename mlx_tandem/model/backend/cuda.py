@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_tandem.model.backend import base
+from mlx_tandem.model.backend import base, peers
 from mlx_tandem.model.device import Limit, available_on_linux
 
 _VERSION = Path("/proc/driver/nvidia/version")
@@ -40,6 +40,10 @@ class Cuda(base.Backend):
         for the device, and mapping a gigabyte again takes tens of milliseconds.
         """
         return keep_freed_memory(most)
+
+    def shared_memory(self, group: mx.distributed.Group, nbytes: int) -> list[int] | None:
+        """Return the addresses of memory that the GPUs of a machine share, by rank."""
+        return peers.shared_memory(group, nbytes)
 
 
 def keep_freed_memory(most: int, driver: str = "libcuda.so.1") -> bool:

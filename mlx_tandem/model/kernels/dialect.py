@@ -39,9 +39,10 @@ Memory of the block that is filled while the thread does something else:
   `there`; `ASYNC_CLOSE()` makes a group, possibly empty, of the copies that this thread started since the last group;
   `ASYNC_WAIT(n)` waits until all of its groups but the last n are done. Other threads see them after a BARRIER.
 
-Memory that the host reads and writes while a kernel runs, on CUDA only:
+Memory that the host or another GPU reads and writes while a kernel runs, on CUDA only:
 
-- `AWAIT(p)` waits until the int at p is not 0, for a second at most, and returns whether it is not 0;
+- `AWAIT(p)` waits until the int at p is not 0, for a second at most, and returns whether it is not 0; `AWAIT_FOR(p, s)`
+  waits for s seconds at most;
 - `LOAD_SHARED(p)` loads an int as the host has written it last, and `STORE_SHARED(p, x)` stores one for the host.
 
 The time on CUDA: `NANOSECONDS()` returns it as a long long. It is exact to a microsecond or better.
@@ -199,12 +200,12 @@ DEVICE long long nanoseconds() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
   return now;
 }
-DEVICE bool await(const int* p) {
+DEVICE bool await(const int* p, int seconds) {
   int x = 0;
   const long long start = nanoseconds();
   do {
     asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  } while (x == 0 && nanoseconds() - start < 1000000000ll);
+  } while (x == 0 && nanoseconds() - start < seconds * 1000000000ll);
   return x != 0;
 }
 DEVICE uint packed(float a, float b, __nv_bfloat16) {
@@ -217,7 +218,8 @@ DEVICE uint packed(float a, float b, __half) {
   asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(w) : "f"(a), "f"(b));
   return w;
 }
-#define AWAIT(p) await(p)
+#define AWAIT(p) await(p, 1)
+#define AWAIT_FOR(p, s) await(p, s)
 #define NANOSECONDS() nanoseconds()
 #define LOAD_SHARED(p) shared_number(p)
 #define STORE_SHARED(p, x) put_shared(p, x)

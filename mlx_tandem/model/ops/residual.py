@@ -20,7 +20,8 @@ The second array may be given as parts, which this kernel adds up. A kernel apar
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.checking import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source, bits_of
 from mlx_tandem.model.modules import mix_in
+from mlx_tandem.model.ops.all_sum import EXCHANGE, FUNCTIONS, MOST_ROWS, Exchange, Sums
 from mlx_tandem.model.ops.attention.block import FusedBlock
 from mlx_tandem.model.ops.delta_net import FusedDeltaNet
 from mlx_tandem.model.ops.products.few_rows import FewRows, find_few_rows
@@ -54,20 +56,7 @@ template <class T> struct alignas(4 * sizeof(T)) Four {
 };
 """
 
-_BODY = r"""
-  constexpr int RUNS = (D + 4 * WIDTH - 1) / (4 * WIDTH);  // WIDTH is the number of threads
-  const size_t at = (size_t)GROUP_X * D;
-  float own[4 * RUNS], squares = 0.0f;
-  uint2 scale[RUNS];
-  UNROLL
-  for (int i = 0; i < RUNS; i++) {
-    const int number = 4 * (i * WIDTH + THREAD);
-    const bool there = number < D;
-    const int from = there ? number : 0;
-    const uint2 x = LOAD8(a + at + from);
-    scale[i] = LOAD8(weight + from);
-    const float2 x0 = pair(x.x, T()), x1 = pair(x.y, T());
-    float2 y0, y1;
+_ADDED = r"""
 #if DIVIDED
     float4 y = FLOAT4(0.0f, 0.0f, 0.0f, 0.0f);
     UNROLL
@@ -81,6 +70,45 @@ _BODY = r"""
     const uint2 y = LOAD8(b + at + from);
     y0 = pair(y.x, T()), y1 = pair(y.y, T());
 #endif
+"""
+"""What is added to four numbers, as y0 and y1: four numbers of b, or the rounded sum of its parts."""
+
+_SUMMED = "y0.x = mine[i].of[0], y0.y = mine[i].of[1], y1.x = mine[i].of[2], y1.y = mine[i].of[3];"
+"""The same where the sum over ranks was made before."""
+
+_GATHERED = (
+    r"""
+  Four<T> mine[RUNS];
+  UNROLL
+  for (int i = 0; i < RUNS; i++) {
+    const int from = min(4 * (i * WIDTH + THREAD), D - 4);
+    float2 y0, y1;
+"""
+    + _ADDED
+    + r"""
+    mine[i].of[0] = T(y0.x), mine[i].of[1] = T(y0.y), mine[i].of[2] = T(y1.x), mine[i].of[3] = T(y1.y);
+  }
+"""
+    + EXCHANGE
+)
+"""What is added to all numbers of a thread, summed over the ranks."""
+
+_BODY = r"""
+  constexpr int RUNS = (D + 4 * WIDTH - 1) / (4 * WIDTH);  // WIDTH is the number of threads
+  const size_t at = (size_t)GROUP_X * D;
+  @GATHERED@
+  float own[4 * RUNS], squares = 0.0f;
+  uint2 scale[RUNS];
+  UNROLL
+  for (int i = 0; i < RUNS; i++) {
+    const int number = 4 * (i * WIDTH + THREAD);
+    const bool there = number < D;
+    const int from = there ? number : 0;
+    const uint2 x = LOAD8(a + at + from);
+    scale[i] = LOAD8(weight + from);
+    const float2 x0 = pair(x.x, T()), x1 = pair(x.y, T());
+    float2 y0, y1;
+    @ADDED@
     Four<T> both;
     both.of[0] = T(x0.x + y0.x), both.of[1] = T(x0.y + y0.y);
     both.of[2] = T(x1.x + y1.x), both.of[3] = T(x1.y + y1.y);
@@ -122,10 +150,15 @@ class Norm(NamedTuple):
 
 
 class AddNorm:
-    """The kernel that adds two arrays and norms the sum; `make` makes it."""
+    """The kernel that adds two arrays and norms the sum; `make` makes it.
 
-    def __init__(self, make: Make):
-        self._plain, self._divided = _kernel(make, divided=False), _kernel(make, divided=True)
+    With an exchange, the kernel of one rank: it adds the sum of all ranks' second arrays, and all ranks have to call it
+    at the same point of their work.
+    """
+
+    def __init__(self, make: Make, exchange: Exchange | None = None):
+        self._exchange = exchange
+        self._plain, self._divided = (_kernel(make, divided, exchange is not None) for divided in (False, True))
 
     def __call__(
         self, a: mx.array, b: mx.array, norm: Norm, shape: Sequence[int] | None = None
@@ -142,8 +175,12 @@ class AddNorm:
         template: dict[str, Constant] = {"T": a.dtype, "D": dim, "WIDTH": threads, "EPSILON": bits_of(norm.epsilon)}
         if divided:
             template["PARTS"] = b.shape[0]
+        inputs = [a, b, norm.weight]
+        if self._exchange is not None:
+            template |= {"RANK": self._exchange.rank, "RANKS": self._exchange.ranks}
+            inputs.append(self._exchange.where)
         total, normed = (self._divided if divided else self._plain)(
-            [a, b, norm.weight],
+            inputs,
             template,
             (a.size // dim, 1, 1),
             threads,
@@ -152,10 +189,11 @@ class AddNorm:
         return total, normed
 
 
-def _kernel(make: Make, *, divided: bool) -> Kernel:
-    name = "add_norm_parts" if divided else "add_norm"
-    body = f"#define DIVIDED {int(divided)}\n" + _BODY
-    return make(Source(name, ["a", "b", "weight"], ["sum", "normed"], body, _FUNCTIONS))
+def _kernel(make: Make, divided: bool, across: bool) -> Kernel:
+    name = "add_norm" + "_parts" * divided + "_across" * across
+    body = _BODY.replace("@GATHERED@", _GATHERED if across else "").replace("@ADDED@", _SUMMED if across else _ADDED)
+    inputs, functions = ["a", "b", "weight", *["where"] * across], _FUNCTIONS + FUNCTIONS * across
+    return make(Source(name, inputs, ["sum", "normed"], f"#define DIVIDED {int(divided)}\n" + body, functions))
 
 
 # --- Its check -------------------------------------------------------------------------------------------------------
@@ -197,6 +235,81 @@ def largest_error(kernel: AddNorm, norm: Norm, *, divided: bool = False) -> floa
         got = kernel(a, parts if count else b, norm)
         want = a + b, mx.fast.rms_norm(a + b, norm.weight, norm.epsilon)
         error = max(error, *(relative_error(*each) for each in zip(got, want, strict=True)))
+    return error
+
+
+BY_KERNEL = "by one kernel with the norm"
+
+TIMED_ROWS, TIMED_CALLS = 16, 32
+
+
+def compared(across: Across, alone: AddNorm, norm: Norm, *, divided: bool) -> str:
+    """Return how all ranks make sums that are added and normed, and why: BY_KERNEL …, or by MLX.
+
+    Every rank has to call it. Ranks agree since each decides by what all of them found.
+
+    Args:
+        across: The kernel and the sums that it is compared with.
+        alone: The kernel that adds and norms what MLX has summed.
+        norm: The norm that follows.
+        divided: Whether this rank's part may be given in parts.
+    """
+    group = across.sums.group
+
+    def found() -> float:
+        return largest_error_across(across, norm, divided=divided) / TOLERANCE[norm.weight.dtype]
+
+    errors = [checked("the kernel that sums over ranks", found, lambda reason: float("inf"))]
+    worst = _largest(errors, across.sums)[0]
+    if not worst <= 1:
+        return f"by MLX: the kernel is wrong by {worst:.1f} times what is allowed"
+    rng = np.random.default_rng(1)
+    a = mx.array(rng.standard_normal((TIMED_ROWS, norm.weight.size)).astype(np.float32)).astype(norm.weight.dtype)
+
+    def chain(add: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]) -> float:
+        def run() -> None:
+            total, normed = a, a
+            for _ in range(TIMED_CALLS):
+                total, normed = add(total, normed)
+            mx.eval(normed)
+
+        run()
+        mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))  # all begin together
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin) / TIMED_CALLS
+
+    ours = chain(lambda x, y: across.kernel(x, y, norm))
+    theirs = chain(lambda x, y: alone(x, mx.distributed.all_sum(y, group=group), norm))
+    ours, theirs = _largest([ours, theirs], across.sums)
+    figures = f"{ours * 1e6:.0f} µs for {TIMED_ROWS} rows, MLX takes {theirs * 1e6:.0f}"
+    return f"{BY_KERNEL}: {figures}" if ours < theirs else f"by MLX: the kernel is slower: {figures}"
+
+
+def _largest(own: Sequence[float], sums: Sums) -> list[float]:
+    """Return the largest of each of these numbers over all ranks."""
+    every = np.array(mx.distributed.all_max(mx.array([*own]), group=sums.group))
+    return [float(each) for each in every]
+
+
+def largest_error_across(across: Across, norm: Norm, *, divided: bool = False) -> float:
+    """Return the largest relative difference between the kernel's results and those of MLX's sums, in this rank.
+
+    Several sums follow one another, so that each of the places is used twice.
+    """
+    ranks, dim, dtype = across.exchange.ranks, norm.weight.size, norm.weight.dtype
+    rng = np.random.default_rng(0)
+    error = 0.0
+    for rows in (1, ROWS, 1, MOST_ROWS):
+        a, *all_parts = mx.array(rng.standard_normal((1 + ranks * max(PARTS), rows, dim)).astype(np.float32))
+        a, parts = a.astype(dtype), mx.stack(all_parts).reshape(ranks, max(PARTS), rows, dim)
+        for count in (0, *PARTS) if divided else (0,):
+            each = [part[: count or 1] for part in parts]
+            total = sum((own.sum(0).astype(dtype).astype(mx.float32) for own in each), mx.array(0.0)).astype(dtype)
+            mine = each[across.exchange.rank]
+            got = across.kernel(a, mine if count else mine[0].astype(dtype), norm)
+            want = a + total, mx.fast.rms_norm(a + total, norm.weight, norm.epsilon)
+            error = max(error, *(relative_error(*both) for both in zip(got, want, strict=True)))
     return error
 
 
@@ -287,6 +400,7 @@ def use(layers: Sequence[tuple[nn.Module, Parts]], kernel: AddNorm) -> None:
     for layer, parts in layers:
         own: Any = layer
         own._parts, own._add_norm, own._few_rows = parts, kernel, find_few_rows(layer)
+        own._across = None
         own._hands_tokens = id(parts.following) in norms
         mix_in(layer, FusedLayer)
         following: Any = parts.following
@@ -311,6 +425,38 @@ def _norm(norm: Any) -> Norm:
     return Norm(norm.weight, float(norm.eps))
 
 
+class Across(NamedTuple):
+    """The sums over ranks that a model's linears return, and the kernel that makes, adds and norms them."""
+
+    sums: Sums
+    exchange: Exchange
+    kernel: AddNorm
+
+    def part(self, total: mx.array) -> mx.array | None:
+        """Return this rank's part of the newest sum if it is `total` and the kernel takes it."""
+        return self.sums.take_part(total) if self.exchange.takes(total) else None
+
+
+def join(model: nn.Module, sums: Sums) -> str:
+    """Let layers on the path add up over the ranks by the kernel if it is right and faster than MLX on all ranks.
+
+    Every rank has to call it. Return how sums are made and why.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
+    here = backend.current().kernels
+    if not layers or here.target is None:
+        return "by MLX: this model or device has no kernel that norms sums"
+    exchange = Exchange.open(sums.group)
+    if exchange is None:
+        return "by MLX: the ranks share no memory"
+    across = Across(sums, exchange, AddNorm(dialect.maker(here.target), exchange))
+    reason = compared(across, layers[0]._add_norm, layers[0]._parts.middle, divided=layers[0]._few_rows is not None)
+    if reason.startswith(BY_KERNEL):
+        for layer in layers:
+            layer._across = across
+    return reason
+
+
 class FusedLayer:
     """Mixin of a layer that takes the path."""
 
@@ -318,6 +464,9 @@ class FusedLayer:
     _add_norm: AddNorm
     _few_rows: FewRows | None
     """The kernels of the layer's linears, which may return an output as parts."""
+
+    _across: Across | None
+    """How sums over ranks are added and normed; None: by `mx.distributed`, or there is one rank."""
 
     _hands_tokens: bool
     """Whether the next layer's attention can accept [tokens, dim], so that this layer may return that shape."""
@@ -353,8 +502,11 @@ class FusedLayer:
         """Return a + b and its norm, both reshaped to `shape`. The kernel is for few tokens of the weight's type."""
         few = a.size <= MOST_TOKENS * a.shape[-1]
         if few and a.dtype == b.dtype == norm.weight.dtype and a.shape == b.shape:
+            kernel = self._add_norm
+            if self._across is not None and (own := self._across.part(b)) is not None:
+                kernel, b = self._across.kernel, own
             parts = None if self._few_rows is None else self._few_rows.take_parts(b)
-            return self._add_norm(a, b if parts is None else parts, norm, shape)
+            return kernel(a, b if parts is None else parts, norm, shape)
         total = (a + b).reshape(shape)
         return total, mx.fast.rms_norm(total, norm.weight, norm.epsilon)
 
