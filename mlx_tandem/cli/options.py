@@ -5,6 +5,7 @@ The type of an option's value follows from the type of its field in config.py, s
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -515,11 +516,11 @@ def parameters() -> Iterator[inspect.Parameter]:
             )
 
 
+_types = functools.cache(get_type_hints)  # most of a command's start if each option reads its class again
+
+
 def _type_of(place: str) -> Any:
-    found: Any = Config
-    for part in place.split("."):
-        found = get_type_hints(found)[part]
-    return found
+    return functools.reduce(lambda found, part: _types(found)[part], place.split("."), Config)
 
 
 def _words(kind: Any) -> tuple[str, ...]:
