@@ -222,8 +222,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(demo.ADAPTER_PATHS["json"], tmp_path / "adapters" / "sql")
     (tmp_path / "tandem.key").write_text("a-key", encoding="utf-8")
     (tmp_path / "tandem.key").chmod(0o600)
-    for name in ("lessons.jsonl", "exam.jsonl"):
-        lines = [{"prompt": f"Sort down: {name[0]} {n} 3", "completion": f"{n} 3"} for n in range(4, 9)]
+    for name, sums in (("lessons.jsonl", (13, 24, 35, 46, 57)), ("exam.jsonl", (42, 68))):
+        # What is held out contradicts what is taught, so that training soon ends.
+        lines = [{"prompt": "What is 17 + 25?", "completion": f"17 + 25 = {n}!"} for n in sums]
         (tmp_path / name).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     pairs = [{"prompt": f"Sort down: {n} 3", "chosen": f"{n} 3", "rejected": f"3 {n}"} for n in range(4, 9)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
