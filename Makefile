@@ -1,7 +1,8 @@
 # make install   a virtual environment in .venv with everything the project needs, from the lock for this machine
 # make serve     the server with the built-in model, its adapters, and those that are put into the folder adapters
 #                (ARGS="…" are passed on to `tandem serve`)
-# make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients and mlx-vlm installed
+# make test      the tests, on all cores (ARGS="…" are passed on to pytest), with the clients and mlx-vlm installed
+# make programs  the tests that need other programs than this package, in the same way
 # make clients   try every client of tests/clients and write docs/compatibility.md and docs/refusals.md
 # make mutants   change single lines, one at a time, and see whether the tests notice (ARGS="--only WORD --jobs N")
 # make quick     the tests of what differs from the branch main, without slow ones (ARGS="…" as above)
@@ -20,12 +21,13 @@ ARGS ?=
 VLLM_MLX ?=
 RESULTS := benchmarks/results
 REPORT := $(VENV)/clients.xml
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
 # A run of the tests starts hundreds of processes; each would compile the sources for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := serve
-.PHONY: install serve test clients mutants quick check format lock bench figures demo-svg
+.PHONY: install serve test programs clients mutants quick check format lock bench figures demo-svg
 
 install: $(STAMP)
 
@@ -42,7 +44,10 @@ serve: $(STAMP)
 	@exec $(BIN)/tandem serve --adapter-root adapters $(ARGS)
 
 test: $(CLIENTS)
-	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not programs" $(ARGS)
+
+programs: $(CLIENTS)
+	$(PYTEST) -m programs $(ARGS)
 
 clients: $(CLIENTS)
 	$(BIN)/python -m scripts.refusals

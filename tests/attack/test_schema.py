@@ -79,6 +79,7 @@ def aliases() -> set[str]:
 
 
 @pytest.mark.promise("C10")
+@pytest.mark.programs
 @pytest.mark.slow
 def test_wrong_requests_are_refused_in_the_one_shape(server: RunningServer, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")

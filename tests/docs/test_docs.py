@@ -191,13 +191,19 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
+def is_benchmark(words: list[str]) -> bool:
+    """Return whether a command runs a program of the folder benchmarks, which is no part of the package."""
+    return words[0] == "python" and words[1].startswith("benchmarks/")
+
+
 def lines(chosen: Callable[[list[str]], bool]) -> list[object]:
     """Commands whose words are `chosen`, each called by the page that has it first."""
     found: list[object] = []
     for line, words in commands().items():
         if chosen(words):
             page = next(b.page for b in blocks() if line in " ".join(b.text.replace("\\\n", " ").split()))
-            found.append(pytest.param(line, id=f"{page} {line[:80]}"))
+            marks = [pytest.mark.programs] if is_benchmark(words) else []
+            found.append(pytest.param(line, id=f"{page} {line[:80]}", marks=marks))
     return found
 
 
