@@ -5,7 +5,7 @@
 # make programs  the tests that need other programs than this package, in the same way
 # make clients   try every client of tests/clients and write docs/compatibility.md and docs/refusals.md
 # make mutants   change single lines, one at a time, and see whether the tests notice (ARGS="--only WORD --jobs N")
-# make quick     the tests of what differs from the branch main, without slow ones (ARGS="…" as above)
+# make quick     the quick ones among the tests of what differs from the branch main (ARGS="…" as above)
 # make check     format, lint, types, import rules, the map of the modules
 # make format    rewrite the sources in the project's format, the map of modules and the table of parameters
 # make lock      renew locks/ from pyproject.toml
@@ -58,7 +58,7 @@ mutants: $(STAMP)
 	$(BIN)/python scripts/mutants.py $(ARGS)
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m "not slow and not restarts" $$($(BIN)/python scripts/quick_tests.py) $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not slow and not restarts and not programs" $$($(BIN)/python scripts/quick_tests.py) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
