@@ -21,7 +21,7 @@ ARGS ?=
 VLLM_MLX ?=
 RESULTS := benchmarks/results
 REPORT := $(VENV)/clients.xml
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope
 
 # A run of the tests starts hundreds of processes; each would compile the sources for itself.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,7 +44,7 @@ serve: $(STAMP)
 	@exec $(BIN)/tandem serve --adapter-root adapters $(ARGS)
 
 test: $(CLIENTS)
-	$(PYTEST) -m "not programs" $(ARGS)
+	$(PYTEST) --no-loadscope-reorder -m "not programs" $(ARGS)
 
 programs: $(CLIENTS)
 	$(PYTEST) -m programs $(ARGS)
