@@ -46,7 +46,7 @@ def fake_hub(folders: Mapping[str, Path]) -> Iterator[Hub]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         hub.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # looks so often whether it is to end
         thread.start()
         try:
             yield hub
