@@ -2,7 +2,7 @@
 # make serve     the server with the built-in model, its adapters, and those that are put into the folder adapters
 #                (ARGS="…" are passed on to `tandem serve`)
 # make test      the tests, on all cores (ARGS="…" are passed on to pytest), with the clients and mlx-vlm installed
-# make programs  the tests that need other programs than this package, in the same way
+# make programs  the tests that run other programs, and the commands and examples of the pages, in the same way
 # make clients   try every client of tests/clients and write docs/compatibility.md and docs/refusals.md
 # make mutants   change single lines, one at a time, and see whether the tests notice (ARGS="--only WORD --jobs N")
 # make quick     the quick ones among the tests of what differs from the branch main (ARGS="…" as above)

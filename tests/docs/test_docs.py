@@ -191,19 +191,13 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
-def is_benchmark(words: list[str]) -> bool:
-    """Return whether a command runs a program of the folder benchmarks, which is no part of the package."""
-    return words[0] == "python" and words[1].startswith("benchmarks/")
-
-
 def lines(chosen: Callable[[list[str]], bool]) -> list[object]:
     """Commands whose words are `chosen`, each called by the page that has it first."""
     found: list[object] = []
     for line, words in commands().items():
         if chosen(words):
             page = next(b.page for b in blocks() if line in " ".join(b.text.replace("\\\n", " ").split()))
-            marks = [pytest.mark.programs] if is_benchmark(words) else []
-            found.append(pytest.param(line, id=f"{page} {line[:80]}", marks=marks))
+            found.append(pytest.param(line, id=f"{page} {line[:80]}"))
     return found
 
 
@@ -374,6 +368,7 @@ def of_a_reader(words: list[str]) -> bool:
     return any("captain" in word for word in words)
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 @pytest.mark.parametrize("line", lines(lambda words: words[0] == "curl" and not of_a_reader(words)))
 def test_curl(line: str, request: pytest.FixtureRequest) -> None:
@@ -410,6 +405,7 @@ def served_with_more(words: list[str]) -> bool:
     return words[1] == "serve" and len(words) > 2 and any(serves(w) and given < set(w) for w in commands().values())
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 @pytest.mark.parametrize(
     "line", lines(lambda words: serves(words) and not in_the_background(words) and " ".join(words) not in ELSEWHERE)
@@ -430,6 +426,7 @@ def test_tandem_serve(line: str, folder: Path) -> None:
             assert server.stop() == 0
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 def test_servers_in_the_background(folder: Path) -> None:
     """In the order of the page: what one starts another stops."""
@@ -462,6 +459,7 @@ def make_checkpoint(place: Path) -> None:
     book.close()
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -581,6 +579,7 @@ def test_every_command_is_run() -> None:
         assert command in (ROOT / place).read_text(encoding="utf-8"), f"{place} does not run {line}"
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 @pytest.mark.parametrize("block", of_language("python"))
 def test_python(block: Block, folder: Path, served: Served, here: Here) -> None:
@@ -641,6 +640,7 @@ def test_the_learning_page_names_metrics_that_exist(served: Served) -> None:
     assert {name for name in told if not re.search(rf"^{name}[ {{]", metrics, re.MULTILINE)} == set()
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 def test_the_readme_in_the_order_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
     """The server is that of `make serve`, and all commands and examples after it work on it, with the answers as told.

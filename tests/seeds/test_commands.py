@@ -35,6 +35,8 @@ from tests.seeds.workplace import (
 )
 from tests.waiting import until
 
+pytestmark = pytest.mark.programs
+
 CHAT = """curl http://localhost:8000/v1/chat/completions \
   -H "Content-Type: application/json" \
   -d '%s'"""
