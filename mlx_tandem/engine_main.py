@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mlx_tandem import files
+from mlx_tandem.capacity.machines import Machine, recognised
+from mlx_tandem.capacity.plan import Capacity
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineCore, EngineFailure, Gauges
@@ -489,6 +491,27 @@ def summary(config: EngineConfig, *, check: bool) -> tuple[ModelSummary, MemoryB
 
     try:
         return summarise(config, check=check), *planned(config), backend.current().describe()
+    finally:
+        device.leave_thread()
+
+
+def capacity(config: EngineConfig, rank: int, machine: Machine | None, devices: int) -> Capacity:
+    """Return what `devices` machines of a kind would do with the model of `config`; None: this machine.
+
+    No weight is read. The calling thread cannot use MLX afterwards. Raise ModelError if the model cannot be served.
+    """
+    from mlx_tandem.model import backend, device
+    from mlx_tandem.model.backend.elsewhere import elsewhere
+    from mlx_tandem.model.build import plan as planned
+    from mlx_tandem.model.workload import workload
+
+    try:
+        here = backend.current()
+        known = recognised(here.describe(), int(here.sizes().get("memory_size", 0))) if machine is None else machine
+        with nullcontext() if machine is None else backend.planning_for(elsewhere(machine, devices)):
+            memory, longest = planned(config)
+            work = workload(config, rank)
+        return Capacity(work, memory, longest, known, known.title if known else here.describe())
     finally:
         device.leave_thread()
 

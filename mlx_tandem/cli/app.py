@@ -18,6 +18,7 @@ from mlx_tandem.cli.demo.commands import demo
 from mlx_tandem.cli.help import Command, group
 from mlx_tandem.cli.learn import learn
 from mlx_tandem.cli.models import models
+from mlx_tandem.cli.plan import plan
 from mlx_tandem.cli.train import train
 
 app = group("One base model in memory, many LoRA adapters served from it in one batch.", is_root=True)
@@ -138,6 +139,7 @@ def logs(
 
 
 app.command(cls=Command)(models)
+app.command(cls=Command)(plan)
 
 
 @app.command(cls=Command)
