@@ -21,7 +21,7 @@ class Chip(NamedTuple):
     """The facts of one kind of device."""
 
     title: str
-    kind: Literal["metal", "cuda"]
+    maker: Literal["apple", "nvidia"]
     bandwidth: float  # GB/s by its maker
     tflops: float  # float32 for Apple's GPUs, dense bfloat16 for NVIDIA's
     memory: tuple[int, ...]  # GiB with which it is sold
@@ -30,24 +30,24 @@ class Chip(NamedTuple):
 
 
 CHIPS: dict[str, Chip] = {
-    "m1": Chip("M1", "metal", 68, 2.6, (8, 16), APPLE),
-    "m1-pro": Chip("M1 Pro", "metal", 200, 5.2, (16, 32), APPLE),
-    "m1-max": Chip("M1 Max", "metal", 400, 10.4, (32, 64), APPLE),
-    "m1-ultra": Chip("M1 Ultra", "metal", 800, 20.8, (64, 128), APPLE, 2),
-    "m2": Chip("M2", "metal", 100, 3.6, (8, 16, 24), APPLE),
-    "m2-pro": Chip("M2 Pro", "metal", 200, 6.8, (16, 32), APPLE),
-    "m2-max": Chip("M2 Max", "metal", 400, 13.6, (32, 64, 96), APPLE),
-    "m2-ultra": Chip("M2 Ultra", "metal", 800, 27.2, (64, 128, 192), APPLE, 2),
-    "m3": Chip("M3", "metal", 100, 3.5, (8, 16, 24), APPLE),
-    "m3-pro": Chip("M3 Pro", "metal", 150, 6.4, (18, 36), APPLE),
-    "m3-max": Chip("M3 Max", "metal", 400, 14.1, (48, 64, 128), APPLE),
-    "m3-ultra": Chip("M3 Ultra", "metal", 819, 28.2, (96, 256, 512), APPLE, 2),
-    "m4": Chip("M4", "metal", 120, 4.3, (16, 24, 32), APPLE),
-    "m4-pro": Chip("M4 Pro", "metal", 273, 9.2, (24, 48, 64), APPLE),
-    "m4-max": Chip("M4 Max", "metal", 546, 18.4, (36, 48, 64, 128), APPLE),
-    "a100": Chip("NVIDIA A100", "cuda", 2039, 312, (80,), NVIDIA),
-    "h100": Chip("NVIDIA H100", "cuda", 3350, 989, (80,), NVIDIA),
-    "h200": Chip("NVIDIA H200", "cuda", 4800, 989, (141,), NVIDIA),
+    "m1": Chip("M1", "apple", 68, 2.6, (8, 16), APPLE),
+    "m1-pro": Chip("M1 Pro", "apple", 200, 5.2, (16, 32), APPLE),
+    "m1-max": Chip("M1 Max", "apple", 400, 10.4, (32, 64), APPLE),
+    "m1-ultra": Chip("M1 Ultra", "apple", 800, 20.8, (64, 128), APPLE, 2),
+    "m2": Chip("M2", "apple", 100, 3.6, (8, 16, 24), APPLE),
+    "m2-pro": Chip("M2 Pro", "apple", 200, 6.8, (16, 32), APPLE),
+    "m2-max": Chip("M2 Max", "apple", 400, 13.6, (32, 64, 96), APPLE),
+    "m2-ultra": Chip("M2 Ultra", "apple", 800, 27.2, (64, 128, 192), APPLE, 2),
+    "m3": Chip("M3", "apple", 100, 3.5, (8, 16, 24), APPLE),
+    "m3-pro": Chip("M3 Pro", "apple", 150, 6.4, (18, 36), APPLE),
+    "m3-max": Chip("M3 Max", "apple", 400, 14.1, (48, 64, 128), APPLE),
+    "m3-ultra": Chip("M3 Ultra", "apple", 819, 28.2, (96, 256, 512), APPLE, 2),
+    "m4": Chip("M4", "apple", 120, 4.3, (16, 24, 32), APPLE),
+    "m4-pro": Chip("M4 Pro", "apple", 273, 9.2, (24, 48, 64), APPLE),
+    "m4-max": Chip("M4 Max", "apple", 546, 18.4, (36, 48, 64, 128), APPLE),
+    "a100": Chip("NVIDIA A100", "nvidia", 2039, 312, (80,), NVIDIA),
+    "h100": Chip("NVIDIA H100", "nvidia", 3350, 989, (80,), NVIDIA),
+    "h200": Chip("NVIDIA H200", "nvidia", 4800, 989, (141,), NVIDIA),
 }
 """The chips by name, each with the most GPU cores with which it is sold."""
 
@@ -70,7 +70,7 @@ class Machine(NamedTuple):
     @property
     def title(self) -> str:
         """What people call it."""
-        return f"{self.chip.title}, {self.gib} GB" if self.chip.kind == "metal" else self.chip.title
+        return f"{self.chip.title}, {self.gib} GB" if self.chip.maker == "apple" else self.chip.title
 
     @property
     def total(self) -> int:
@@ -92,22 +92,22 @@ def names() -> list[str]:
     """Return the name of every machine: a Mac is called by its chip and its memory in GB."""
     found = []
     for name, chip in CHIPS.items():
-        found += [f"{name}-{gib}" for gib in chip.memory] if chip.kind == "metal" else [name]
+        found += [f"{name}-{gib}" for gib in chip.memory] if chip.maker == "apple" else [name]
     return found
 
 
 def machine(name: str) -> Machine:
     """Return a machine by its name, such as `m4-max-64` or `h200`. Raise InvalidRequest for an unknown one."""
     plain = name.strip().lower()
-    if plain in CHIPS and CHIPS[plain].kind == "cuda":
+    if plain in CHIPS and CHIPS[plain].maker == "nvidia":
         return Machine(plain, CHIPS[plain], CHIPS[plain].memory[0])
     key, _, gib = (plain, "", "") if plain in CHIPS else plain.rpartition("-")
-    if key in CHIPS and CHIPS[key].kind == "metal":
+    if key in CHIPS and CHIPS[key].maker == "apple":
         if gib.isdecimal() and int(gib) in CHIPS[key].memory:
             return Machine(plain, CHIPS[key], int(gib))
         sold = ", ".join(f"{key}-{size}" for size in CHIPS[key].memory)
         raise InvalidRequest(f"{name!r} names no machine: say how much memory it has: {sold}", param="machine")
-    known = ", ".join(f"{key}-GB" if chip.kind == "metal" else key for key, chip in CHIPS.items())
+    known = ", ".join(f"{key}-GB" if chip.maker == "apple" else key for key, chip in CHIPS.items())
     raise InvalidRequest(f"{name!r} is not one of {known}, where GB is the memory, as in m4-max-64", param="machine")
 
 
@@ -117,9 +117,9 @@ def recognised(device: str, memory: int) -> Machine | None:
     `memory`: the bytes of its memory, by which a Mac is told from others with its chip.
     """
     for name, chip in CHIPS.items():
-        if chip.kind == "cuda" and re.match(rf"{chip.title}\b", device):
+        if chip.maker == "nvidia" and re.match(rf"{chip.title}\b", device):
             return Machine(name, chip, chip.memory[0])
-        if chip.kind == "metal" and device == f"Apple {chip.title}":
+        if chip.maker == "apple" and device == f"Apple {chip.title}":
             gib = max(round(memory / GIB), 1)
             return Machine(f"{name}-{gib}", chip, gib)
     return None

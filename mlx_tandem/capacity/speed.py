@@ -31,9 +31,9 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    ("metal", 1): Rates(0.87, 52, rows=0.6, prompt=0.68, adapter_us=52, expert_us=30, all_reduce_us=50),
-    ("metal", 2): Rates(0.75, 80, rows=0.6, prompt=0.68, adapter_us=80, expert_us=30, all_reduce_us=50),
-    ("cuda", 1): Rates(0.92, 40, rows=0.77, prompt=0.58, adapter_us=40, expert_us=30, all_reduce_us=46),
+    ("apple", 1): Rates(0.87, 52, rows=0.6, prompt=0.68, adapter_us=52, expert_us=30, all_reduce_us=50),
+    ("apple", 2): Rates(0.75, 80, rows=0.6, prompt=0.68, adapter_us=80, expert_us=30, all_reduce_us=50),
+    ("nvidia", 1): Rates(0.92, 40, rows=0.77, prompt=0.58, adapter_us=40, expert_us=30, all_reduce_us=46),
 }
 """By kind of chip and its number of dies. Three are assumptions, since nobody has measured them: `adapter_us` and
 `all_reduce_us` of Apple's chips, and `expert_us` of NVIDIA's.
@@ -49,7 +49,7 @@ def decode_ms(work: Work, chip: Chip, rows: int, context: float, adapters: int =
     `adapters`: how many adapters the rows have together, in turn; 0: all rows are the base's. `devices`: the size of
     the tensor-parallel group, over which weights, keys, values and arithmetic are divided.
     """
-    rates = RATES[chip.kind, chip.dies]
+    rates = RATES[chip.maker, chip.dies]
     moved = work.weights_read(rows) + rows * (work.cached(context) + STATE_PASSES * work.state_bytes)
     computed = 2 * (rows - 1) * work.row_parameters  # that of one row hides behind reading the weights
     own = (rates.layer_us + (rates.expert_us if work.experts else 0)) * work.layers
@@ -67,7 +67,7 @@ def decode_ms(work: Work, chip: Chip, rows: int, context: float, adapters: int =
 
 def prompt_seconds(work: Work, chip: Chip, tokens: int, devices: int = 1) -> float:
     """Return the seconds until a prompt of so many tokens has been read, alone on the machine."""
-    rates = RATES[chip.kind, chip.dies]
+    rates = RATES[chip.maker, chip.dies]
     computed = 2 * tokens * (work.row_parameters - work.head_parameters) + work.pairs(tokens)
     seconds = computed / devices / (rates.prompt * chip.tflops * 1e12)
     if devices > 1:

@@ -79,6 +79,11 @@ class EngineClient(Supervisor):
         """Number of requests that have not ended."""
         return len(self._streams)
 
+    def adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """Return the names of the adapters of requests that run, and of other adapters, whose requests only wait."""
+        running = {stream.adapter for stream in self._streams.values() if stream.started is not None} - {""}
+        return running, {stream.adapter for stream in self._streams.values()} - {""} - running
+
     def next_ids(self, count: int) -> range:
         """Return `count` consecutive request ids that nobody has used, for one stream."""
         first = next(self._ids)

@@ -17,7 +17,7 @@ def elsewhere(machine: Machine, devices: int = 1) -> Backend:
 
     A Mac is taken to run nothing but macOS and a browser, and an NVIDIA card nothing at all.
     """
-    if machine.chip.kind == "metal":
+    if machine.chip.maker == "apple":
         one = UnifiedMemory(machine.total, machine.working_set, machine.total - SYSTEM).limit()
     else:
         one = Limit(machine.free, f"what an {machine.chip.title} has free", shared=False)
@@ -31,7 +31,7 @@ def elsewhere(machine: Machine, devices: int = 1) -> Backend:
         def free_memory(self) -> Limit:
             return limit
 
-    there: Backend = METAL if machine.chip.kind == "metal" else CUDA
-    kind = OtherMac if machine.chip.kind == "metal" else OtherCard
+    there: Backend = METAL if machine.chip.maker == "apple" else CUDA
+    kind = OtherMac if machine.chip.maker == "apple" else OtherCard
     # Kernels for a device that is not here could not even be declared, and a plan runs none.
     return kind(**{field.name: getattr(there, field.name) for field in fields(there)} | {"kernels": CPU.kernels})
