@@ -206,18 +206,21 @@ def _speed_lines(plan: Plan, speed: Speed) -> Iterator[str]:
     limits = f"{speed.bandwidth_gb_s:,.0f} GB/s and {speed.tflops:,.1f} TFLOP/s"
     yield f"predicted from {limits}{' a device' if plan.devices > 1 else ''}, {plan.context:,} tokens of context:"
     yield ""
-    yield "rows   step ms   tokens/s   with adapters: step ms   tokens/s"
+    beside = "   adapters   step ms   tokens/s" if plan.adapters else ""
+    yield f"rows   step ms   tokens/s{beside}"
     for step in speed.decode:
-        with_them = (
-            f"{step.adapters:>8,}     {step.step_ms_with_adapters:>9.2f} {step.tokens_per_s_with_adapters:>10,.0f}"
-        )
-        line = f"{step.rows:>4,} {step.step_ms:>9.2f} {step.tokens_per_s:>10,.0f}" + (
-            with_them if step.adapters else ""
-        )
-        yield line + ("" if step.fits else "   does not fit")
+        line = f"{step.rows:>4,} {step.step_ms:>9.2f} {step.tokens_per_s:>10,.0f}"
+        if plan.adapters:
+            line += (
+                f" {step.adapters:>10,} {step.step_ms_with_adapters:>9.2f} {step.tokens_per_s_with_adapters:>10,.0f}"
+            )
+        yield line + ("" if step.fits else "  *")
+    if not all(step.fits for step in speed.decode):
+        yield "* more rows than the keys and values of so many tokens have room for"
     yield ""
     for prompt in speed.prompts:
-        yield f"a prompt of {prompt.tokens:,} tokens takes {prompt.seconds:.2f} s"
+        rate = prompt.tokens / prompt.seconds
+        yield f"a prompt of {prompt.tokens:,} tokens takes {prompt.seconds:.3f} s, {rate:,.0f} tokens/s"
 
 
 def _size(size: int) -> str:

@@ -144,6 +144,10 @@ ELSEWHERE = {
     "tandem serve ./my-model --share-model --host 0.0.0.0 --api-key-file tandem.key": "tests/fault/test_machines.py",
     "tandem train rl --connect-to node1:8000 --api-key-file tandem.key": "tests/fault/test_machines.py",
     "tandem serve --connect-to node1:8000 --api-key-file tandem.key": "tests/fault/test_machines.py",
+    "tandem plan --machine m4-max-64 --bits 4": "tests/docs/test_scaling.py",
+    "tandem plan --machine m3-ultra-512 --learn": "tests/docs/test_scaling.py",
+    "tandem plan --machine h200 --adapters 64 --context 640": "tests/docs/test_scaling.py",
+    "tandem plan --machine h100 --tensor-parallel-size 2": "tests/docs/test_scaling.py",
 }
 """Commands that take seconds or need each other, and the tests that run them and look at all that they print."""
 
