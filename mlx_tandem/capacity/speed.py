@@ -1,9 +1,9 @@
 """How long the steps of a model should take on a machine.
 
-A step that decodes reads the weights once, and the keys, values and states of its rows. To that comes a fixed time for
-each layer, in which the device waits between operations, and the arithmetic of its rows. A prompt takes as long as its
-arithmetic. The shares and times below are fitted to measurements: those of NVIDIA's cards to this engine's
-(benchmarks/results), those of Apple's chips to what others have published of mlx-lm and llama.cpp
+A step that decodes reads the weights once, and the keys, values and states of its rows. To that come a fixed time for
+each layer, in which the device waits between operations, and the arithmetic of its rows. A prompt takes as long as a
+row and its own arithmetic. The shares and times below are fitted to measurements: those of NVIDIA's cards to this
+engine's (benchmarks/results), those of Apple's chips to what others have published of mlx-lm and llama.cpp
 (tests/unit/capacity/published.json). Nothing of this project has run on Metal.
 """
 
@@ -65,12 +65,18 @@ def decode_ms(work: Work, chip: Chip, rows: int, context: float, adapters: int =
     return read_ms + rows_ms + own / 1e3
 
 
-def prompt_seconds(work: Work, chip: Chip, tokens: int, devices: int = 1) -> float:
-    """Return the seconds until a prompt of so many tokens has been read, alone on the machine."""
+def chunk_ms(work: Work, chip: Chip, tokens: int, context: int, devices: int = 1) -> float:
+    """Return the milliseconds of a step that reads so many tokens of a prompt, behind `context` others.
+
+    A chunk of one token takes as long as a row that decodes. What sums over several devices take on the link for many
+    tokens is not counted, since no figure of ours says it.
+    """
     rates = RATES[chip.maker, chip.dies]
-    computed = 2 * tokens * (work.row_parameters - work.head_parameters) + work.pairs(tokens)
-    seconds = computed / devices / (rates.prompt * chip.tflops * 1e12)
-    if devices > 1:
-        # A sum of many tokens is bound by the link, which no figure of ours says; its fixed part counts here.
-        seconds += SUMS_PER_LAYER * work.layers * rates.all_reduce_us / 1e6
-    return max(seconds, decode_ms(work, chip, 1, tokens, devices=devices) / 1e3)
+    computed = 2 * (tokens - 1) * (work.row_parameters - work.head_parameters) + work.pairs(context + tokens)
+    computed -= work.pairs(context)
+    return decode_ms(work, chip, 1, context, devices=devices) + computed / devices / (rates.prompt * chip.tflops * 1e9)
+
+
+def prompt_seconds(work: Work, chip: Chip, tokens: int, devices: int = 1) -> float:
+    """Return the seconds until a prompt of so many tokens has been read, alone on the machine and in one step."""
+    return chunk_ms(work, chip, tokens, 0, devices) / 1e3

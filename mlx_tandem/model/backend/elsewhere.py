@@ -12,13 +12,18 @@ from mlx_tandem.model.backend.metal import METAL, Metal
 from mlx_tandem.model.device import Limit, UnifiedMemory
 
 
+def unified_memory(mac: Machine, available: int) -> UnifiedMemory:
+    """Return the memory of a Mac, of which other programs leave so many bytes."""
+    return UnifiedMemory(mac.total, mac.working_set, available)
+
+
 def elsewhere(machine: Machine, devices: int = 1) -> Backend:
     """Return the back end of a machine, with the memory of `devices` such machines together.
 
     A Mac is taken to run nothing but macOS and a browser, and an NVIDIA card nothing at all.
     """
     if machine.chip.maker == "apple":
-        one = UnifiedMemory(machine.total, machine.working_set, machine.total - SYSTEM).limit()
+        one = unified_memory(machine, machine.total - SYSTEM).limit()
     else:
         one = Limit(machine.free, f"what an {machine.chip.title} has free", shared=False)
     limit = one._replace(size=one.size * devices)
