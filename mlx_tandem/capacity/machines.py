@@ -44,12 +44,14 @@ CHIPS: dict[str, Chip] = {
     "m3-ultra": Chip("M3 Ultra", "apple", 819, 28.2, (96, 256, 512), APPLE, 2),
     "m4": Chip("M4", "apple", 120, 4.3, (16, 24, 32), APPLE),
     "m4-pro": Chip("M4 Pro", "apple", 273, 9.2, (24, 48, 64), APPLE),
-    "m4-max": Chip("M4 Max", "apple", 546, 18.4, (36, 48, 64, 128), APPLE),
+    "m4-max": Chip("M4 Max", "apple", 546, 18.4, (48, 64, 128), APPLE),
     "a100": Chip("NVIDIA A100", "nvidia", 2039, 312, (80,), NVIDIA),
     "h100": Chip("NVIDIA H100", "nvidia", 3350, 989, (80,), NVIDIA),
     "h200": Chip("NVIDIA H200", "nvidia", 4800, 989, (141,), NVIDIA),
 }
-"""The chips by name, each with the most GPU cores with which it is sold."""
+"""The chips by name, each with the most GPU cores with which it is sold. Memory that comes with a narrower chip of the
+same name only is left out, such as the 36 GB of an M4 Max with 410 GB/s.
+"""
 
 FREE = {"a100": 84_400_000_000, "h100": 84_465_090_560, "h200": 149_557_477_376}
 """Bytes that a server finds free on NVIDIA's cards. Those of the H100 and the H200 are in benchmarks/results
@@ -120,6 +122,6 @@ def recognised(device: str, memory: int) -> Machine | None:
         if chip.maker == "nvidia" and re.match(rf"{chip.title}\b", device):
             return Machine(name, chip, chip.memory[0])
         if chip.maker == "apple" and device == f"Apple {chip.title}":
-            gib = max(round(memory / GIB), 1)
-            return Machine(f"{name}-{gib}", chip, gib)
+            gib = round(memory / GIB)
+            return Machine(f"{name}-{gib}", chip, gib) if gib in chip.memory else None
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,17 +48,18 @@ class Found:
     id: str  # its hub id without a revision; empty for a folder that was given
 
 
-def find(text: str, what: str) -> Found:
+def find(text: str, what: str, wanted: Sequence[str] = WANTED) -> Found:
     """Return the folder that `text` names. `what` says in errors what it should be, such as "model".
 
-    Raise HubError if there is no such folder and no such id.
+    Of an id only files whose names match a pattern of `wanted` are fetched. Raise HubError if there is no such folder
+    and no such id.
     """
     if Path(text).is_dir():
         return Found(Path(text), "")
     match = ID.fullmatch(text)
     if match is None:
         raise HubError(f"there is no {what} folder {text}")
-    return Found(_fetch(match[1], match[2], f"there is no {what} folder {text}, and"), match[1])
+    return Found(_fetch(match[1], match[2], f"there is no {what} folder {text}, and", wanted), match[1])
 
 
 def find_base(repo: str, sha256: str) -> Path:
@@ -113,12 +114,12 @@ def close() -> None:
         constants.HF_HUB_OFFLINE = True
 
 
-def _fetch(repo: str, revision: str | None, otherwise: str) -> Path:
+def _fetch(repo: str, revision: str | None, otherwise: str, wanted: Sequence[str] = WANTED) -> Path:
     """Return the folder of a repository, from the hub or from its cache on this machine; show a progress bar."""
     from huggingface_hub import snapshot_download
 
     with _explained(repo, revision, otherwise):
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=IGNORED))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(wanted), ignore_patterns=IGNORED))
 
 
 @contextmanager

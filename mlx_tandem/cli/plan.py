@@ -83,7 +83,7 @@ def plan(
 
 @contextmanager
 def _folder(model: str, bits: int) -> Iterator[ModelConfig]:
-    """Yield the settings of a model: of a folder that exists, of a built-in shape, or of a hub id's files here."""
+    """Yield the settings of a model: a folder, a built-in shape, or a hub id, of which config.json alone is fetched."""
     from mlx_tandem.cli import hub
     from mlx_tandem.cli.bench.hybrid_shape import HYBRIDS
     from mlx_tandem.cli.bench.shapes import SHAPES
@@ -99,15 +99,12 @@ def _folder(model: str, bits: int) -> Iterator[ModelConfig]:
         return
     if bits:
         raise InvalidRequest("goes with a built-in shape only: a folder says its own bits", param="bits")
-    path = Path(model)
-    if path.is_dir() and not any(path.glob("*.safetensors")):
-        yield ModelConfig(model, random_weights=True)  # a folder with config.json alone has shapes enough
-        return
     try:
-        engine, _ = hub.find_models(EngineConfig(model=ModelConfig(model)))
+        path = hub.find(model, "model", wanted=[CONFIG]).folder
     except hub.HubError as e:
         raise InvalidRequest(str(e), param="model") from None
-    yield engine.model
+    # A folder with config.json alone has shapes enough.
+    yield ModelConfig(str(path), random_weights=not any(path.glob("*.safetensors")))
 
 
 def _computed(

@@ -371,7 +371,7 @@ def test_words_of_other_programs_lead_to_what_exists(word: str) -> None:
         ("learn xyz", "'xyz'; there are list, show, export, watch."),
         ("org/model", "'org/model': 'tandem serve org/model' serves a model."),
         (".", "'.': 'tandem serve .' serves a model."),
-        ("quantum", "'quantum'; there are serve, chat, stop, restart, ps, logs, models, doctor, adapters,"),
+        ("quantum", "'quantum'; there are serve, chat, stop, restart, ps, logs, models, plan, doctor, adapters,"),
     ],
 )
 def test_a_word_that_is_no_command_leads_to_the_nearest(words: str, said: str) -> None:

@@ -14,7 +14,8 @@ from mlx_tandem.capacity.machines import Machine, machine
 from mlx_tandem.cli.bench.shapes import SHAPES
 from mlx_tandem.model import backend
 from mlx_tandem.model.backend.elsewhere import elsewhere
-from tests.unit.cli_tools import tandem
+from tests.fake_hub import fake_hub
+from tests.unit.cli_tools import tandem, tandem_process
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -88,6 +89,17 @@ def test_this_machine_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     here = elsewhere(machine("h200"))
     monkeypatch.setattr(backend, "current", lambda: H200(**vars(here)))
     assert planned()["speed"]["bandwidth_gb_s"] == 4800
+
+
+def test_of_a_hub_id_the_description_alone_is_fetched(tmp_path: Path) -> None:
+    with fake_hub({"org/tiny": demo.MODEL_PATH}) as hub:
+        done = tandem_process(
+            "plan", "--model", "org/tiny", "--machine", "m1-8", "--json", env=hub.environment(tmp_path)
+        )
+        assert done.returncode == 0, done.stderr
+        assert hub.files_asked() == {"config.json"}
+    found = json.loads(done.stdout)
+    assert found["work"] == planned("--model", str(demo.MODEL_PATH), "--machine", "m1-8")["work"]
 
 
 @pytest.mark.parametrize(
