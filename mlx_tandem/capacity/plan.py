@@ -76,6 +76,7 @@ class Plan(Struct, frozen=True):
     host_bytes: int  # of one adapter that waits in the host's memory
     drive_bytes: int  # of one adapter's file in 16 bits
     context: int
+    max_num_seqs: int
     longest: int
     pool_tokens: int
     streams: dict[int, int]  # how many fit at once, by their tokens

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -41,6 +42,7 @@ _Rank = Annotated[int, typer.Option("--rank", min=1, max=512, help="Rank of the 
 _Learn = Annotated[bool, typer.Option("--learn", help="Count the memory of a trainer.")]
 _Bits = Annotated[int, typer.Option("--bits", help="Bits of the weights of a built-in shape: 4 or 8; 0: 16.")]
 _KVBits = Annotated[int, typer.Option("--kv-bits", help="Bits of keys and values: 16 or 8.")]
+_Rows = Annotated[int, typer.Option("--max-num-seqs", min=1, max=4096, help="Most streams that decode at once.")]
 _Context = Annotated[int, typer.Option("--context", min=1, max=1_000_000, help="Tokens of each decoding stream.")]
 
 
@@ -54,6 +56,7 @@ def plan(
     bits: _Bits = 0,
     kv_bits: _KVBits = 16,
     context: _Context = 1024,
+    max_num_seqs: _Rows = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Compute what fits on a machine and how fast it should be, without reading a weight or measuring anything.
@@ -68,7 +71,8 @@ def plan(
     try:
         chosen = machine(on) if on else None
         with _folder(model, bits) as config:
-            found = _computed(model, config, chosen, devices, adapters, rank, learn, kv_bits, context)
+            asked = _Asked(model, chosen, devices, adapters, rank, learn, kv_bits, context, max_num_seqs)
+            found = _computed(asked, config)
     except ModelError as e:
         fail(e.message)
     except InvalidRequest as e:
@@ -107,39 +111,44 @@ def _folder(model: str, bits: int) -> Iterator[ModelConfig]:
     yield ModelConfig(str(path), random_weights=not any(path.glob("*.safetensors")))
 
 
-def _computed(
-    name: str,
-    model: ModelConfig,
-    chosen: Machine | None,
-    devices: int,
-    adapters: int,
-    rank: int,
-    learn: bool,
-    kv_bits: int,
-    context: int,
-) -> Plan:
+class _Asked(NamedTuple):
+    """The options of the command."""
+
+    model: str
+    machine: Machine | None
+    devices: int
+    adapters: int
+    rank: int
+    learn: bool
+    kv_bits: int
+    context: int
+    max_num_seqs: int
+
+
+def _computed(asked: _Asked, model: ModelConfig) -> Plan:
     """Return the plan of a model on a machine; the errors are those of a start there."""
     from mlx_tandem.engine.budget import sequences
     from mlx_tandem.engine_main import capacity
 
     config = EngineConfig(
         model=model,
-        scheduler=SchedulerConfig(max_num_seqs=max(ROWS)),
-        cache=CacheConfig(kv_bits=16 if kv_bits == 16 else 8),
-        lora=LoraConfig(max_loras=adapters, max_lora_rank=rank),
-        duty=DutyConfig(trainer_rank=rank if learn else 0),
+        scheduler=SchedulerConfig(max_num_seqs=asked.max_num_seqs),
+        cache=CacheConfig(kv_bits=16 if asked.kv_bits == 16 else 8),
+        lora=LoraConfig(max_loras=asked.adapters, max_lora_rank=asked.rank),
+        duty=DutyConfig(trainer_rank=asked.rank if asked.learn else 0),
     )
-    found = capacity(config, rank, chosen, devices)
+    devices = asked.devices
+    found = capacity(config, asked.rank, asked.machine, devices)
     work, memory, size = found.work, found.memory, config.cache.block_size
     check_group(work, devices)
     speed = None
     if found.machine is not None:
-        chip, most = found.machine.chip, sequences(memory, size, context)
-        decode = steps(work, chip, ROWS, context, adapters, devices, most)
+        chip, most = found.machine.chip, sequences(memory, size, asked.context)
+        decode = steps(work, chip, ROWS, asked.context, asked.adapters, devices, most)
         speed = Speed(chip.bandwidth, chip.tflops, chip.source, decode, prompts(work, chip, found.longest, devices))
     whole = [pool for pool in memory.pools if not pool.window and not pool.state]
     return Plan(
-        model=name,
+        model=asked.model,
         device=found.device,
         devices=devices,
         work=work,
@@ -151,12 +160,13 @@ def _computed(
         adapter_slots=memory.adapter_slots // devices,
         adapter_slots_wanted=memory.adapter_slots_wanted // devices,
         pool=memory.pool // devices,
-        adapters=adapters,
-        rank=rank,
+        adapters=asked.adapters,
+        rank=asked.rank,
         slot_bytes=work.adapter_bytes // devices,
         host_bytes=4 * work.adapter_parameters,
         drive_bytes=2 * work.adapter_parameters,
-        context=context,
+        context=asked.context,
+        max_num_seqs=asked.max_num_seqs,
         longest=found.longest,
         pool_tokens=min(((pool.num_blocks - 1) * size for pool in whole), default=0),
         streams={n: sequences(memory, size, n) for n in (*(n for n in LENGTHS if n < found.longest), found.longest)},
@@ -190,7 +200,9 @@ def lines(plan: Plan) -> Iterator[str]:
     yield ""
     drive = _size(plan.drive_bytes).strip()
     yield f"an adapter      {_size(plan.slot_bytes)}  in a slot; {drive} on the drive in 16 bits"
-    yield "streams at once " + ", ".join(f"{n:,} of {tokens:,} tokens" for tokens, n in plan.streams.items())
+    fit = ", ".join(f"{n:,} of {tokens:,} tokens" for tokens, n in plan.streams.items())
+    fit += f"; at most {plan.max_num_seqs:,} run at once"
+    yield from textwrap.wrap(f"streams that fit {fit}", 80, subsequent_indent=" " * 17)
     yield ""
     if plan.speed is None:
         yield "speed           unknown for this device; --machine names one that is in the table"

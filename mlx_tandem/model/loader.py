@@ -296,7 +296,14 @@ def _random_model(settings: dict[str, Any]) -> nn.Module:
 
     module.update(tree_map_with_path(draw, module.parameters()))
     if how := settings.get("quantization"):
-        nn.quantize(module, int(how["group_size"]), int(how["bits"]))
+        nn.quantize(
+            module,
+            int(how["group_size"]),
+            int(how["bits"]),
+            mode=str(how.get("mode", "affine")),
+            # As mlx-lm does: a module has the settings under its own name, or False, where there are any.
+            class_predicate=lambda path, m: how.get(path, True) if hasattr(m, "to_quantized") else False,
+        )
     return module
 
 

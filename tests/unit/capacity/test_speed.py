@@ -47,13 +47,15 @@ def work_of(tmp_path_factory: pytest.TempPathFactory):
     """Returns the work of a model of published.json or of a built-in shape, in so many bits."""
 
     @cache
-    def made(model: str, bits: int, group: int = 64) -> Work:
+    def made(model: str, bits: int, group: int = 64, head: int = 0) -> Work:
         config: dict[str, Any] = PUBLISHED["models"].get(model, {"shape": model})
         if "shape" in config:
             config = (SHAPES | HYBRIDS)[config["shape"]].config(32768, [1])
         settings = config | {"torch_dtype": "bfloat16", "eos_token_id": 1}
         if bits < 16:
             settings["quantization"] = {"bits": bits, "group_size": group}
+        if head:
+            settings["quantization"]["lm_head"] = {"bits": head, "group_size": group}
         folder = tmp_path_factory.mktemp("model")
         (folder / "config.json").write_text(json.dumps(settings))
         return workload(EngineConfig(ModelConfig(str(folder), dtype="bfloat16", random_weights=True)), 16)
@@ -130,3 +132,8 @@ def test_a_window_bounds_what_a_row_reads(work_of) -> None:
     work = work_of("Gemma-3-27B", 4)
     whole = sum(group.token_bytes for group in work.attention if not group.window)
     assert work.cached(8192) - work.cached(4096) == pytest.approx(4096 * whole)
+
+
+def test_weights_have_the_bits_that_a_folder_says_of_each(work_of) -> None:
+    work, wide = work_of("qwen3-8b", 4), work_of("qwen3-8b", 4, 64, 8)
+    assert wide.read_bytes - work.read_bytes == work.head_parameters * 4 // 8

@@ -74,6 +74,17 @@ def test_learning_and_narrow_keys_change_what_fits() -> None:
     assert learns["pool_tokens"] < plain["pool_tokens"] < 0.6 * narrow["pool_tokens"]
 
 
+def test_more_streams_have_more_states_and_lines_stay_short() -> None:
+    """Of a hybrid, whose states are made for so many streams."""
+    few, many = (
+        planned("--model", "qwen3.5-9b", "--machine", "h200", "--max-num-seqs", rows)["streams"]["1024"]
+        for rows in ("64", "256")
+    )
+    assert few < many
+    done = tandem("plan", "--model", "qwen3.5-9b", "--machine", "h200", "--max-num-seqs", "256")
+    assert max(map(len, done.stdout.splitlines())) <= 80 and "at most 256 run at once" in " ".join(done.stdout.split())
+
+
 def test_this_machine_is_the_default_and_has_no_speed_where_it_is_in_no_table(monkeypatch) -> None:
     done = tandem("plan", "--model", str(demo.MODEL_PATH))
     assert done.returncode == 0, done.stderr
