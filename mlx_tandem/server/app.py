@@ -32,6 +32,8 @@ from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics,
 from mlx_tandem.server.keys import read_key
 from mlx_tandem.server.openapi import document
 from mlx_tandem.server.origins import Origins
+from mlx_tandem.server.overview import overview
+from mlx_tandem.server.page import Page
 from mlx_tandem.server.prometheus import render
 from mlx_tandem.server.receiving import Receiving
 from mlx_tandem.server.root_path import RootPath
@@ -67,10 +69,12 @@ def create_app(front: ServerFront, routes: Sequence[Route] = ROUTES) -> Starlett
     app = Starlette(routes=served, exception_handlers=error_handlers(front))
     app.router.redirect_slashes = False
     # Each middleware is put around those added before it. A request passes the guard first, which replies to what the
-    # others raise, then the origins and the root path, and the gate last, which sees paths without the root path.
+    # others raise, then the origins and the root path, then the page, which is public, and the gate last. These two see
+    # paths without the root path.
     key = read_key(server.api_key, server.api_key_file)
     errors = {r.errors.prefix or r.path: r.errors.write for r in routes if r.errors is not None and r.header is None}
     app.add_middleware(Gate, key=key, server=server, metrics=front.metrics, errors=errors)
+    app.add_middleware(Page)
     if server.root_path:
         app.add_middleware(RootPath, prefix=server.root_path)
     if server.allowed_origins:
@@ -212,6 +216,7 @@ def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
         return Response(render(front), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return {
+        "/v1/overview": counters(overview),
         "/v1/engine/metrics": counters(engine_metrics),
         "/debug/metrics": counters(debug_metrics),
         "/v1/cache/stats": counters(cache_stats),

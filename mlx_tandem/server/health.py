@@ -125,7 +125,7 @@ def cache_stats(front: ServerFront) -> dict[str, Any]:
         "hit_tokens": stats.prefix_hits,
         "hit_rate": round(hit_rate(stats), 4),
         "evicted_blocks": stats.prefix_evictions,
-        "disk": _disk_stats(front),
+        "disk": disk_stats(front),
     }
 
 
@@ -178,7 +178,7 @@ def _distribution(sources: Iterable[DraftCounts], undrafted: int) -> dict[str, i
     return rows | {"none": undrafted} if undrafted else rows
 
 
-def _disk_stats(front: ServerFront) -> dict[str, Any]:
+def disk_stats(front: ServerFront) -> dict[str, Any]:
     """Return the counters of KV offload, and whether it is in use."""
     config, stats = front.config.engine.disk, front.client.stats
     shown: dict[str, Any] = {"enabled": config.on, "open": stats.disk is not None}
