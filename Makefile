@@ -2,6 +2,7 @@
 # make serve     the server with the built-in model, its adapters, and those that are put into the folder adapters
 #                (ARGS="…" are passed on to `tandem serve`)
 # make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients and mlx-vlm installed
+# make test-browser  the page in a headless Chromium, which is installed if there is none
 # make clients   try every client of tests/clients and write docs/compatibility.md and docs/refusals.md
 # make mutants   change single lines, one at a time, and see whether the tests notice (ARGS="--only WORD --jobs N")
 # make quick     the tests of what differs from the branch main, without slow ones (ARGS="…" as above)
@@ -11,6 +12,7 @@
 # make bench     all benchmarks into benchmarks/results, then the figures of README and docs; VLLM_MLX=path adds that peer
 # make figures   the figures of README and docs from benchmarks/results
 # make demo-svg  record `tandem demo` into docs/demo.svg
+# make pictures  take the pictures of the page into docs/
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +27,7 @@ REPORT := $(VENV)/clients.xml
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := serve
-.PHONY: install serve test clients mutants quick check format lock bench figures demo-svg
+.PHONY: install serve test test-browser clients mutants quick check format lock bench figures demo-svg pictures
 
 install: $(STAMP)
 
@@ -44,6 +46,10 @@ serve: $(STAMP)
 test: $(CLIENTS)
 	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
 
+test-browser: $(CLIENTS)
+	@scripts/install_browser.sh $(VENV)
+	$(BIN)/python -m pytest -m browser tests/page $(ARGS)
+
 clients: $(CLIENTS)
 	$(BIN)/python -m scripts.refusals
 	$(BIN)/python -m pytest tests/clients --junitxml=$(REPORT) $(ARGS); status=$$?; \
@@ -53,7 +59,7 @@ mutants: $(STAMP)
 	$(BIN)/python scripts/mutants.py $(ARGS)
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m "not slow and not restarts" $$($(BIN)/python scripts/quick_tests.py) $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not slow and not restarts and not browser" $$($(BIN)/python scripts/quick_tests.py) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -95,3 +101,7 @@ figures: $(STAMP)
 
 demo-svg: $(STAMP)
 	$(BIN)/python scripts/record_demo.py docs/demo.svg
+
+pictures: $(CLIENTS)
+	@scripts/install_browser.sh $(VENV)
+	$(BIN)/python -m scripts.record_page docs

@@ -49,7 +49,7 @@ export function adapters() {
       return made;
     };
     const select = make("select", { "aria-label": `Version of ${name}` });
-    const go = make("button", { type: "button", className: "quiet", textContent: "Roll back", "aria-label": `Roll ${name} back to the chosen version` });
+    const go = make("button", { type: "button", className: "quiet", textContent: "Roll back", "aria-label": `Roll back ${name} to the chosen version` });
     go.addEventListener("click", () => goTo(go, name, Number(select.value)));
     const cells = Object.fromEntries(["state", "load", "requests", "tokens", "errors"].map((key) => [key, make("td")]));
     const labels = { state: "State", load: "Load", requests: "Requests", tokens: "Tokens", errors: "Errors" };
