@@ -16,7 +16,7 @@ from tests.page.browser import AXE, browser
 from tests.serving import RunningServer, serving
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 
 @pytest.fixture(scope="session")
@@ -40,13 +40,17 @@ class Opened:
         self.page = page
         self.url = url
         self.complaints: list[str] = []
+        self.refuses = False
+        """Whether the server refuses something in this test: a browser's console names every reply with an error."""
         self.asked: list[str] = []
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on(
-            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
-        )
+        page.on("console", self._hear)
         page.on("request", lambda request: self.asked.append(request.url))
+
+    def _hear(self, said: ConsoleMessage) -> None:
+        if said.type in ("error", "warning") and not (self.refuses and said.text.startswith("Failed to load resource")):
+            self.complaints.append(said.text)
 
     def go(self, view: str = "") -> Page:
         """Open a view and wait until the server has told its state."""

@@ -186,12 +186,12 @@ def test_a_request_as_a_command_and_its_fields(opened: Opened, learner: RunningS
 
 
 def test_what_the_server_refuses_is_said_in_its_words(opened: Opened) -> None:
+    opened.refuses = True
     page = opened.go("#playground")
     page.get_by_label("Another model or version").fill("shuot")
     page.get_by_role("button", name="Add").click()
     ask(page, "shuot")
     assert "the model 'shuot' does not exist" in answer(page, "shuot").locator(".error").inner_text()
-    opened.complaints.clear()  # a browser's console names every reply with an error
 
 
 def test_loading_going_back_and_unloading(opened: Opened, learner: RunningServer, root: Path) -> None:
@@ -279,6 +279,18 @@ def test_a_server_with_a_key_is_asked_with_it(chromium: Browser, locked: str) ->
     page.get_by_role("button", name="Forget the key").click()
     page.get_by_role("heading", name="This server asks for a key").wait_for()
     profile.close()
+
+
+def test_a_key_that_does_not_open_everything_still_opens_the_rest(opened: Opened) -> None:
+    opened.refuses = True
+    page = opened.page
+    refusal = {"error": {"message": "this key is not for metrics", "type": "permission_error"}}
+    page.route("**/v1/overview", lambda route: route.fulfill(status=403, json=refusal))
+    page.goto(f"{opened.url}/")
+    page.get_by_text("this key is not for metrics").wait_for()
+    page.get_by_role("link", name="Playground").click()
+    ask(page, "shout")
+    assert not page.locator("#notice").is_visible()
 
 
 def test_by_keyboard_only(opened: Opened, learner: RunningServer) -> None:

@@ -79,6 +79,12 @@ def test_a_browser_that_has_a_file_is_not_sent_it_again(client: httpx.Client) ->
     assert (head.headers["content-length"], head.content) == (str(len(first.content)), b"")
 
 
+def test_the_page_lies_under_the_prefix_of_a_proxy() -> None:
+    with scripted_server(root_path="/llm") as (client, _, _):
+        assert client.get("/llm/", headers=BROWSER).headers["content-type"].startswith("text/html")
+        assert client.get("/llm/page/main.js").status_code == client.get("/llm/v1/overview").status_code == 200
+
+
 @pytest.mark.parametrize(
     "path",
     ["/page/", "/page", "/page/index.html", "/page/static/main.js", "/page/../__init__.py", "/page/%2e%2e/__init__.py"],

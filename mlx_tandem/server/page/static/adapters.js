@@ -5,6 +5,7 @@ import { acting, bar, byId, make, say, sure } from "./dom.js";
 import { big, bytes, count, percent, plural, short } from "./format.js";
 
 const MOST = 200; // rows of the table
+const PAUSE = 10_000; // milliseconds between two lists of more adapters than that
 const KINDS = ["one", "two", "three", "four", "five"];
 
 export function adapters() {
@@ -12,6 +13,7 @@ export function adapters() {
   const body = byId("adapter-table").tBodies[0];
   const said = byId("adapters-said");
   let trained = new Set();
+  let due = 0;
   let before = { time: 0, tokens: new Map() };
 
   async function goTo(button, name, version) {
@@ -124,6 +126,7 @@ export function adapters() {
     byId("more-adapters").hidden = !rest;
     say(byId("more-adapters"), `${plural(rest, "more name")} ${rest === 1 ? "is" : "are"} not shown.`);
     before = now;
+    due = all.length > MOST ? performance.now() + PAUSE : 0;
     await aliases();
   }
 
@@ -153,6 +156,10 @@ export function adapters() {
       return `${found.id} was loaded and is current.`;
     });
   });
-  byId("filter").addEventListener("input", list);
-  return { look: list };
+  byId("filter").addEventListener("input", () => list().catch((error) => say(said, error.message)));
+  return {
+    async look() {
+      if (performance.now() >= due) await list();
+    },
+  };
 }

@@ -36,6 +36,7 @@ export function learning() {
     }
     choices(status.adapters);
     headline();
+    await versions();
     const key = [status.adapter, status.step, status.updates, status.rollbacks, status.last_update].join();
     if (key !== seen) {
       draw(await get(`v1/training/history${query()}`));
@@ -57,7 +58,7 @@ export function learning() {
     facts(byId("learning-facts"), [
       ["Updates", count(s.updates)],
       ["Answers collected", count(s.trajectories_collected)],
-      ["Waiting for an update", count(s.buffered)],
+      ["Waiting", count(s.buffered)],
       ["Mean reward", s.updates ? short(s.mean_reward) : "–"],
       ["Guard", s.last_verdict + (s.alarm ? `: ${s.alarm}` : "")],
       ["Taken back", count(s.rollbacks)],
@@ -66,7 +67,6 @@ export function learning() {
     ]);
     byId("advice").hidden = !s.advice;
     say(byId("advice"), s.advice);
-    versions();
   }
 
   // The versions and checkpoints that can be gone back to.

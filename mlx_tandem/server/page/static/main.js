@@ -16,6 +16,7 @@ const WORDS = {
   restarting: "Restarting",
   shutting_down: "Shutting down",
   dead: "Stopped",
+  unknown: "Connected",
 };
 
 const views = { overview: overview(), playground: playground(), adapters: adapters(), learning: learning() };
@@ -48,25 +49,38 @@ function notice(text) {
   say(byId("notice"), text);
 }
 
+// Asks for what every view shows. Returns null where the key does not open it; other views may still work.
+async function overall() {
+  try {
+    const found = await get("v1/overview");
+    const left = found.progress && found.progress.left_s !== null ? `, ${Math.ceil(found.progress.left_s)} s left` : "";
+    state(found.status, found.progress ? `: ${found.progress.stage}${left}` : "");
+    views.overview.take(found);
+    return found;
+  } catch (error) {
+    if (!(error instanceof Refused) || current === "overview") throw error;
+    state("unknown");
+    return null;
+  }
+}
+
 // Looks at the server, and again a second later. A slow server is asked less often.
 async function look() {
   if (looking || document.hidden) return;
   looking = true;
   clearTimeout(timer);
   const began = performance.now();
+  const view = current;
   try {
-    const found = await get("v1/overview");
-    const left = found.progress && found.progress.left_s !== null ? `, ${Math.ceil(found.progress.left_s)} s left` : "";
-    state(found.status, found.progress ? `: ${found.progress.stage}${left}` : "");
-    views.overview.take(found);
-    await views[current].look?.(found);
+    const found = await overall();
+    await views[view].look?.(found);
     notice("");
   } catch (error) {
     if (!(error instanceof Refused)) state("dead", ": no answer from the server");
     notice(error instanceof Refused ? error.message : "The server does not answer. This page asks again each second.");
   }
   looking = false;
-  timer = setTimeout(look, Math.max(SECOND, 4 * (performance.now() - began)));
+  timer = setTimeout(look, view === current ? Math.max(SECOND, 4 * (performance.now() - began)) : 0);
 }
 
 addEventListener("hashchange", show);

@@ -45,18 +45,19 @@ export function overview() {
     facts(byId("kv"), [
       ["In use", percent(used)],
       ["Kept of prompts", percent(kept)],
-      ["Found again", cache.queried_tokens ? `${percent(cache.hit_rate)} of prompts` : "–"],
+      ["Prompts found again", cache.queried_tokens ? percent(cache.hit_rate) : "–"],
       ["Room", `${count(cache.blocks * cache.block_size)} tokens`],
     ]);
     const kinds = ["one", "two", "three", "four", "five"];
     const parts = Object.entries(PARTS).filter(([name]) => held.parts[name]);
     bar(byId("memory-bar"), parts.map(([name], i) => [name, held.parts[name] / (held.budget || 1), kinds[i]]), `${bytes(held.active)} in use of ${bytes(held.budget)} that were given out at start`);
     facts(byId("memory"), [
-      ["In use", `${bytes(held.active)}, peak ${bytes(held.peak)}`],
+      ["In use", bytes(held.active)],
+      ["Peak", bytes(held.peak)],
       ...parts.map(([name, word]) => [word, bytes(held.parts[name])]),
       ["Limit", bytes(held.limit)],
     ]);
-    byId("memory").querySelectorAll("dt").forEach((dt, i) => (dt.dataset.kind = i > 0 && i <= parts.length ? kinds[i - 1] : ""));
+    byId("memory").querySelectorAll("dt").forEach((dt, i) => (dt.dataset.kind = i > 1 && i < parts.length + 2 ? kinds[i - 2] : ""));
     bar(byId("slots-bar"), [["slots", adapters.slots ? adapters.resident / adapters.slots : 0, "one"]], `${adapters.resident} of ${adapters.slots} slots used`);
     facts(byId("slots"), [
       ["On the device", `${adapters.resident} of ${plural(adapters.slots, "slot")}`],

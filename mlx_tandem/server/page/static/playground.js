@@ -6,7 +6,9 @@ import { byId, make, say } from "./dom.js";
 import { Question } from "./question.js";
 
 const FIRST = 3; // models that are chosen at the beginning
-const SHOWN = 24;
+const SHOWN = 24; // models with a box of their own
+const SUGGESTED = 500;
+const PAUSE = 10_000; // milliseconds between two requests for the names
 
 export function playground() {
   const question = new Question();
@@ -23,13 +25,15 @@ export function playground() {
     byId("models").append(make("label", { className: "chip" }, box, make("span", { textContent: name })));
   }
 
+  let due = 0;
   async function names() {
+    if (performance.now() < due) return;
     const { data } = await get("v1/models");
     const found = [...new Set(data.map((each) => each.id))];
-    const old = byId("names").options.length;
-    if (old !== found.length) byId("names").replaceChildren(...found.map((value) => make("option", { value })));
+    byId("names").replaceChildren(...found.slice(0, SUGGESTED).map((value) => make("option", { value })));
     const begins = chosen.size === 0;
     found.slice(0, SHOWN).forEach((name, i) => choice(name, begins && i < FIRST));
+    due = performance.now() + PAUSE;
   }
 
   function add() {
@@ -101,8 +105,8 @@ export function playground() {
 
   return {
     async look(found) {
-      byId("image-field").hidden = !found.engine?.images;
-      await Promise.all([names(), learns(found.learning)]);
+      byId("image-field").hidden = !found?.engine?.images;
+      await Promise.all([names(), learns(found?.learning)]);
     },
   };
 }
