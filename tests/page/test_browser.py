@@ -153,7 +153,11 @@ def test_opinions_reach_the_server(opened: Opened, learner: RunningServer) -> No
 
 def test_the_audit_names_the_version_of_each_token(opened: Opened, learner: RunningServer) -> None:
     page = opened.go("#playground")
-    ask(page, "policy", BASE)
+    page.get_by_text("Options").click()
+    page.get_by_label("Let answers of the trained adapter go on under newer versions").check()
+    with page.expect_request(lambda asked: '"model":"policy"' in (asked.post_data or "")) as sent:
+        ask(page, "policy", BASE)
+    assert sent.value.post_data_json["swap_policy"] == "inflight_keep"
     for model, version in (("policy", learner.client.get("/v1/adapters/policy").json()["id"]), (BASE, "the base")):
         card = answer(page, model)
         card.get_by_role("button", name="Audit").click()
@@ -183,6 +187,17 @@ def test_a_request_as_a_command_and_its_fields(opened: Opened, learner: RunningS
     assert [message["role"] for message in sent["messages"]] == ["system", "user"]
     assert b"[DONE]" in curl(words, int(learner.url.rpartition(":")[2]))
     page.get_by_role("button", name="Close").click()
+
+
+def test_a_tool_is_called(opened: Opened) -> None:
+    page = opened.go("#playground")
+    page.get_by_text("Options").click()
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "get_score", "parameters": parameters}}
+    page.get_by_label("Tools").fill(json.dumps([tool]))
+    ask(page, BASE, question="What is the score in Oslo?")
+    assert answer(page, BASE).locator(".calls code").inner_text() == 'get_score({"city": "Oslo"})'
+    assert "calls a tool" in answer(page, BASE).locator(".stats").inner_text()
 
 
 def test_what_the_server_refuses_is_said_in_its_words(opened: Opened) -> None:

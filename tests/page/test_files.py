@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hatchling.builders.wheel import WheelBuilder
 
 from mlx_tandem.server import page
 from tests.api.scripted import scripted_server
@@ -94,6 +93,8 @@ def test_only_names_of_the_table_are_served(client: httpx.Client, path: str) -> 
 
 
 def test_the_table_has_every_file_and_the_wheel_too() -> None:
+    from hatchling.builders.wheel import WheelBuilder
+
     files = {path.name for path in FOLDER.iterdir()}
     assert files == {*page.FILES, *page.DOCUMENTS.values()}
     builder = WheelBuilder(str(ROOT))
@@ -166,3 +167,11 @@ def test_the_plots_are_those_of_the_published_package() -> None:
     program = (FOLDER / "uplot.js").read_bytes()
     assert hashlib.sha256(program).hexdigest().startswith(UPLOT)
     assert "MIT License" in (FOLDER / "uplot.LICENSE.txt").read_text(encoding="utf-8")
+
+
+def test_the_pictures_are_small() -> None:
+    pictures = sorted((ROOT / "docs").glob("page-*.png"))
+    assert len(pictures) == 4
+    for picture in pictures:
+        content = picture.read_bytes()
+        assert content.startswith(b"\x89PNG") and len(content) < 150_000

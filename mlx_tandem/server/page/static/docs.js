@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { byId, make, say } from "./dom.js";
-import { plural } from "./format.js";
+import { plural, short } from "./format.js";
 
 const GROUPS = [
   ["Answers", /^\/(v1\/)?(chat|completions|responses|embeddings|messages|perplexity)/],
@@ -34,9 +34,9 @@ function words(schema, depth = 0) {
   let text = types.filter((type) => type !== "null").join(" or ") || "anything";
   if (schema.type === "array" && schema.items) text = `list of ${words(schema.items, depth + 1)}`;
   const { minimum: low, maximum: high } = schema;
-  if (low !== undefined && high !== undefined) text += `, ${low} to ${high}`;
-  else if (low !== undefined) text += `, at least ${low}`;
-  else if (high !== undefined) text += `, at most ${high}`;
+  if (low !== undefined && high !== undefined) text += `, ${short(low)} to ${short(high)}`;
+  else if (low !== undefined) text += `, at least ${short(low)}`;
+  else if (high !== undefined) text += `, at most ${short(high)}`;
   return text;
 }
 
@@ -59,8 +59,9 @@ function details(operation) {
   if (given.length) parts.push(...table("Parameters", given.map((each) => [each.name, `${words(each.schema)}, in the ${each.in}`, more(each.schema, each.required)])));
   for (const [media, { schema }] of Object.entries(operation.requestBody?.content ?? {})) {
     const body = resolved(schema);
-    const fields = Object.entries(body.properties ?? {});
-    if (fields.length) parts.push(...table(`Body, ${media}`, fields.map(([name, each]) => [name, words(each), more(each, body.required?.includes(name))])));
+    const needed = (name) => body.required?.includes(name) ?? false;
+    const fields = Object.entries(body.properties ?? {}).sort(([one], [other]) => needed(other) - needed(one));
+    if (fields.length) parts.push(...table(`Body, ${media}`, fields.map(([name, each]) => [name, words(each), more(each, needed(name))])));
     else parts.push(make("p", { className: "muted", textContent: `Body: ${media}` }));
   }
   const good = Object.keys(operation.responses).filter((status) => status < "400").join(", ");

@@ -77,7 +77,7 @@ export class Plot {
   resize() {
     if (!this.place.clientWidth) return;
     if (this.chart) this.chart.setSize({ width: this.place.clientWidth, height: HEIGHT });
-    else this.draw(this.data, this.place.getAttribute("aria-label"));
+    else if (this.data[0].length) this.draw(this.data, this.place.getAttribute("aria-label"));
   }
 
   drop() {
