@@ -136,6 +136,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     default_adapter: str = ""  # adapter for requests that name no model, or the base by its own name
     api_key: str = ""  # empty: no key is asked for
     api_key_file: str = ""  # file whose first line is the key
+    keys_file: str = ""  # YAML file of named keys with scopes and limits; empty: none
     allowed_hosts: tuple[str, ...] = ()  # accepted Host headers besides the bound address
     chat_template: str = ""  # a file, or the template itself; empty: the model's own
     tool_call_parser: str = "auto"  # form of the model's tool calls; auto: by the chat template; none: unknown

@@ -9,7 +9,7 @@ TandemError
 │   └── TooLarge        413  the body or the prompt is over its limit
 ├── UnsupportedMedia    415  the body is not plain JSON
 ├── Unauthorized        401  the API key is missing or wrong
-├── Forbidden           403  the Host header names another server
+├── Forbidden           403  the Host header names another server, or the key may not do this
 ├── Overloaded          429  admission is refused, or 503; `retry_after` says for how many seconds
 ├── QuotaExceeded       507  clients would keep more than the settings allow
 ├── Timeout             504  the answer took too long
@@ -37,8 +37,8 @@ CODES = frozenset(
     conversation_changed engine_died engine_error engine_unavailable first_token_timeout folder_in_use forbidden
     foreign_folder grammar_too_complex host_not_allowed internal_error invalid_adapter invalid_api_key invalid_image
     invalid_json invalid_model_folder invalid_request invalid_type invalid_value job_not_found learning_disabled
-    memory_pressure method_not_allowed missing_extra missing_required_parameter model_not_found no_paths not_found
-    numerical_error rate_limit_exceeded request_timeout step_failed storage_error store_damaged too_large
+    memory_pressure method_not_allowed missing_extra missing_required_parameter missing_scope model_not_found no_paths
+    not_found numerical_error rate_limit_exceeded request_timeout step_failed storage_error store_damaged too_large
     trainer_not_found trajectory_closed trajectory_not_found unknown_format unknown_parameter unsupported_media_type
     unsupported_parameter version_not_found weights_not_supported
     """.split()
@@ -157,7 +157,7 @@ class Unauthorized(TandemError):
 
 
 class Forbidden(TandemError):
-    """The Host header or the origin is not one that this server accepts."""
+    """The Host header or the origin is not one that this server accepts, or the key may not do what was asked."""
 
     status = 403
     type = "permission_error"

@@ -171,10 +171,10 @@ def ask(server: Server, method: str, path: str, body: object = None) -> dict[str
     import asyncio
 
     from mlx_tandem.errors import InvalidRequest
-    from mlx_tandem.http_client import Connection, HttpError
+    from mlx_tandem.http_client import Connection, HttpError, bearer
 
     async def request() -> tuple[int, Any]:
-        connection = Connection.to(server.url, {"Authorization": f"Bearer {key}"} if key else None, server.cacert)
+        connection = Connection.to(server.url, bearer(key), server.cacert)
         try:
             return await connection.json(method, path, body)
         finally:

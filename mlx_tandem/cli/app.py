@@ -18,12 +18,14 @@ from mlx_tandem.cli.demo.commands import demo
 from mlx_tandem.cli.help import Command, group
 from mlx_tandem.cli.learn import learn
 from mlx_tandem.cli.models import models
+from mlx_tandem.cli.named_keys import key
 from mlx_tandem.cli.train import train
 
 app = group("One base model in memory, many LoRA adapters served from it in one batch.", is_root=True)
 app.add_typer(adapters, name="adapters")
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(cache, name="cache")
+app.add_typer(key, name="key")
 app.add_typer(train, name="train")
 app.add_typer(learn, name="learn")
 app.add_typer(bench, name="bench")

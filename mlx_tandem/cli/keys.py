@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from mlx_tandem.cli.console import warn
@@ -42,7 +43,12 @@ def read(key: str, file: str) -> str:
     """
     from mlx_tandem.server.keys import read_key
 
-    return read_key(key, file, lambda path, mode: warn(f"the key file {path} can be read by others (mode {mode:o})"))
+    return read_key(key, file, warn_exposed)
+
+
+def warn_exposed(path: Path, mode: int) -> None:
+    """Warn about a file of keys that other users can read."""
+    warn(f"the key file {path} can be read by others (mode {mode:o})")
 
 
 def given(key: str | None, file: str | None) -> str:

@@ -127,6 +127,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("server.served_model_names", "--served-model-name", "A further name of the base (repeatable).", "NAME"),
         Option("server.api_key", "--api-key", "Key that clients must send; a file does not show in `ps`.", "KEY"),
         Option("server.api_key_file", "--api-key-file", "File whose first line is the key.", "FILE"),
+        Option("server.keys_file", "--keys", "File of named keys with scopes and limits (`tandem key new`).", "FILE"),
         Option(
             "server.force_include_usage",
             "--enable-force-include-usage",

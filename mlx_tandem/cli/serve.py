@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import secrets
 import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +66,8 @@ def prepare(
         fail(str(e))
     except TandemError as e:
         fail(with_flag(e.message, FLAG.get(e.param or "")))
+    if config.rl_training.verifiers and server.keys_file and not key:
+        key = secrets.token_hex(24)  # for the environment, which asks this server over HTTP
     if different := "; ".join(caller.said(config)):
         say(f"{called_as}'s defaults apply, except that {different}")
     if config.adapter_root and not Path(config.adapter_root).is_dir():
@@ -258,7 +261,7 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
     unread = sorted(name for name, _ in front.models.registry.unread())
     model = next(iter((*loaded, *unread)), front.models.id)
     bearer = f"${variable}" if variable and not variable.endswith("_FILE") else "KEY"
-    key = f' -H "Authorization: Bearer {bearer}"' if server.api_key else ""
+    key = f' -H "Authorization: Bearer {bearer}"' if server.api_key or server.keys_file else ""
     return (
         f"\nReady: {where}\n"
         f"  model     {front.models.id} ({info.model_type}, {_count(info.parameters)} parameters, {info.dtype}"

@@ -77,6 +77,8 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
         _put(tree, "engine.duty.inference", 1.0 - share)
     if said := keys.source(_text(options, "api_key"), _text(options, "api_key_file")):
         tree.setdefault("server", {}).update(zip(("api_key", "api_key_file"), said, strict=True))
+    if options.get("keys") is None and (named := os.environ.get("TANDEM_KEYS_FILE")):
+        _put(tree, "server.keys_file", named)
     if options.get("host") is None and (host := os.environ.get("TANDEM_HOST")):
         _put(tree, "server.host", host)
     for place, value in (defaults or {}).items():

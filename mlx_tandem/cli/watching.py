@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from mlx_tandem.cli.adapters import message_of
 from mlx_tandem.cli.demo import chart
-from mlx_tandem.http_client import Connection, HttpError
+from mlx_tandem.http_client import Connection, HttpError, bearer
 from mlx_tandem.printable import printable
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ async def looks(
     The history is requested only when the status says that something was learned since the last request.
     """
     try:
-        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None, cacert)
+        connection = Connection.to(url, bearer(key), cacert)
     except HttpError as e:
         raise Gone(f"{e} (--url)") from e
 

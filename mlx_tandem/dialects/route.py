@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from msgspec import Struct, structs
 
 from mlx_tandem.errors import TandemError
+from mlx_tandem.generation.caller import SCOPES, Scope
 
 PLAIN = frozenset({"", "application/x-www-form-urlencoded"})
 """Content types that curl sends by default, without a body and with one."""
@@ -24,6 +25,9 @@ json: only when the engine is ready. steering: the same, but the body may be abs
 would be admitted. texts: within the limits for texts to tokenise. bytes: as a Received, whatever it is, from a program
 that needs larger bodies than requests for answers have (`MAX_PROGRAM_BODY`).
 """
+
+RouteScope = Scope | Literal["any", "public"]
+"""The scope that a key needs for a route. any: every key may ask. public: no key is needed."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Route:
     bytes, which are JSON already, or for `texts` a sequence of them; an iterator of bytes, which are server-sent events
     and are made on another thread; a text, which is sent as plain text; an HTTP status with a value; or a value, which
     is sent as JSON; or a Reply.
+
+    Raises TypeError for a route whose `scope` is not declared.
     """
 
     method: str
@@ -79,6 +85,16 @@ class Route:
     status: int = 200  # HTTP status of a success, for the OpenAPI document
     errors: ErrorForm | None = None  # the form of errors; None: OpenAI's error object
     header: str | None = None  # the route is for requests with this header; others go to a later route of this path
+    scope: RouteScope | None = field(default=None, kw_only=True)  # what a key needs; None is refused
+
+    def __post_init__(self) -> None:
+        """Raise TypeError unless the scope is one of those that there are."""
+        if self.scope not in (*SCOPES, "any", "public"):
+            known = ", ".join(f'"{scope}"' for scope in SCOPES)
+            raise TypeError(
+                f'Route("{self.method}", "{self.path}", …) declares no scope: write scope= with one of {known}, '
+                'or "any" if every key may ask, or "public" if no key is needed'
+            )
 
     @property
     def parameters(self) -> list[str]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import InvalidRequest, Overloaded
+from mlx_tandem.generation.ending_rate import EndingRate
 from mlx_tandem.limits import MAX_OPEN_ARRAYS
-
-HISTORY = 256
-"""Number of the last ended requests over which the rate is measured."""
 
 
 class RequestAdmission:
@@ -26,7 +24,7 @@ class RequestAdmission:
     def __init__(self, server: ServerConfig, client: EngineClient, clock: Callable[[], float] = time.monotonic):
         self._server = server
         self._client = client
-        self._clock = clock
+        self._ending = EndingRate(clock)
         self.open_requests = 0
         self.open_choices = 0
         self.open_arrays = 0  # bytes of the arrays of images
@@ -36,9 +34,6 @@ class RequestAdmission:
         self.refused: Counter[str] = Counter()  # by the setting, or the limit without a setting, that refused
         self._idle = asyncio.Event()
         self._idle.set()
-        self._busy = 0.0  # seconds before `_since` during which any request was open
-        self._since = 0.0  # when the current busy period began, by the clock
-        self._endings: deque[float] = deque([0.0], HISTORY)  # busy seconds until each of the last requests ended
 
     @property
     def utilization(self) -> float:
@@ -105,7 +100,7 @@ class RequestAdmission:
         comes earlier than that would only wait in the queue instead.
         """
         self.refused[reason] += 1
-        wait = (self._queued() + max(requests, 1.0)) / self._rate()
+        wait = self._ending.seconds_for(self._queued() + max(requests, 1.0))
         if reason == "memory_pressure_threshold":
             return Overloaded(message, retry_after=wait, status=503, code="memory_pressure")
         return Overloaded(message, retry_after=wait)
@@ -115,21 +110,12 @@ class RequestAdmission:
         waiting = self.open_choices - self._client.check_ready().max_num_seqs
         return waiting * self.open_requests / self.open_choices if waiting > 0 else 0.0
 
-    def _rate(self) -> float:
-        """Return how many requests end per second, measured over the last HISTORY of them and busy time only.
-
-        Until the first request has ended, the result assumes that one ends now.
-        """
-        seconds = self._busy + self._clock() - self._since - self._endings[0]
-        return max(len(self._endings) - 1, 1) / max(seconds, 1e-3)
-
     @contextmanager
     def admitted(self, choices: int, arrays: int = 0) -> Iterator[None]:
         """Count one request while the block runs. Raises the errors of `check`."""
         self.check(choices, arrays)
-        if not self.open_requests:
-            self._since = self._clock()
-            self._idle.clear()
+        self._ending.began()
+        self._idle.clear()
         self.open_requests += 1
         self.open_choices += choices
         self.open_arrays += arrays
@@ -139,10 +125,8 @@ class RequestAdmission:
             self.open_requests -= 1
             self.open_choices -= choices
             self.open_arrays -= arrays
-            busy = self._busy + self._clock() - self._since
-            self._endings.append(busy)
+            self._ending.ended()
             if not self.open_requests:
-                self._busy = busy
                 self._idle.set()
 
     async def idle(self) -> None:

@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from mlx_tandem import __version__, limits
 from mlx_tandem.dialects.route import Route
-from mlx_tandem.server.auth import PUBLIC
 
 _WRITTEN_OUT: dict[str, dict[str, Any]] = {
     "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
@@ -90,7 +89,8 @@ def document(routes: Iterable[Route], *, needs_key: bool) -> dict[str, Any]:
 
 def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_key: bool) -> dict[str, Any]:
     """Return the operation object of a route. `bodies` has the reference to each body's schema."""
-    is_public = not needs_key or (route.method == "GET" and path in PUBLIC)
+    is_public = not needs_key or route.scope == "public"
+    scopes = [] if route.scope == "any" else [route.scope]
     error = {"$ref": "#/components/responses/Error"} if route.errors is None else _error(route.errors.schema)
     operation: dict[str, Any] = {
         # Two paths may differ in the slash at their end.
@@ -106,7 +106,7 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
             str(route.status): {"description": "The answer."},
             **dict.fromkeys(map(str, ERRORS), error),
         },
-        "security": [] if is_public else [{"bearer": []}, {"key": []}],
+        "security": [] if is_public else [{"bearer": scopes}, {"key": scopes}],
     }
     if route.reads == "bytes":
         binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import get_args
 
@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.generation.caller import Caller
 from mlx_tandem.generation.metrics import OTHER
 from mlx_tandem.generation.text_admission import WAITING_TEXT
 from mlx_tandem.server import learning_metrics, vllm_metrics
@@ -21,10 +22,10 @@ LABELLED_MODELS = 1000
 """Most model names, and most arms of aliases, with series of their own. OTHER counts all further ones."""
 
 
-def render(front: ServerFront) -> bytes:
-    """Return the text of /metrics."""
+def render(front: ServerFront, callers: Sequence[Caller] = ()) -> bytes:
+    """Return the text of /metrics, with series of their own for `callers`, whose keys have names."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(front))
+    registry.register(_Collector(front, callers))
     return generate_latest(registry)
 
 
@@ -146,8 +147,9 @@ def _mlx_lm_server_families(front: ServerFront) -> Iterator[Metric]:
 class _Collector:
     """A Prometheus collector that makes all families anew for each scrape."""
 
-    def __init__(self, front: ServerFront):
+    def __init__(self, front: ServerFront, callers: Sequence[Caller]):
         self._front = front
+        self._callers = callers
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -167,6 +169,8 @@ class _Collector:
         if front.tinker is not None:
             yield from learning_metrics.tinker_families(front.tinker)
         yield from _mlx_lm_server_families(front)
+        if self._callers:
+            yield from _key_families(self._callers)
 
     def _arms(self) -> Iterator[Metric]:
         """Yield the counters of the arms of aliases. The mean time of a request is seconds over requests."""
@@ -186,6 +190,27 @@ class _Collector:
             if rest:
                 family.add_metric([OTHER, OTHER], sum(getattr(arm.counters, field) for arm in rest))
             yield family
+
+
+def _key_families(callers: Sequence[Caller]) -> Iterator[Metric]:
+    """Yield the counters of each key that the file of keys names. Keys beyond the first LABELLED_MODELS have none."""
+    labels, shown = ["key", "tenant"], callers[:LABELLED_MODELS]
+    for field, text in (
+        ("requests", "Requests by key."),
+        ("prompt_tokens", "Prompt tokens by key."),
+        ("generated_tokens", "Tokens of answers by key."),
+    ):
+        family = CounterMetricFamily(f"tandem_key_{field}", text, labels=labels)
+        for caller in shown:
+            family.add_metric([caller.name, caller.tenant], getattr(caller.use, field))
+        yield family
+    opened = GaugeMetricFamily("tandem_key_open_requests", "Open requests by key.", labels=labels)
+    refused = CounterMetricFamily("tandem_key_refused", "Requests over a key's limit.", labels=[*labels, "limit"])
+    for caller in shown:
+        opened.add_metric([caller.name, caller.tenant], caller.use.open_requests)
+        for limit, count in caller.use.refused.items():
+            refused.add_metric([caller.name, caller.tenant, limit], count)
+    yield from (opened, refused)
 
 
 def _test_families(front: ServerFront) -> Iterator[Metric]:

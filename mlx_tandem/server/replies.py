@@ -20,6 +20,7 @@ from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.errors import Timeout
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.assembler import Assembler
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.log import is_logged, log
 from mlx_tandem.server.request_id import request_id
 from mlx_tandem.training.live.recorder import Outcome, Recorder
@@ -36,6 +37,7 @@ class Reply:
         self._reply_id = plan.renderer.id
         self._request_id = self._reply_id  # until the request's headers are known, which may have an id of the client
         self._choices = plan.prompted.choices
+        self._caller = CALLER.get()
         self._recorder: Recorder | None = None
         self._judged = front.ab_tests.judged(plan.model)
         collecting = None if plan.collect is None else front.collector(plan.collect.adapter)
@@ -54,7 +56,8 @@ class Reply:
         """Admit and submit the request, send the reply, and count both."""
         front, prompted = self._front, self._plan.prompted
         self._request_id = request_id(scope, self._reply_id)
-        with front.request_admission.admitted(self._choices, prompted.array_bytes):
+        most = prompted.prompt_tokens + self._choices * prompted.params.max_tokens
+        with front.request_admission.admitted(self._choices, prompted.array_bytes), self._caller.tokens(most):
             async with front.client.submit(*prompted.requests(front.client)) as stream:
                 assembler = front.assembler(prompted, stream)
                 self._count_start()
@@ -133,6 +136,7 @@ class Reply:
         """Count the request and its prompts, at its start."""
         tokens = self._plan.prompted.prompt_tokens
         self._front.metrics.prompt_tokens[self._name()] += tokens
+        self._caller.use.prompt_tokens += tokens
         for counters in self._plan.model.counters:
             counters.requests += 1
             counters.open += 1
@@ -158,12 +162,14 @@ class Reply:
         counts, reasons, seconds = assembler.counts, assembler.reasons, time.monotonic() - self._began
         tokens = sum(counts)
         metrics.generation_tokens[name] += tokens
+        self._caller.use.generated_tokens += tokens
         if is_logged(logging.DEBUG):
             log(
                 "request ended",
                 logging.DEBUG,
                 request=self._request_id,
                 id=self._reply_id,
+                key=self._caller.name or None,
                 model=self._front.models.label(self._plan.model.ref),
                 prompt_tokens=prompted.prompt_tokens,
                 tokens=tokens,

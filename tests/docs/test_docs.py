@@ -222,6 +222,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(demo.ADAPTER_PATHS["json"], tmp_path / "adapters" / "sql")
     (tmp_path / "tandem.key").write_text("a-key", encoding="utf-8")
     (tmp_path / "tandem.key").chmod(0o600)
+    (tmp_path / "keys.yaml").write_text(f"- name: alice\n  sha256: {64 * 'a'}\n", encoding="utf-8")
+    (tmp_path / "keys.yaml").chmod(0o600)
     for name in ("lessons.jsonl", "exam.jsonl"):
         lines = [{"prompt": f"Sort down: {name[0]} {n} 3", "completion": f"{n} 3"} for n in range(4, 9)]
         (tmp_path / name).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
@@ -495,6 +497,8 @@ def test_commands_that_end(
     if "--dry-run" in words:
         assert "KV pool" in here.tandem(words[1:], folder)
         return
+    if words[:3] == ["tandem", "key", "new"]:
+        (folder / "keys.yaml").unlink()  # which the page begins without
     if words[:2] == ["tandem", "cache"]:
         filled(folder / "kv-cache", 2)
         assert here.tandem(words[1:], folder)

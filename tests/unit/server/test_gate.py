@@ -7,17 +7,20 @@ import json
 from typing import Any
 
 import pytest
+from starlette.routing import compile_path
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.dialects.anthropic.errors import ERRORS
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.generation.prompted import OWNER
-from mlx_tandem.server.auth import PUBLIC, Gate
+from mlx_tandem.server.auth import Gate
+from mlx_tandem.server.keyring import Keyring
 
 KEY = "s3cret"
 BEARER, OWN = (b"authorization", b"Bearer s3cret"), (b"x-api-key", b"s3cret")
 WRONG, WRONG_OWN = (b"authorization", b"Bearer other"), (b"x-api-key", b"other")
 HOST = (b"host", b"localhost:8000")
+PUBLIC = ("/health", "/livez")
 
 
 def ask(
@@ -34,7 +37,8 @@ def ask(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    gate = Gate(app, key, ServerConfig(**server), metrics, {"/v1/messages": ERRORS.write})
+    public = [compile_path(path)[0] for path in PUBLIC]
+    gate = Gate(app, Keyring(key, ""), ServerConfig(**server), metrics, {"/v1/messages": ERRORS.write}, public)
     scope = {"type": "http", "method": method, "path": path, "headers": list(headers)}
     asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
     if passed:
@@ -164,7 +168,7 @@ def owner_of(*headers: tuple[bytes, bytes], key: str = "") -> str:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         found.append(OWNER.get())
 
-    gate = Gate(app, key, ServerConfig(allowed_hosts=("a",)), Metrics(), {})
+    gate = Gate(app, Keyring(key, ""), ServerConfig(allowed_hosts=("a",)), Metrics(), {}, ())
     scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": [(b"host", b"a"), *headers]}
     asyncio.run(gate(scope, None, None))  # type: ignore[arg-type]
     return found[0]
