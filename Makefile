@@ -84,6 +84,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/registry.py --json-out $(RESULTS)/registry.json
 	$(BIN)/python benchmarks/hot_swap.py --json-out $(RESULTS)/hot_swap.json
 	$(BIN)/python benchmarks/overload.py --json-out $(RESULTS)/overload.json
+	$(BIN)/python benchmarks/tenants.py --json-out $(RESULTS)/tenants.json
 	$(BIN)/python benchmarks/engine_memory.py --json-out $(RESULTS)/engine_memory.json
 	$(BIN)/python benchmarks/tokenize_load.py --json-out $(RESULTS)/tokenize_load.json
 	$(BIN)/python benchmarks/structured.py --json-out $(RESULTS)/structured.json

@@ -12,6 +12,7 @@ from mlx_tandem.config import ServerConfig
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import InvalidRequest, Overloaded
 from mlx_tandem.generation.ending_rate import EndingRate
+from mlx_tandem.generation.prompted import CLIENT
 from mlx_tandem.limits import MAX_OPEN_ARRAYS
 
 
@@ -28,6 +29,7 @@ class RequestAdmission:
         self.open_requests = 0
         self.open_choices = 0
         self.open_arrays = 0  # bytes of the arrays of images
+        self._of_clients: Counter[int] = Counter()  # choices that are open, by client
         self.held = 0  # requests that wait while the server is paused
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -55,7 +57,7 @@ class RequestAdmission:
         if 0 < server.max_concurrent_requests <= self.open_requests:
             raise self._refusal("max_concurrent_requests", "the server has as many requests as it takes", 1.0)
         over = self.open_choices + choices - capacity
-        if over > 0:
+        if over > 0 and self._has_share(choices, capacity):
             requests = over * self.open_requests / self.open_choices
             raise self._refusal("max_queue_size", "the server's queue is full", requests)
         if arrays and self.open_arrays and self.open_arrays + arrays > MAX_OPEN_ARRAYS:
@@ -66,6 +68,15 @@ class RequestAdmission:
             requests = (occupancy.used_blocks - limit + 1) * self.open_requests / occupancy.used_blocks
             message = "the cache for prompts and answers is nearly full"
             raise self._refusal("memory_pressure_threshold", message, requests)
+
+    def _has_share(self, choices: int, capacity: int) -> bool:
+        """Return whether the caller would have more than an equal share of the capacity with so many more choices.
+
+        A client that has less than its share is let in though others have filled the queue.
+        """
+        own = self._of_clients[CLIENT.get()]
+        clients = len(self._of_clients) + (not own)
+        return own + choices > capacity // clients
 
     @property
     def is_paused(self) -> bool:
@@ -118,12 +129,17 @@ class RequestAdmission:
         self._idle.clear()
         self.open_requests += 1
         self.open_choices += choices
+        client = CLIENT.get()
+        self._of_clients[client] += choices
         self.open_arrays += arrays
         try:
             yield
         finally:
             self.open_requests -= 1
             self.open_choices -= choices
+            self._of_clients[client] -= choices
+            if not self._of_clients[client]:
+                del self._of_clients[client]
             self.open_arrays -= arrays
             self._ending.ended()
             if not self.open_requests:

@@ -94,6 +94,7 @@ SHORT = {
         *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "24"),
         *("--promises", "1"),
     ],
+    "benchmarks/tenants.py": ["--many", "4", "--questions", "1", "--rounds", "1", "--batch", "2", "--max-tokens", "4"],
     "benchmarks/engine_memory.py": ["--cycles", "1", "--requests", "1"],
     "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
     "benchmarks/rate.py": ["--seeds", "1", "--steps", "1", "--runs", "admit"],
