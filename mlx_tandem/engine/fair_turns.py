@@ -46,10 +46,10 @@ class FairTurns:
         self._served = 0  # the latest turn that had begun in any class that was forgotten
         self._answers: dict[int, float] = {}  # mean number of tokens of each client's answers
 
-    @property
-    def has_several(self) -> bool:
-        """Whether several clients are known at one priority."""
-        return any(len(own.next) > 1 for own in self._classes.values())
+    def has_several(self, priority: Priority) -> bool:
+        """Return whether several clients are known at this priority."""
+        own = self._classes.get(priority)
+        return own is not None and len(own.next) > 1
 
     def answer(self, s: Sequence) -> int:
         """Return about how many tokens a choice of the request of `s` will have."""

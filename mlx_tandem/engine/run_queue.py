@@ -115,7 +115,7 @@ class RunQueue:
         The first of each client that has none running comes before those of clients that have some.
         """
         before, absent = self.waiting, set[int]()
-        if before and self._turns.has_several:
+        if before and self._turns.has_several(before[0].priority):
             absent = absent_clients(before, self.running)
         if absent:
             self.waiting = sorted(before, key=lambda s: s.id not in absent)
