@@ -178,7 +178,7 @@ def engine_for(seats: int, blocks: int, chunk: int) -> Engine:
 
 @pytest.mark.promise("F12")
 @pytest.mark.timeout(120)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     seats=st.integers(2, 6),
     prompt=st.integers(1, 20),
