@@ -135,6 +135,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--served-model-name a --served-model-name b m", "server.served_model_names", ("a", "b")),
     ("--api-key k", "server.api_key", "k"),
     ("--api-key-file f", "server.api_key_file", "f"),
+    ("--keys f", "server.keys_file", "f"),
     ("--allowed-host a --allowed-host b", "server.allowed_hosts", ("a", "b")),
     ("--uds t.sock", "server.uds", "t.sock"),
     ("--ssl-certfile c.pem", "server.ssl_certfile", "c.pem"),
