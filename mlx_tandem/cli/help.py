@@ -53,6 +53,13 @@ class Group(TyperGroup):
     elsewhere: Mapping[str, str] = {}
     """Words that are commands of other programs, with the command or option that replaces each of them here."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options before the command; the version and the help are printed here, perhaps to a closed pipe."""
+        try:
+            return super().parse_args(ctx, args)
+        except BrokenPipeError:
+            leave_pipe()
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and end the process quietly if whoever reads its output goes before its end."""
         try:

@@ -16,6 +16,7 @@ import msgspec
 from mlx_tandem import files
 from mlx_tandem.adapters import CONFIG as ADAPTER_CONFIG
 from mlx_tandem.cli import hub, keys
+from mlx_tandem.cli.adapters import URL
 from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import fail, say
 from mlx_tandem.cli.daemon import Detached
@@ -272,7 +273,14 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
         f"              -H 'Content-Type: application/json'{key} \\\n"
         f'              -d \'{{"model": "{model}", "messages": [\n'
         f'                  {{"role": "user", "content": "{QUESTION if _is_demo(front) else "Hello!"}"}}]}}\'\n'
+        f"{_next(server, url)}"
     )
+
+
+def _next(server: ServerConfig, url: str) -> str:
+    """Return the line with a command that talks to this server; empty for a unix socket, which it cannot reach."""
+    at = "" if url == URL else f" --url {url}"
+    return "" if server.uds else f"  or        tandem chat{at}\n"
 
 
 def adapters_line(loaded: Sequence[str], unread: Sequence[str], root: str) -> str:

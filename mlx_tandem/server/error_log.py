@@ -1,14 +1,13 @@
-"""Recording error replies: a count by status and code, and with `-v` a line in the log."""
+"""Recording error replies: a count by status and code, and a line where the log has one for each request."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import MutableMapping
 from typing import Any
 
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.metrics import Metrics
-from mlx_tandem.log import log
+from mlx_tandem.log import log_request
 from mlx_tandem.server.request_id import request_id
 
 
@@ -20,9 +19,8 @@ def note(metrics: Metrics, error: TandemError, scope: MutableMapping[str, Any]) 
     """
     metrics.count_error(error)
     client, route = scope.get("client"), scope.get("route")
-    log(
+    log_request(
         "request refused",
-        logging.DEBUG,
         status=error.status,
         code=error.code,
         request=request_id(scope),

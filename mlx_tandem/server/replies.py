@@ -7,7 +7,6 @@ sent, and then cancel its request in the engine at once.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 
@@ -20,7 +19,7 @@ from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.errors import Timeout
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.assembler import Assembler
-from mlx_tandem.log import is_logged, log
+from mlx_tandem.log import log_request, requests_are_logged
 from mlx_tandem.server.request_id import request_id
 from mlx_tandem.training.live.recorder import Outcome, Recorder
 from mlx_tandem.types import Delta
@@ -158,16 +157,19 @@ class Reply:
         counts, reasons, seconds = assembler.counts, assembler.reasons, time.monotonic() - self._began
         tokens = sum(counts)
         metrics.generation_tokens[name] += tokens
-        if is_logged(logging.DEBUG):
-            log(
+        if requests_are_logged():
+            first, later = self._times(stream) if stream.first_token_at else (None, 0.0)
+            log_request(
                 "request ended",
-                logging.DEBUG,
                 request=self._request_id,
                 id=self._reply_id,
                 model=self._front.models.label(self._plan.model.ref),
+                outcome="ok" if None not in reasons else "client left" if self._gone else "failed",
                 prompt_tokens=prompted.prompt_tokens,
                 tokens=tokens,
                 seconds=round(seconds, 3),
+                first_token_ms=None if first is None else round(first * 1e3, 1),
+                tokens_per_second=round((tokens - self._choices) / later, 1) if later and tokens else None,
                 finish=reasons,
             )
         for reason in reasons:

@@ -41,9 +41,16 @@ def test_a_server_starts_with_one_line_of_progress_and_then_its_banner() -> None
         assert max(map(len, lines)) < columns
         terminal.on_change = lambda lines: None
         url = lines[banner].removeprefix("Ready: ")
+        assert f"  or        tandem chat --url {url}" in lines
+        body = {"model": "shout", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body | {"model": "none"}).status_code == 404
         assert httpx.delete(f"{url}/v1/adapters/json").status_code == 200
         terminal.process.send_signal(signal.SIGTERM)
-        *_, removed, draining = terminal.read_to_end()
+        *_, answered, refused, removed, draining = terminal.read_to_end()
+        numbers = r"1 tokens in, 3 out, first after \d+ ms, \d+ tok/s"
+        assert re.fullmatch(rf"\d\d:\d\d:\d\d shout@1 ok: {numbers}", answered)
+        assert re.fullmatch(r"\d\d:\d\d:\d\d refused 404 model_not_found: POST /v1/completions", refused)
         assert re.fullmatch(r"\d\d:\d\d:\d\d adapter removed: json, versions 1", removed)
         assert re.fullmatch(r"\d\d:\d\d:\d\d draining: open requests 0", draining)
         assert terminal.process.wait(30) == 0

@@ -123,6 +123,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "doctor --only python",
         "doctor --only python --json",
         "serve --help",
+        "--help",
+        "--version",
     ],
 )
 def test_a_closed_pipe_ends_a_command_quietly(learned: Path, words: str) -> None:
