@@ -164,14 +164,14 @@ class Server:
     cacert: str | None
 
 
-def ask(server: Server, method: str, path: str, body: object = None) -> dict[str, Any]:
+def ask(server: Server, method: str, path: str, body: object = None, hint: str = "") -> dict[str, Any]:
     """Return the server's answer to a request; its texts are safe to show. End the process with one line and status 1
-    after an error of any kind.
+    after an error of any kind. `hint` ends the line where nothing answers.
     """
     import asyncio
 
     from mlx_tandem.errors import InvalidRequest
-    from mlx_tandem.http_client import Connection, HttpError
+    from mlx_tandem.http_client import Connection, HttpError, Unreachable
 
     async def request() -> tuple[int, Any]:
         connection = Connection.to(server.url, {"Authorization": f"Bearer {key}"} if key else None, server.cacert)
@@ -184,6 +184,8 @@ def ask(server: Server, method: str, path: str, body: object = None) -> dict[str
         key = keys.given(server.api_key, server.api_key_file)
         keys.warn_if_readable(key, server.url)
         status, answer = asyncio.run(request())
+    except Unreachable as e:
+        fail(f"{e} (--url)" + (f"; {hint}" if hint else ""))
     except HttpError as e:
         fail(f"{e} (--url)")
     except InvalidRequest as e:

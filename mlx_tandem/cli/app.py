@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -93,6 +93,32 @@ def chat(
     options = {"max_tokens": max_tokens, "temperature": temperature}
     given = {name: value for name, value in options.items() if value is not None}
     raise SystemExit(run_chat(model, adapter, prompt, system, Server(url, api_key, api_key_file, cacert), given))
+
+
+@app.command(cls=Command)
+def launch(
+    program: Annotated[
+        Literal["claude", "codex", "opencode", "aider"],
+        typer.Argument(metavar="PROGRAM", help="claude, codex, opencode or aider."),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS", help="What the program gets as its own arguments.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A model or adapter of the server; the base if absent.")
+    ] = None,
+    url: Annotated[str, typer.Option("--url", "--server", help="The server to use.")] = URL,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the settings, the environment and the command, and end.")
+    ] = False,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+    cacert: CaCert = None,
+) -> None:
+    """Start a coding agent that uses a running server. Its settings are in a folder of their own."""
+    from mlx_tandem.cli.launch import launch as start
+
+    start(program, Server(url, api_key, api_key_file, cacert), model, arguments or [], dry_run=dry_run)
 
 
 _Port = Annotated[int, typer.Option(help="Port of the server.")]

@@ -485,8 +485,8 @@ def test_commands_that_end(
         make_checkpoint(folder / "checkpoints")
         assert here.tandem(words[1:], folder)
         return
-    if words[:2] == ["tandem", "chat"]:
-        assert here.tandem([*words[1:], "--url", f"http://127.0.0.1:{served.port}"], folder)
+    if words[:2] in (["tandem", "chat"], ["tandem", "launch"]):
+        assert here.tandem([words[1], "--url", f"http://127.0.0.1:{served.port}", *words[2:]], folder)
         return
     if words[:2] == ["tandem", "learn"] and words[2] in ("list", "show", "export"):
         make_run(folder / "checkpoints")
