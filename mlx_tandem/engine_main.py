@@ -478,6 +478,28 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:
         device.leave_thread()
 
 
+def plans(configs: Sequence[EngineConfig]) -> tuple[int, str, list[tuple[MemoryBudget, int] | ModelError]]:
+    """Return the bytes that an engine may use on this device, the reason in words, and for each of these settings how
+    it would divide them and its longest sequence, or why the model cannot be served.
+
+    No weight is read. The calling thread cannot use MLX afterwards.
+    """
+    from mlx_tandem.model import backend, device
+    from mlx_tandem.model.build import plan as planned
+
+    found: list[tuple[MemoryBudget, int] | ModelError] = []
+    try:
+        for config in configs:
+            try:
+                found.append(planned(config))
+            except ModelError as e:
+                found.append(e)
+        limit = backend.current().memory_limit()
+        return limit.size, limit.reason, found
+    finally:
+        device.leave_thread()
+
+
 def summary(config: EngineConfig, *, check: bool) -> tuple[ModelSummary, MemoryBudget, int, str]:
     """Return what the model's folder holds, and what `plan` returns, with the same errors.
 

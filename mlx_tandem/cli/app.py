@@ -167,6 +167,19 @@ app.command(cls=Command)(models)
 
 
 @app.command(cls=Command)
+def pull(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="organisation/name on the Hugging Face hub, or with @revision.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Fetch a model from the Hugging Face hub. After an interruption the same command goes on where it was."""
+    from mlx_tandem.cli.pull import pull as fetch
+
+    fetch(model, as_json)
+
+
+@app.command(cls=Command)
 def doctor(
     only: Annotated[
         str, typer.Option(help="Names of checks, separated by commas; what they need is checked, too.")

@@ -43,6 +43,8 @@ OTHER_WORDS = {
     "chat": ("run", "ask", "repl"),
     "ps": ("status",),
     "logs": ("log",),
+    "pull": ("download", "fetch"),
+    "models": ("model",),
 }
 """Other words for the commands of a group, as other programs have them."""
 
@@ -102,14 +104,14 @@ class Group(TyperGroup):
 
 ELSEWHERE = {
     "generate": "'tandem chat --prompt TEXT' answers a question",
-    "pull": "'tandem serve ORG/NAME' fetches a model from the Hugging Face hub when it first serves it",
-    "list": "'tandem models PATH' says what a model folder is, and 'tandem adapters ls' what a server knows",
+    "list": "'tandem models' lists the models of this machine, and 'tandem adapters ls' what a server knows",
+    "show": "'tandem models PATH' says what a model folder is, and 'tandem adapters ls' what a server knows",
     "sft": "'tandem train sft DATA' teaches an adapter from examples, 'tandem train rl' from rewards",
     "convert": "'tandem adapters convert' writes an adapter in another format; models are served as they are",
     "start": "'tandem serve MODEL' starts a server for any client of OpenAI's, Anthropic's or Ollama's API",
 }
 """Commands that other programs have, and where to find here what they do."""
-ELSEWHERE |= {"ls": ELSEWHERE["list"], "download": ELSEWHERE["pull"], "show": ELSEWHERE["list"]}
+ELSEWHERE |= {"ls": ELSEWHERE["list"]}
 ELSEWHERE |= {"finetune": ELSEWHERE["sft"], "lora": ELSEWHERE["sft"]}
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -48,6 +49,11 @@ class Found:
     id: str  # its hub id without a revision; empty for a folder that was given
 
 
+def is_wanted(name: str) -> bool:
+    """Return whether a file of a repository is fetched."""
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in WANTED)
+
+
 def find(text: str, what: str) -> Found:
     """Return the folder that `text` names. `what` says in errors what it should be, such as "model".
 
@@ -73,7 +79,7 @@ def find_base(repo: str, sha256: str) -> Path:
     from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 
     otherwise = f"the leader's base model {repo} is not on this machine, and"
-    with _explained(repo, None, otherwise):
+    with explained(repo, None, otherwise):
         try:
             there = snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=IGNORED, local_files_only=True)
             if bases.digest(Path(there)) == sha256:
@@ -117,12 +123,12 @@ def _fetch(repo: str, revision: str | None, otherwise: str) -> Path:
     """Return the folder of a repository, from the hub or from its cache on this machine; show a progress bar."""
     from huggingface_hub import snapshot_download
 
-    with _explained(repo, revision, otherwise):
+    with explained(repo, revision, otherwise):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=IGNORED))
 
 
 @contextmanager
-def _explained(repo: str, revision: str | None, otherwise: str) -> Iterator[None]:
+def explained(repo: str, revision: str | None, otherwise: str) -> Iterator[None]:
     """Raise HubError in place of what the hub's client raises inside the block; its line begins with `otherwise`."""
     from huggingface_hub import constants, errors, get_token
 
@@ -150,6 +156,11 @@ def _explained(repo: str, revision: str | None, otherwise: str) -> Iterator[None
         if isinstance(e.__cause__, errors.HfHubHTTPError):
             why = f"{hub} answered with {e.__cause__.response.status_code}"
         raise HubError(f"{otherwise} {at} is not on this machine and {why}") from None
+    except errors.HfHubHTTPError as e:
+        status = e.response.status_code
+        if status in (401, 403):
+            raise HubError(f"{otherwise} {hub} does not accept HF_TOKEN for {at} ({status})") from None
+        raise HubError(f"{otherwise} {hub} answered with {status}") from None
     except Exception as e:  # the client's HTTP library or the disk may fail in any way; the user needs one line
         raise HubError(f"{otherwise} {at} could not be fetched from {hub}: {type(e).__name__}: {_line(e)}") from None
 

@@ -136,6 +136,7 @@ ELSEWHERE = {
     "tandem demo learn": "tests/api/test_cli_terminal.py",
     "tandem bench report": "tests/unit/cli/test_bench_report.py",
     "tandem chat": "tests/api/test_chat_command.py",
+    "tandem pull mlx-community/Qwen3-4B-4bit": "tests/unit/cli/test_pull.py",
     "tandem ps": "tests/api/test_daemon.py",
     "tandem logs --follow": "tests/api/test_daemon.py",
     "tandem doctor": "tests/unit/cli/test_doctor.py",

@@ -97,6 +97,20 @@ def test_version() -> None:
     assert tandem_process("--version").stdout.startswith("mlx-tandem 0.")
 
 
+@pytest.mark.parametrize("words", ["models ./{}", "adapters inspect ./{}"])
+def test_a_terminal_without_utf8_gets_what_it_can_show(words: str, tmp_path: Path) -> None:
+    """The name of the folder has characters that its encoding does not have."""
+    kind = demo.MODEL_PATH if words.startswith("models") else demo.ADAPTER_PATHS["shout"]
+    (tmp_path / "modèles").mkdir()
+    (tmp_path / "modèles" / "é").symlink_to(kind)
+    name = "modèles" if words.startswith("models") else "modèles/é"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "mlx_tandem", *words.format(name).split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+
+
 def leaves(struct: type, place: str = "") -> set[str]:
     found = set()
     for field in msgspec.structs.fields(struct):
