@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mlx_tandem import __version__
+from mlx_tandem.cli import keys
 from mlx_tandem.cli.adapters import URL, CaCert, Key, KeyFile, Server, Url, adapters
 from mlx_tandem.cli.bench.commands import bench
 from mlx_tandem.cli.cache import cache
@@ -121,6 +122,48 @@ def launch(
     start(program, Server(url, api_key, api_key_file, cacert), model, arguments or [], dry_run=dry_run)
 
 
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@app.command(cls=Command)
+def top(
+    url: Url = URL,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end, as without a terminal.")] = False,
+    as_json: _AsJson = False,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+    cacert: CaCert = None,
+) -> None:
+    """Show live what a running server does: speed, requests, memory, adapters and learning; q or Ctrl-C ends it."""
+    from mlx_tandem.cli.console import fail, output
+    from mlx_tandem.cli.live import Gone, Screen, follow
+    from mlx_tandem.cli.top import drawn, looks, show_once
+
+    console = output()
+    key = keys.of_client(api_key, api_key_file, url)
+    try:
+        if once or as_json or not console.is_terminal:
+            show_once(url, key, cacert, console, as_json)
+        else:
+            with Screen(console, drawn) as screen:
+                follow(looks(url, key, interval, cacert), screen.show)
+    except Gone as e:
+        fail(str(e))
+
+
+@app.command(cls=Command)
+def status(
+    url: Url = URL,
+    as_json: _AsJson = False,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+    cacert: CaCert = None,
+) -> None:
+    """Show once what a running server does, as `tandem top` does live."""
+    top(url, 1.0, True, as_json, api_key, api_key_file, cacert)
+
+
 _Port = Annotated[int, typer.Option(help="Port of the server.")]
 _Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds that running requests have to finish.")]
 
@@ -142,7 +185,7 @@ def restart(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
 
 
 @app.command(cls=Command)
-def ps(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+def ps(as_json: _AsJson = False) -> None:
     """List the servers that were started with --daemon."""
     from mlx_tandem.cli.background import show_servers
 
@@ -171,7 +214,7 @@ def pull(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="organisation/name on the Hugging Face hub, or with @revision.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Fetch a model from the Hugging Face hub. After an interruption the same command goes on where it was."""
     from mlx_tandem.cli.pull import pull as fetch

@@ -278,9 +278,9 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
 
 
 def _next(server: ServerConfig, url: str) -> str:
-    """Return the line with a command that talks to this server; empty for a unix socket, which it cannot reach."""
+    """Return the lines with commands that talk to this server; empty for a unix socket, which they cannot reach."""
     at = "" if url == URL else f" --url {url}"
-    return "" if server.uds else f"  or        tandem chat{at}\n"
+    return "" if server.uds else f"  or        tandem chat{at}\n            tandem top{at}\n"
 
 
 def adapters_line(loaded: Sequence[str], unread: Sequence[str], root: str) -> str:

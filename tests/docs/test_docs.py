@@ -486,7 +486,7 @@ def test_commands_that_end(
         make_checkpoint(folder / "checkpoints")
         assert here.tandem(words[1:], folder)
         return
-    if words[:2] in (["tandem", "chat"], ["tandem", "launch"]):
+    if words[0] == "tandem" and words[1] in ("chat", "launch", "top", "status"):
         assert here.tandem([words[1], "--url", f"http://127.0.0.1:{served.port}", *words[2:]], folder)
         return
     if words[:2] == ["tandem", "learn"] and words[2] in ("list", "show", "export"):

@@ -374,7 +374,7 @@ def test_words_of_other_programs_lead_to_what_exists(word: str) -> None:
     [
         ("sevre", "'sevre'; did you mean 'tandem serve'?"),
         ("chatt", "'chatt'; did you mean 'tandem chat'?"),
-        ("status", "'status'; did you mean 'tandem ps'?"),
+        ("servers", "'servers'; did you mean 'tandem ps'?"),
         ("run", "'run'; did you mean 'tandem chat'?"),
         ("adapters list", "'list'; did you mean 'tandem adapters ls'?"),
         ("adapters remove", "'remove'; did you mean 'tandem adapters unload'?"),
@@ -385,7 +385,7 @@ def test_words_of_other_programs_lead_to_what_exists(word: str) -> None:
         ("learn xyz", "'xyz'; there are list, show, export, watch."),
         ("org/model", "'org/model': 'tandem serve org/model' serves a model."),
         (".", "'.': 'tandem serve .' serves a model."),
-        ("quantum", "'quantum'; there are serve, chat, stop, restart, ps, logs, models, doctor, adapters,"),
+        ("quantum", "'quantum'; there are serve, chat, launch, top, status, stop, restart, ps, logs, models,"),
     ],
 )
 def test_a_word_that_is_no_command_leads_to_the_nearest(words: str, said: str) -> None:
