@@ -15,6 +15,7 @@ from mlx_tandem.cli.cache import cache
 from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.checkpoints import checkpoints
 from mlx_tandem.cli.command import Background, DryRun, File, Folder, Root, ServeCommand, run, with_every_setting
+from mlx_tandem.cli.configuration import configuration
 from mlx_tandem.cli.demo.commands import demo
 from mlx_tandem.cli.help import Command, group
 from mlx_tandem.cli.learn import learn
@@ -29,6 +30,7 @@ app.add_typer(train, name="train")
 app.add_typer(learn, name="learn")
 app.add_typer(bench, name="bench")
 app.add_typer(demo, name="demo")
+app.add_typer(configuration, name="config")
 
 
 def _version(wanted: bool) -> None:

@@ -76,6 +76,24 @@ def with_every_setting(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def as_settings(folder: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the arguments and options of a command line mean, by the names of their parameters."""
+    if folder is not None and given["model"] not in (None, folder):
+        raise typer.BadParameter("the model is given twice", param_hint="MODEL")
+    return {
+        **given,
+        "model": folder or given["model"],
+        "adapter": split_pairs(given["adapter"]),
+        "alias": split_arms(given["alias"]),
+        "ab_test": split_controls(given["ab_test"]),
+        "lora_target_modules": split_words(given["lora_target_modules"]),
+        "report_to": split_words(given["report_to"]),
+        "environment_variables": split_words(given["environment_variables"]),
+        "allowed_origins": split_words(given["allowed_origins"]),
+        "allow_image_hosts": split_words(given["allow_image_hosts"]),
+    }
+
+
 def run(
     ctx: typer.Context,
     command: tuple[str, ...],
@@ -92,20 +110,7 @@ def run(
     `given` are the options that were given. `defaults`, by the path of the setting in config.py, apply where neither
     the options nor the file say anything.
     """
-    if folder is not None and given["model"] not in (None, folder):
-        raise typer.BadParameter("the model is given twice", param_hint="MODEL")
-    settings = {
-        **given,
-        "model": folder or given["model"],
-        "adapter": split_pairs(given["adapter"]),
-        "alias": split_arms(given["alias"]),
-        "ab_test": split_controls(given["ab_test"]),
-        "lora_target_modules": split_words(given["lora_target_modules"]),
-        "report_to": split_words(given["report_to"]),
-        "environment_variables": split_words(given["environment_variables"]),
-        "allowed_origins": split_words(given["allowed_origins"]),
-        "allow_image_hosts": split_words(given["allow_image_hosts"]),
-    }
+    settings = as_settings(folder, given)
     if dry_run:
         from mlx_tandem.cli.dry_run import show
 
