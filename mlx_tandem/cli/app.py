@@ -20,6 +20,7 @@ from mlx_tandem.cli.demo.commands import demo
 from mlx_tandem.cli.help import Command, group
 from mlx_tandem.cli.learn import learn
 from mlx_tandem.cli.models import models
+from mlx_tandem.cli.services import services
 from mlx_tandem.cli.train import train
 
 app = group("One base model in memory, many LoRA adapters served from it in one batch.", is_root=True)
@@ -31,6 +32,7 @@ app.add_typer(learn, name="learn")
 app.add_typer(bench, name="bench")
 app.add_typer(demo, name="demo")
 app.add_typer(configuration, name="config")
+app.add_typer(services, name="service")
 
 
 def _version(wanted: bool) -> None:

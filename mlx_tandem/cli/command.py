@@ -6,16 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperOption
 
 from mlx_tandem.cli.callers import CALLERS
-from mlx_tandem.cli.console import warn
+from mlx_tandem.cli.console import fail, warn
 from mlx_tandem.cli.flags import Refused, translate
 from mlx_tandem.cli.help import Command
 from mlx_tandem.cli.options import OPTIONS, parameters, split_arms, split_controls, split_pairs, split_words
+
+if TYPE_CHECKING:
+    from mlx_tandem.config import Config
 
 Folder = Annotated[
     str | None,
@@ -92,6 +95,17 @@ def as_settings(folder: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         "allowed_origins": split_words(given["allowed_origins"]),
         "allow_image_hosts": split_words(given["allow_image_hosts"]),
     }
+
+
+def settings_of(ctx: typer.Context, file: Path | None, folder: str | None, given: Mapping[str, Any]) -> Config:
+    """Return the settings of a command line. End the process with one line and status 1 if one cannot be used."""
+    from mlx_tandem.cli.settings import SettingsError, build
+
+    caller = CALLERS[ctx.obj.called_as]
+    try:
+        return build(file, caller.options(as_settings(folder, given)), caller.defaults)
+    except SettingsError as e:
+        fail(str(e))
 
 
 def run(

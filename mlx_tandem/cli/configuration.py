@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_tandem.cli.command import File, Folder, ServeCommand, as_settings, with_every_setting
+from mlx_tandem.cli.command import File, Folder, ServeCommand, settings_of, with_every_setting
 from mlx_tandem.cli.help import group
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def init(
     from mlx_tandem.cli.settings_file import HEADER, lines
     from mlx_tandem.errors import TandemError
 
-    found, usual = (_with_key(each, "") for each in (_built(ctx, None, folder, given), build(None, {})))
+    found, usual = (_with_key(each, "") for each in (settings_of(ctx, None, folder, given), build(None, {})))
     text = HEADER + "".join(f"{line}\n" for line in lines(found, usual))
     try:
         with files.storage(out), out.open("x", encoding="utf-8") as file:
@@ -52,22 +51,9 @@ def show(ctx: typer.Context, folder: Folder = None, *, config: File = None, **gi
     from mlx_tandem.cli.settings_file import lines
     from mlx_tandem.printable import printable
 
-    found = _built(ctx, config, folder, given)
+    found = settings_of(ctx, config, folder, given)
     for line in lines(_with_key(found, "…" if found.server.api_key else ""), None):
         print(printable(line))
-
-
-def _built(ctx: typer.Context, file: Path | None, folder: str | None, given: Mapping[str, Any]) -> Config:
-    """Return the settings of a command line. End the process with one line and status 1 if one cannot be used."""
-    from mlx_tandem.cli.callers import CALLERS
-    from mlx_tandem.cli.console import fail
-    from mlx_tandem.cli.settings import SettingsError, build
-
-    caller = CALLERS[ctx.obj.called_as]
-    try:
-        return build(file, caller.options(as_settings(folder, given)), caller.defaults)
-    except SettingsError as e:
-        fail(str(e))
 
 
 def _with_key(found: Config, key: str) -> Config:

@@ -493,6 +493,9 @@ def test_commands_that_end(
         make_run(folder / "checkpoints")
         assert here.tandem(words[1:], folder)
         return
+    if words[:3] == ["tandem", "service", "install"]:
+        assert "ExecStart=" in here.tandem(words[1:], folder)
+        return
     if "--dry-run" in words:
         assert "KV pool" in here.tandem(words[1:], folder)
         return

@@ -78,7 +78,7 @@ def test_nothing_is_overwritten_and_no_key_is_written(tmp_path: Path, monkeypatc
     assert "a-key-of-some-length" not in text
     again = tandem("config", "init", "--port", "9")
     assert (again.returncode, again.stdout) == (1, "")
-    assert again.stderr == "tandem: tandem.yaml: File exists (--out)\n"
+    assert again.stderr == "tandem: tandem.yaml cannot be used: File exists (--out)\n"
     assert Path("tandem.yaml").read_text(encoding="utf-8") == text
     assert "a-key-of-some-length" not in shown("")
     assert 'api_key: "…"' in shown("--api-key another-key-of-some-length")
