@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from urllib.parse import quote
@@ -29,6 +30,11 @@ CaCert = Annotated[
     str | None,
     typer.Option("--cacert", metavar="FILE", help="Certificates (PEM) to trust at https://; else SSL_CERT_FILE's."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+COMPLETION_SECONDS = 1.0
+"""Seconds that a server has to answer while a shell waits for names to complete."""
+
 WIDE = 110
 """Columns of a terminal from which a table has room for the names of layers."""
 
@@ -36,12 +42,48 @@ URL = "http://127.0.0.1:8000"
 """The server that is asked if none is named."""
 
 
+def served(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names that a server has for its models and adapters and that begin so, for a shell's completion.
+
+    There are none if it does not answer at once.
+    """
+    import asyncio
+
+    from mlx_tandem.errors import InvalidRequest
+    from mlx_tandem.http_client import Connection, HttpError
+
+    async def names() -> list[str]:
+        key = keys.given(ctx.params.get("api_key"), ctx.params.get("api_key_file"))
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        connection = Connection.to(ctx.params.get("url") or URL, headers, ctx.params.get("cacert"))
+        try:
+            _, answer = await asyncio.wait_for(connection.json("GET", "/v1/models"), COMPLETION_SECONDS)
+            return [str(entry["id"]) for entry in answer["data"]]
+        finally:
+            connection.close()
+
+    try:
+        found = asyncio.run(names())
+    except (HttpError, InvalidRequest, TimeoutError, KeyError, TypeError):
+        return []
+    return [printable(name) for name in found if name.startswith(incomplete)]
+
+
 @adapters.command("ls", cls=Command)
-def ls(url: Url = URL, api_key: Key = None, api_key_file: KeyFile = None, cacert: CaCert = None) -> None:
+def ls(
+    url: Url = URL,
+    as_json: AsJson = False,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+    cacert: CaCert = None,
+) -> None:
     """List adapters with their size, where they are and what they did; in a wide terminal with their layers."""
     from rich.table import Table
 
     found = ask(Server(url, api_key, api_key_file, cacert), "GET", "/v1/adapters")
+    if as_json:
+        print(json.dumps(found["adapters"], indent=2))
+        return
     console = output()
     table = Table()
     for title in ("adapter", "rank", "MB", "on the device", "requests", "tokens", "folder"):
@@ -84,7 +126,7 @@ def load(
 
 @adapters.command("unload", cls=Command)
 def unload(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=served)],
     url: Url = URL,
     api_key: Key = None,
     api_key_file: KeyFile = None,
@@ -96,12 +138,14 @@ def unload(
 
 
 @adapters.command("inspect", cls=Command)
-def inspect(folder: Annotated[Path, typer.Argument(metavar="FOLDER")]) -> None:
+def inspect(folder: Annotated[Path, typer.Argument(metavar="FOLDER")], as_json: AsJson = False) -> None:
     """Say what an adapter folder holds, without its base model. Exit status 1 if it cannot be served."""
     from mlx_tandem.adapters.convert import inspect as run
 
     found = run(folder)
-    for line in _lines(found):
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+    for line in () if as_json else _lines(found):
         print(printable(line))
     if found.problems:
         fail(f"{folder} cannot be served: {'; '.join(found.problems)}")

@@ -9,7 +9,7 @@ import typer
 
 from mlx_tandem import __version__
 from mlx_tandem.cli import keys
-from mlx_tandem.cli.adapters import URL, CaCert, Key, KeyFile, Server, Url, adapters
+from mlx_tandem.cli.adapters import URL, AsJson, CaCert, Key, KeyFile, Server, Url, adapters, served
 from mlx_tandem.cli.bench.commands import bench
 from mlx_tandem.cli.cache import cache
 from mlx_tandem.cli.callers import CALLERS
@@ -80,7 +80,9 @@ def chat(
             metavar="MODEL", help="A name that the server has, or a folder or hub id to serve for the chat."
         ),
     ] = None,
-    adapter: Annotated[str | None, typer.Option(help="Name of an adapter of the server that answers.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="Name of an adapter of the server that answers.", autocompletion=served)
+    ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Ask this, print the answer, and end.")] = None,
     system: Annotated[str, typer.Option(help="Tell the model how to answer.")] = "",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
@@ -110,7 +112,10 @@ def launch(
         list[str] | None, typer.Argument(metavar="-- ARGS", help="What the program gets as its own arguments.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="A model or adapter of the server; the base if absent.")
+        str | None,
+        typer.Option(
+            "--model", "-m", help="A model or adapter of the server; the base if absent.", autocompletion=served
+        ),
     ] = None,
     url: Annotated[str, typer.Option("--url", "--server", help="The server to use.")] = URL,
     dry_run: Annotated[
@@ -126,15 +131,12 @@ def launch(
     start(program, Server(url, api_key, api_key_file, cacert), model, arguments or [], dry_run=dry_run)
 
 
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-
-
 @app.command(cls=Command)
 def top(
     url: Url = URL,
     interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end, as without a terminal.")] = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
     api_key: Key = None,
     api_key_file: KeyFile = None,
     cacert: CaCert = None,
@@ -159,7 +161,7 @@ def top(
 @app.command(cls=Command)
 def status(
     url: Url = URL,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
     api_key: Key = None,
     api_key_file: KeyFile = None,
     cacert: CaCert = None,
@@ -189,7 +191,7 @@ def restart(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
 
 
 @app.command(cls=Command)
-def ps(as_json: _AsJson = False) -> None:
+def ps(as_json: AsJson = False) -> None:
     """List the servers that were started with --daemon."""
     from mlx_tandem.cli.background import show_servers
 
@@ -218,7 +220,7 @@ def pull(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="organisation/name on the Hugging Face hub, or with @revision.")
     ],
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fetch a model from the Hugging Face hub. After an interruption the same command goes on where it was."""
     from mlx_tandem.cli.pull import pull as fetch

@@ -134,7 +134,7 @@ def group(help: str, *, no_args_is_help: bool = True, is_root: bool = False) -> 
         cls=RootGroup if is_root else Group,
         help=help,
         no_args_is_help=no_args_is_help,
-        add_completion=False,
+        add_completion=is_root,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # typer's tables cut what is longer than their column
         context_settings={"help_option_names": ["-h", "--help"]},

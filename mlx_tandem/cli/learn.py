@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_tandem.cli import keys
-from mlx_tandem.cli.adapters import URL, CaCert, Key, KeyFile, Url
+from mlx_tandem.cli.adapters import URL, AsJson, CaCert, Key, KeyFile, Url
 from mlx_tandem.cli.checkpoints import FOLDER, Folder
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.cli.help import Command, group
@@ -25,7 +25,6 @@ learn = group("Learning of a server, running or not.")
 Adapter = Annotated[
     str | None, typer.Argument(metavar="ADAPTER", help="Its name; needed where several have learned in the folder.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @learn.command("list", cls=Command)

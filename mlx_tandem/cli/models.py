@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mlx_tandem.cli.adapters import AsJson
 from mlx_tandem.cli.console import fail
 from mlx_tandem.config import Config, EngineConfig, ModelConfig
 from mlx_tandem.printable import printable
@@ -25,7 +26,7 @@ Check = Annotated[bool, typer.Option("--check", help="Read the weights and check
 def models(
     path: Folder = None,
     check: Check = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the models of this machine and what fits, or say of one what it is, whether it serves here, what it caches
     and how its memory would be divided.
