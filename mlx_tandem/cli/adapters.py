@@ -120,7 +120,16 @@ def load(
         body["path"] = str(Path(path).absolute()) if Path(path).is_dir() else path
     if pin:
         body["pin"] = True
-    done = ask(Server(url, api_key, api_key_file, cacert), "POST", "/v1/adapters", body)
+    _load(Server(url, api_key, api_key_file, cacert), body)
+
+
+def load_adapter(server: Server, folder: Path) -> None:
+    """Have a server load a folder under the folder's name. End the process with one line if it does not."""
+    _load(server, {"name": folder.name, "path": str(folder)})
+
+
+def _load(server: Server, body: dict[str, object]) -> None:
+    done = ask(server, "POST", "/v1/adapters", body)
     print(f"loaded {done['id']} (rank {done['rank']}, {done['size_bytes'] / 1e6:.1f} MB)")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from mlx_tandem import files
+from mlx_tandem import demo, files
 from mlx_tandem.adapters import CONFIG as ADAPTER_CONFIG
 from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.adapters import URL
@@ -100,7 +100,21 @@ def prepare(
     except TandemError as e:
         sock.close()
         fail(e.message)
-    return config, sock
+    return with_own_adapters(config), sock
+
+
+def with_own_adapters(config: Config) -> Config:
+    """Return the settings with the user's own folder of adapters, if the built-in model has no other folder of them and
+    that one can be used.
+    """
+    if config.adapter_root or config.cluster.connect_to or Path(config.engine.model.path) != demo.MODEL_PATH:
+        return config
+    root = files.own_adapters()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return config
+    return msgspec.structs.replace(config, adapter_root=str(root))
 
 
 def _adapter(name: str, path: str) -> str:
@@ -257,6 +271,9 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
     info = front.client.check_ready()
     loaded = [entry.name for entry in front.models.registry.entries()]
     unread = sorted(name for name, _ in front.models.registry.unread())
+    root = front.config.adapter_root
+    if root == str(files.own_adapters()) and not unread:
+        root = ""  # which nobody asked for, and which has nothing
     model = next(iter((*loaded, *unread)), front.models.id)
     bearer = f"${variable}" if variable and not variable.endswith("_FILE") else "KEY"
     key = f' -H "Authorization: Bearer {bearer}"' if server.api_key else ""
@@ -265,7 +282,7 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
         f"  model     {front.models.id} ({info.model_type}, {_count(info.parameters)} parameters, {info.dtype}"
         f"{', ' + info.quantization if info.quantization else ''}; {info.device})\n"
         f"{_images(info)}"
-        f"  adapters  {adapters_line(loaded, unread, front.config.adapter_root)}\n"
+        f"  adapters  {adapters_line(loaded, unread, root)}\n"
         f"{_learning(front.config)}"
         f"{_tinker(front.config)}"
         f"{_machines(front.config, url)}"

@@ -23,7 +23,7 @@ from mlx_tandem.cli import main
 from mlx_tandem.cli.app import app
 from mlx_tandem.cli.help import ELSEWHERE
 from mlx_tandem.cli.options import OPTIONS, split_arms, split_pairs
-from mlx_tandem.cli.serve import adapters_line
+from mlx_tandem.cli.serve import adapters_line, with_own_adapters
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
 from mlx_tandem.files import FolderLock
@@ -45,6 +45,21 @@ HEAVY = (
     "yaml",
     "asyncio",
 )
+
+
+def test_the_built_in_model_is_served_with_the_adapters_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    config = build(None, {})
+    root = with_own_adapters(config).adapter_root
+    assert root == str(tmp_path / "mlx-tandem" / "adapters") and Path(root).is_dir()
+    given = msgspec.structs.replace(config, adapter_root=str(tmp_path))
+    assert with_own_adapters(given) == given
+    other = build(None, {"model": str(tmp_path)})
+    assert with_own_adapters(other) == other
+    monkeypatch.setenv("XDG_DATA_HOME", "/dev/null")
+    assert with_own_adapters(config) == config, "a folder that cannot be made"
 
 
 def test_help_imports_nothing_heavy() -> None:
