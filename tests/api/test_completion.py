@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving import ROOT, RunningServer
+from tests.unit.cli_tools import tandem
 
 
 @pytest.fixture
@@ -20,29 +21,31 @@ def tandem_in_path(tmp_path: Path) -> str:
     return f"{tmp_path}:{os.environ['PATH']}"
 
 
-def completed(words: str, path: str) -> list[str]:
-    """What bash offers where the cursor stands behind these words."""
-    script = (
-        'eval "$(_TANDEM_COMPLETE=source_bash tandem)"\n'
-        f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))\n"
-        "_tandem_completion tandem\n"
-        'printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
-    )
+def completed(path: str, *lines: str) -> list[list[str]]:
+    """What bash offers at the ends of these lines."""
+    script = 'eval "$(_TANDEM_COMPLETE=source_bash tandem)"\n'
+    for line in lines:
+        script += (
+            f"COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))\n"
+            '_tandem_completion tandem; echo "${COMPREPLY[@]}"\n'
+        )
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split()
+    return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_bash_completes_commands_programs_and_adapters(server: RunningServer, tandem_in_path: str) -> None:
-    assert completed("tandem lau", tandem_in_path) == ["launch"]
-    assert completed("tandem launch c", tandem_in_path) == ["claude", "codex"]
-    assert completed(f"tandem chat --url {server.url} --adapter s", tandem_in_path) == ["shout"]
-    assert completed("tandem adapters unload --url http://127.0.0.1:9 s", tandem_in_path) == []
+def test_bash_completes_programs_and_adapters(server: RunningServer, tandem_in_path: str) -> None:
+    lines = ("tandem launch c", f"tandem chat --url {server.url} --adapter s")
+    assert completed(tandem_in_path, *lines) == [["claude", "codex"], ["shout"]]
+
+
+def test_without_a_server_there_are_no_names() -> None:
+    words = {"_TANDEM_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "tandem adapters unload --url 127.0.0.1:9 s"}
+    done = tandem(env=words)
+    assert (done.returncode, done.stderr) == (0, "") and "shout" not in done.stdout
 
 
 def test_zsh_gets_a_script() -> None:
-    env = os.environ | {"_TANDEM_COMPLETE": "source_zsh"}
-    done = subprocess.run([sys.executable, "-m", "mlx_tandem"], capture_output=True, text=True, env=env, check=False)
+    done = tandem(env={"_TANDEM_COMPLETE": "source_zsh"})
     assert done.stdout.strip().startswith("#compdef tandem") and not done.stderr

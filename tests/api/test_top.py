@@ -34,7 +34,7 @@ def leave(terminal: Terminal, how: str) -> None:
 def test_a_terminal_shows_what_the_server_does(server: RunningServer, columns: int, how: str) -> None:
     with on_terminal(*top(server), columns=columns, rows=24) as terminal:
         terminal.read_until(lambda lines: any(line.startswith("adapter ") for line in lines))
-        answering = threading.Thread(target=lambda: server.chat("hi", model="shout", max_tokens=400, ignore_eos=True))
+        answering = threading.Thread(target=lambda: server.chat("hi", model="shout", max_tokens=250, ignore_eos=True))
         answering.start()
 
         def busy(lines: list[str]) -> bool:
