@@ -478,7 +478,7 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:
         device.leave_thread()
 
 
-def plans(configs: Sequence[EngineConfig]) -> tuple[int, str, list[tuple[MemoryBudget, int] | ModelError]]:
+def plans(configs: Sequence[EngineConfig]) -> tuple[int, str, list[tuple[MemoryBudget, int] | TandemError]]:
     """Return the bytes that an engine may use on this device, the reason in words, and for each of these settings how
     it would divide them and its longest sequence, or why the model cannot be served.
 
@@ -487,12 +487,12 @@ def plans(configs: Sequence[EngineConfig]) -> tuple[int, str, list[tuple[MemoryB
     from mlx_tandem.model import backend, device
     from mlx_tandem.model.build import plan as planned
 
-    found: list[tuple[MemoryBudget, int] | ModelError] = []
+    found: list[tuple[MemoryBudget, int] | TandemError] = []
     try:
         for config in configs:
             try:
                 found.append(planned(config))
-            except ModelError as e:
+            except TandemError as e:
                 found.append(e)
         limit = backend.current().memory_limit()
         return limit.size, limit.reason, found

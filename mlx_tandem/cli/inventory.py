@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_tandem.config import EngineConfig, ModelConfig
 from mlx_tandem.engine.budget import sequences
-from mlx_tandem.errors import ModelError
+from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.model_folder import CONFIG
 from mlx_tandem.printable import printable
 from mlx_tandem.small_files import read_object
@@ -68,11 +68,17 @@ def found(folders: Iterable[Path]) -> Iterator[tuple[str, Path]]:
 
 def has_models(folder: Path) -> bool:
     """Return whether a folder is no model itself but has models in it."""
-    return folder.is_dir() and not (folder / CONFIG).exists() and any(map(_is_model, folder.iterdir()))
+    try:
+        return folder.is_dir() and not (folder / CONFIG).exists() and any(map(_is_model, folder.iterdir()))
+    except OSError:
+        return False  # It cannot be read.
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and any(folder.glob("*.safetensors"))
+    try:
+        return (folder / CONFIG).is_file() and any(folder.glob("*.safetensors"))
+    except OSError:
+        return False  # It cannot be read.
 
 
 def _cached() -> Iterator[tuple[str, Path]]:
@@ -102,11 +108,11 @@ def listed(folders: Iterable[Path]) -> tuple[list[Listed], int, str]:
     return rows, limit, reason
 
 
-def _listed(name: str, engine: EngineConfig, plan: tuple[MemoryBudget, int] | ModelError) -> Listed:
+def _listed(name: str, engine: EngineConfig, plan: tuple[MemoryBudget, int] | TandemError) -> Listed:
     folder = Path(engine.model.path)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     family, bits = _described(folder)
-    if isinstance(plan, ModelError):
+    if isinstance(plan, TandemError):
         return Listed(name, str(folder), weights, family, bits, fits=False, reason=plan.message)
     memory, longest = plan
     length = min(LENGTH, longest)

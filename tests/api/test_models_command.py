@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from mlx_tandem import demo
-from mlx_tandem.cli.inventory import recommended
+from mlx_tandem.cli.inventory import _listed, recommended
+from mlx_tandem.config import EngineConfig, ModelConfig
+from mlx_tandem.engine_main import plans
 from tests import tiny_models
-from tests.unit.cli_tools import tandem
+from tests.unit.cli_tools import on_a_thread, tandem
 
 
 def models(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -68,6 +70,17 @@ def test_the_models_of_this_machine_are_listed_with_what_fits(models_folder: Pat
     assert not [name for name in rows if name.endswith(("adapter", "notes.txt"))]
     table = tandem("models", str(models_folder), env={"COLUMNS": "80"}).stdout
     assert "(built in)" in table and "none: " in table
+
+
+def test_a_model_that_does_not_fit_is_listed_with_the_reason() -> None:
+    """The limit stands for a small machine."""
+    model = ModelConfig(path=str(demo.MODEL_PATH))
+    engines = [EngineConfig(model=model, memory_limit_gb=gigabytes) for gigabytes in (0.001, 4.0)]
+    small, large = (
+        _listed("x", e, plan) for e, plan in zip(engines, on_a_thread(lambda: plans(engines))[2], strict=True)
+    )
+    assert not small.fits and "the device has 1.0 MB" in small.reason and small.sequences == 0
+    assert large.fits and large.sequences > 0
 
 
 @pytest.mark.parametrize(("gigabytes", "name"), [(0.5, None), (1, "0.6B"), (16, "8B"), (24, "14B"), (512, "32B")])
