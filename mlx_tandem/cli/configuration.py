@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_tandem.cli import outputs
 from mlx_tandem.cli.command import File, Folder, ServeCommand, settings_of, with_every_setting
 from mlx_tandem.cli.help import group
 
@@ -22,7 +23,9 @@ def init(
     ctx: typer.Context,
     folder: Folder = None,
     *,
-    out: Annotated[Path, typer.Option("--out", help="The file to write, which does not exist.")] = Path("tandem.yaml"),
+    out: Annotated[
+        Path, typer.Option("--out", callback=outputs.checked, help="The file to write, which does not exist.")
+    ] = Path("tandem.yaml"),
     **given: Any,
 ) -> None:
     """Write a YAML file that explains every setting; those that are given as options are set in it."""

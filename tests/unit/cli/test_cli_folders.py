@@ -125,6 +125,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "serve --help",
         "--help",
         "--version",
+        "config show",
+        "service install --dry-run",
     ],
 )
 def test_a_closed_pipe_ends_a_command_quietly(learned: Path, words: str) -> None:
