@@ -163,6 +163,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     receive_timeout_s: float = 30.0  # time for a request's headers, and for its body
     write_timeout_s: float = 60.0  # time until a client that reads nothing is disconnected
     log_format: Literal["auto", "json", "text"] = "auto"  # auto: text on a terminal, else JSON lines
+    idle_unload_s: float = (
+        0.0  # time without work after which the engine's process is ended until it is needed; 0: never
+    )
     drain_seconds: float = 30.0  # time that running requests have to end at shutdown
     chat_template_timeout_s: float = 1.0  # CPU time of the model's chat template for one conversation
 

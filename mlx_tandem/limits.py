@@ -66,6 +66,7 @@ PARAMETERS: dict[str, Range] = {
     "dimensions": Range(1, 1_048_576, integer=True),
     "starting_after": Range(0, 2**53, integer=True),  # number of an event
     "limit": Range(1, 100, integer=True),  # entries of a page
+    "ttl": Range(0.0, 31_536_000.0),
     "priority": Range(-1_000_000, 1_000_000, integer=True),
     "weight": Range(0.0, 1e6),  # weight of an alias's arm
     "false_promotion": Range(1e-9, 0.5),  # of an A/B test
@@ -127,6 +128,7 @@ SETTINGS: dict[str, Range] = {  # by the path of the setting in config.py
     "server.stream_keepalive_s": Range(0.0, 86_400.0),
     "server.receive_timeout_s": Range(0.1, 3600.0),
     "server.write_timeout_s": Range(0.1, 3600.0),
+    "server.idle_unload_s": Range(0.0, 31_536_000.0),
     "server.drain_seconds": Range(0.0, 3600.0),
     "server.chat_template_timeout_s": Range(0.01, 3600.0),
 }

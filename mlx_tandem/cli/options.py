@@ -193,6 +193,9 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Time without an event after which a stream gets a comment or a ping (5); 0: none.",
         ),
         Option(
+            "server.idle_unload_s", "--idle-unload-s", "Time without work until the engine is unloaded; 0: never (0)."
+        ),
+        Option(
             "server.receive_timeout_s",
             "--receive-timeout-s",
             "Longest time of a request's headers, and of its body (30).",

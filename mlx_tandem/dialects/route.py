@@ -78,6 +78,7 @@ class Route:
     prepare: Callable[[Any], Any] = lambda value: value  # applied to the decoded JSON before its types are checked
     status: int = 200  # HTTP status of a success, for the OpenAPI document
     errors: ErrorForm | None = None  # the form of errors; None: OpenAI's error object
+    wakes: bool = True  # a request with a body that has to be read wakes an idle engine; False: it needs none
     header: str | None = None  # the route is for requests with this header; others go to a later route of this path
 
     @property

@@ -114,28 +114,30 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
         values: list[Any] = [request.path_params[name] for name in parameters]
         if route.query is not None:
             values.append(_query(request, route.query))
-        if route.reads == "bytes":
+        if body is None and route.reads != "bytes":
+            return await _handled(front, route, values)
+        # A request that cannot be admitted now is refused before its body is read.
+        if route.reads == "prompts":
+            front.check_open()
+            await front.request_admission.turn()
+        else:
             front.client.check_ready()
-            with of_programs.receiving.body() as incoming:
-                received = await read_bytes(request, of_programs, incoming)
-                named = received.media in route.media or not (received.media or "origin" in request.headers)
-                if route.media and not named:  # a page of another site may send other types without asking
-                    raise UnsupportedMedia(f"Content-Type must be {' or '.join(route.media)}")
-                return await _handled(front, route, [*values, received])
-        if body is not None:
-            # A request that cannot be admitted now is refused before its body is read.
-            if route.reads == "prompts":
-                front.check_open()
-                await front.request_admission.turn()
-            else:
-                front.client.check_ready()
+        wakes = route.wakes and route.reads != "prompts"  # the reply to a prompt waits for the engine by itself
+        async with front.client.in_use(wakes=wakes):
+            if route.reads == "bytes":
+                with of_programs.receiving.body() as incoming:
+                    received = await read_bytes(request, of_programs, incoming)
+                    named = received.media in route.media or not (received.media or "origin" in request.headers)
+                    if route.media and not named:  # a page of another site may send other types without asking
+                        raise UnsupportedMedia(f"Content-Type must be {' or '.join(route.media)}")
+                    return await _handled(front, route, [*values, received])
+            assert body is not None
             optional = route.reads == "steering"
             with limit.receiving.body() as incoming:
                 value = await read_json(
                     request, body, limit, incoming, others=route.media, optional=optional, prepare=route.prepare
                 )
                 return await _handled(front, route, [*values, value])
-        return await _handled(front, route, values)
 
     return endpoint
 

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.engine.client.caller import ACCEPTING
 from mlx_tandem.generation.metrics import OTHER
 from mlx_tandem.generation.text_admission import WAITING_TEXT
 from mlx_tandem.server import learning_metrics, vllm_metrics
@@ -97,7 +98,10 @@ def _engine_families(front: ServerFront) -> Iterator[Metric]:
     stats = front.client.stats
     yield _gauge("tandem_open_requests", "Requests admitted and not ended.", front.request_admission.open_requests)
     yield _gauge("tandem_adapters", "Adapter names registered.", len(front.models.registry))
-    yield _gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready")
+    yield _gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state in ACCEPTING)
+    yield _gauge(
+        "tandem_engine_idle", "1 while the engine is unloaded until the next request.", front.client.state == "idle"
+    )
     yield _gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms)
     yield _gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory)
     budget = front.client.info.memory.total if front.client.info is not None else 0
@@ -112,8 +116,9 @@ def _engine_families(front: ServerFront) -> Iterator[Metric]:
         ("tandem_kept_image_hits", "Images of requests that were found processed.", cache.hits),
         ("tandem_kept_image_misses", "Images of requests that had to be processed.", cache.misses),
         ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
+        ("tandem_engine_unloads", "Times that the engine was unloaded as nobody used it.", front.client.unloads),
         ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
-        ("tandem_steps", "Steps run by this engine.", stats.steps),
+        ("tandem_steps", "Steps run.", stats.steps),
         ("tandem_step_failures", "Steps that failed.", stats.step_failures),
         ("tandem_rows", "Rows of all steps.", stats.rows),
         ("tandem_lora_rows", "Rows that ran under an adapter.", stats.lora_rows),

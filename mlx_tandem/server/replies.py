@@ -56,6 +56,7 @@ class Reply:
         self._request_id = request_id(scope, self._reply_id)
         with front.request_admission.admitted(self._choices, prompted.array_bytes):
             async with front.client.submit(*prompted.requests(front.client)) as stream:
+                front.idling.keep(self._plan.keep_alive)
                 assembler = front.assembler(prompted, stream)
                 self._count_start()
                 watcher = asyncio.create_task(self._watch(receive, stream))

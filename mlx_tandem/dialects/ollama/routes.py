@@ -21,6 +21,6 @@ ROUTES = (
     Route("POST", "/api/embeddings", plan_embeddings, EmbeddingsBody, reads="prompts", media=MEDIA, errors=ERRORS),
     Route("GET", "/api/tags", models.tags, errors=ERRORS),
     Route("GET", "/api/ps", models.running, errors=ERRORS),
-    Route("POST", "/api/show", models.show, ShowBody, media=MEDIA, errors=ERRORS),
+    Route("POST", "/api/show", models.show, ShowBody, media=MEDIA, errors=ERRORS, wakes=False),
     Route("GET", "/api/version", models.version, errors=ERRORS),
 )

@@ -50,6 +50,8 @@ NAMED = 8
 _BASE_STATUS: dict[State, Status] = {
     "starting": "loading",
     "ready": "loaded",
+    "idle": "available_not_loaded",
+    "waking": "loading",
     "restarting": "loading",
     "draining": "loaded",
     "dead": "error_loading",

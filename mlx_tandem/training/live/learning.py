@@ -369,7 +369,7 @@ class Learning(Serving, Tasks):
             await self.learner.bring_up()
             await self.list_checkpoints()
         except TandemError as e:
-            if self._front.client.info is None:
+            if not self._front.client.has_engine:
                 raise  # The engine has ended, and its client starts another one.
             if not self._was_up:
                 raise TandemError(e.message, param=e.param, code=e.code) from e
