@@ -305,6 +305,13 @@ class FeedbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     learning_rate: float = 2e-4  # of updates from feedback
 
 
+class BatchesConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of files of requests, and of batches of them."""
+
+    dir: str = "./batches"  # folder of files, and of what became of each request
+    max_gb: float = 4.0  # most gigabytes of all files and answers
+
+
 class CheckpointingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the checkpoints that learning writes."""
 
@@ -342,4 +349,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     tinker: TinkerConfig = field(default_factory=TinkerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -66,6 +66,7 @@ PARAMETERS: dict[str, Range] = {
     "dimensions": Range(1, 1_048_576, integer=True),
     "starting_after": Range(0, 2**53, integer=True),  # number of an event
     "limit": Range(1, 100, integer=True),  # entries of a page
+    "expires_after_s": Range(3600, 2_592_000, integer=True),  # seconds after which a file is removed
     "ttl": Range(0.0, 31_536_000.0),
     "priority": Range(-1_000_000, 1_000_000, integer=True),
     "weight": Range(0.0, 1e6),  # weight of an alias's arm
@@ -230,6 +231,7 @@ SETTINGS |= {
     "cluster.trainers": Range(1, 64, integer=True),
     "cluster.round_updates": Range(1, 1_000_000, integer=True),
     "cluster.round_s": Range(1.0, 86_400.0),
+    "batches.max_gb": Range(0.001, 65_536.0),
     "feedback.remember_s": Range(0.0, 31_536_000.0),
     "feedback.remember_mb": Range(0, 1_048_576, integer=True),
     "feedback.keep": Range(1, 10_000_000, integer=True),
@@ -345,6 +347,11 @@ MAX_MESSAGES = 4096
 MAX_RECEIVED_BYTES = 64 << 20  # bytes of all bodies that are being received or read
 MAX_STORED_RESPONSES = 1024  # responses that later requests may continue
 MAX_STORED_BYTES = 64 << 20  # bytes of those responses and their conversations
+MAX_BATCH_FILES = 1000  # files of batches that are kept
+MAX_BATCH_LINES = 50_000  # requests of a batch
+MAX_BATCH_REQUESTS = 64  # requests of batches that run at once
+MAX_OPEN_BATCHES = 100  # batches that have not ended
+MAX_CUSTOM_ID = 512  # characters of a caller's name for a request of a batch
 MAX_MESSAGE_DEPTH = 32  # levels of lists and objects inside a message
 MAX_MESSAGE_VALUES = 131_072  # keys, texts, numbers, lists and objects in all messages of a conversation
 MAX_TOOLS = 1024  # functions that one request may offer

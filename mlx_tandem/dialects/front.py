@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_tandem.config import Config
+from mlx_tandem.dialects.batches.service import Batches
 from mlx_tandem.dialects.idling import Idling
 from mlx_tandem.dialects.response_store import ResponseStore
 from mlx_tandem.engine.client.process import Launch
@@ -54,6 +55,7 @@ class ServerFront(Front):
             )
         super().__init__(config, launch, on_progress=on_progress, times=times)
         self.responses = ResponseStore()
+        self.batches = Batches(config, self.client, self.request_admission)
         self.idling = Idling(self.client, config.server.idle_unload_s, self._is_free, self._save_for_idle)
         """Unloads the engine when nobody uses it, if the settings say so."""
         self.completions = Completions(config.feedback, time.time)
@@ -142,11 +144,13 @@ class ServerFront(Front):
             self.teacher.start()
         if self.cluster is not None:
             await self.cluster.bring_up()
+        self.batches.start()
         self.idling.start()
 
     async def close(self) -> None:
         """End the work for other machines, the learners, the sessions of Tinker's clients, and the worker processes."""
         await self.idling.close()
+        await self.batches.close()
         if self.cluster is not None:
             await self.cluster.close()
         if self.tinker is not None:

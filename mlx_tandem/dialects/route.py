@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct, structs
@@ -13,6 +14,9 @@ from mlx_tandem.errors import TandemError
 
 PLAIN = frozenset({"", "application/x-www-form-urlencoded"})
 """Content types that curl sends by default, without a body and with one."""
+
+FORM = "multipart/form-data"
+"""The content type of a form with files. Web pages of other sites may send it without asking."""
 
 BROWSER = "sec-fetch-site"
 """A header that every browser sends, and no program."""
@@ -37,11 +41,12 @@ class Received:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply with a content type and a status of its own."""
+    """A reply with a content type and a status of its own. `path` is a file that it has as its content instead."""
 
     content: bytes = b""
     media: str | None = None
     status: int = 200
+    path: Path | None = None
 
 
 @dataclass(frozen=True)

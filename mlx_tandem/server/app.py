@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Match
 from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp, Scope
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Scope
 from mlx_tandem import __version__
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
-from mlx_tandem.dialects.route import Reply, Route
+from mlx_tandem.dialects.route import FORM, Reply, Route
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.errors import UnsupportedMedia
 from mlx_tandem.explain import explain
@@ -29,6 +30,7 @@ from mlx_tandem.server.body import BodyLimit, read_bytes, read_json
 from mlx_tandem.server.error_reply import ERRORS
 from mlx_tandem.server.guard import Guard, error_handlers
 from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health, speculation_stats
+from mlx_tandem.server.inward import Inward
 from mlx_tandem.server.keys import read_key
 from mlx_tandem.server.openapi import document
 from mlx_tandem.server.origins import Origins
@@ -66,6 +68,7 @@ def create_app(front: ServerFront, routes: Sequence[Route] = ROUTES) -> Starlett
     served += [HttpRoute(path, endpoint, methods=["GET"]) for path, endpoint in own.items()]
     app = Starlette(routes=served, exception_handlers=error_handlers(front))
     app.router.redirect_slashes = False
+    front.batches.post = Inward(app)
     # Each middleware is put around those added before it. A request passes the guard first, which replies to what the
     # others raise, then the origins and the root path, and the gate last, which sees paths without the root path.
     key = read_key(server.api_key, server.api_key_file)
@@ -127,6 +130,8 @@ def _endpoint(front: ServerFront, route: Route, usual: BodyLimit, with_images: B
             if route.reads == "bytes":
                 with of_programs.receiving.body() as incoming:
                     received = await read_bytes(request, of_programs, incoming)
+                    if received.media == FORM and "origin" in request.headers:
+                        raise UnsupportedMedia("files are not taken from web pages")
                     named = received.media in route.media or not (received.media or "origin" in request.headers)
                     if route.media and not named:  # a page of another site may send other types without asking
                         raise UnsupportedMedia(f"Content-Type must be {' or '.join(route.media)}")
@@ -166,6 +171,8 @@ def _answer(front: ServerFront, found: Any) -> ASGIApp:
         case Plan():
             reply = StreamReply(front, found) if found.stream else WholeReply(front, found)
             return WithSkippedHeader(reply, found.skipped) if found.skipped else reply
+        case Reply(path=Path() as path):
+            return FileResponse(path, found.status, media_type=found.media)
         case Reply():
             return Response(found.content, found.status, media_type=found.media)
         case bytes():

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem import __version__, limits
-from mlx_tandem.dialects.route import Route
+from mlx_tandem.dialects.route import FORM, Route
 from mlx_tandem.server.auth import PUBLIC
 
 _WRITTEN_OUT: dict[str, dict[str, Any]] = {
@@ -20,7 +20,7 @@ _WRITTEN_OUT: dict[str, dict[str, Any]] = {
 }
 """Schemas of fields that are not numbers and that no type describes."""
 
-ERRORS = (400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504)
+ERRORS = (400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504, 507)
 """Statuses of error replies."""
 
 _MEMBERS = {"message": {"type": "string"}, "type": {"type": "string"}} | {
@@ -29,6 +29,12 @@ _MEMBERS = {"message": {"type": "string"}, "type": {"type": "string"}} | {
 _OBJECT = {"type": "object", "properties": _MEMBERS, "required": list(_MEMBERS), "additionalProperties": False}
 _BODY = {"type": "object", "properties": {"error": _OBJECT}, "required": ["error"], "additionalProperties": False}
 
+_FORM = {
+    "type": "object",
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
+    "required": ["file", "purpose"],
+}
+"""A form with a file of requests."""
 
 _PROGRESS = {
     "type": "object",
@@ -111,6 +117,8 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
     if route.reads == "bytes":
         binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
         content = dict.fromkeys(route.media or ("application/x-protobuf",), binary)
+        if FORM in content:
+            content[FORM] = {"schema": _FORM}
         if "application/json" in content:
             content["application/json"] = {"schema": {"type": ["array", "object"]}}
         operation["requestBody"] = {"required": True, "content": content}

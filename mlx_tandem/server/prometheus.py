@@ -116,7 +116,7 @@ def _engine_families(front: ServerFront) -> Iterator[Metric]:
         ("tandem_kept_image_hits", "Images of requests that were found processed.", cache.hits),
         ("tandem_kept_image_misses", "Images of requests that had to be processed.", cache.misses),
         ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
-        ("tandem_engine_unloads", "Times that the engine was unloaded as nobody used it.", front.client.unloads),
+        ("tandem_engine_unloads", "Times that the engine was unloaded for lack of use.", front.client.unloads),
         ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
         ("tandem_steps", "Steps run.", stats.steps),
         ("tandem_step_failures", "Steps that failed.", stats.step_failures),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -240,7 +241,9 @@ def test_an_engine_that_dies_while_it_wakes_up_is_launched_again() -> None:
 
 
 @pytest.mark.parametrize("says", ["", "the model folder is gone"])
-def test_an_engine_that_cannot_be_woken_fails_what_waits_and_is_tried_again(says: str) -> None:
+def test_an_engine_that_cannot_be_woken_fails_what_waits_and_is_tried_again(
+    says: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def body(client: EngineClient, engine: ScriptedEngine) -> None:
         stream = client.submit(request(client))
         loading = asyncio.create_task(client.load_adapter(AdapterSource("/a")))
@@ -250,12 +253,15 @@ def test_an_engine_that_cannot_be_woken_fails_what_waits_and_is_tried_again(says
                 peer.say(Fatal("model_not_found", says))
             peer.die()
         for waits in (anext(stream), loading):
-            with pytest.raises(EngineError, match=says or "ended 3 times before it was ready"):
+            with pytest.raises(EngineError, match="could not be started again"):
                 await waits
         assert client.state == "idle"
         await answered(client, engine)
 
-    run(body)
+    with caplog.at_level(logging.ERROR, "mlx_tandem"):
+        run(body)
+    (told,) = [record.fields for record in caplog.records if record.getMessage() == "engine not woken"]
+    assert (says or "ended 3 times before it was ready") in told["error"]
 
 
 # -- over HTTP ------------------------------------------------------------------------------------------------------

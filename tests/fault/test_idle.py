@@ -42,7 +42,8 @@ def test_a_model_folder_that_is_gone_is_an_error_until_it_is_back(tmp_path: Path
         until(lambda: server.client.get("/health").json()["status"] == "idle")
         model.rename(away)
         refused = server.chat("hi", temperature=0)
-        assert (refused.status_code, refused.json()["error"]["type"]) == (500, "server_error"), refused.text
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error"), refused.text
+        assert str(tmp_path) not in refused.text, "clients are not told of folders"
         assert server.client.get("/health").json()["status"] == "idle"
         away.rename(model)
         assert server.chat("hi", temperature=0).json()["choices"] == before

@@ -203,7 +203,11 @@ class Supervisor(ABC):
             given_up = len(deaths) >= MAX_DEATHS
             problem = f"the engine ended {len(deaths)} times before it was ready; the last time: {reason}"
             if self.state == "waking" and (given_up or self._fatal is not None):
-                self._fail_all(self._fatal or EngineError(problem))  # the next request tries again
+                failure = self._fatal or EngineError(problem)
+                log.error("engine not woken", extra={"fields": {"error": failure.message}})
+                # Clients are not told of folders of this machine. The next request tries again.
+                told = "the engine could not be started again; the server's log says why"
+                self._fail_all(EngineError(told, code=failure.code))
                 self.state = "idle"
                 deaths.clear()
                 await self._sleep()

@@ -199,6 +199,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--request-timeout-s 9", "server.request_timeout_s", 9.0),
     ("--first-token-timeout-s 9", "server.first_token_timeout_s", 9.0),
     ("--stream-keepalive-s 9", "server.stream_keepalive_s", 9.0),
+    ("--batch-dir b", "batches.dir", "b"),
     ("--idle-unload-s 900", "server.idle_unload_s", 900.0),
     ("--receive-timeout-s 9", "server.receive_timeout_s", 9.0),
     ("--write-timeout-s 9", "server.write_timeout_s", 9.0),
