@@ -124,6 +124,25 @@ def convert(
     print(f"wrote {out} ({to})")
 
 
+@adapters.command("merge", cls=Command)
+def merge(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="An adapter folder.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The folder of its base model, not quantised.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist or is empty.")],
+    scale: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Factor of the adapter's own scale.")] = 1.0,
+) -> None:
+    """Write the base model with an adapter merged into its weights, as a model folder that needs no adapter."""
+    from mlx_tandem.adapters.merge import merge as run
+    from mlx_tandem.errors import ModelError
+    from mlx_tandem.files import StorageError
+
+    try:
+        changed = run(adapter, model, out, scale)
+    except (ModelError, StorageError) as e:
+        fail(e.message)
+    print(f"wrote {out} ({len(changed)} modules changed)")
+
+
 def _lines(found: Inspection) -> list[str]:
     rows = {
         "format": found.format or "",

@@ -192,6 +192,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "--stream-keepalive-s",
             "Time without an event after which a stream gets a comment or a ping (5); 0: none.",
         ),
+        Option("batches.dir", "--batch-dir", "Folder of files and batches (./batches).", "FOLDER"),
         Option(
             "server.idle_unload_s", "--idle-unload-s", "Time without work until the engine is unloaded; 0: never (0)."
         ),
@@ -448,7 +449,6 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("tinker.rank", "--tinker-rank", "Highest rank of these models (32)."),
         Option("tinker.dir", "--tinker-dir", "Folder of their checkpoints (./tinker).", "FOLDER"),
         Option("tinker.lease_s", "--tinker-lease-s", "Seconds of silence after which such a client is gone (120)."),
-        Option("batches.dir", "--batch-dir", "Folder of files and batches (./batches).", "FOLDER"),
         Option("checkpointing.checkpoint_dir", "--checkpoint-dir", "Folder of checkpoints (./checkpoints).", "FOLDER"),
         Option("checkpointing.interval", "--checkpoint-interval", "Updates between two checkpoints (500)."),
         Option("checkpointing.keep_n_checkpoints", "--keep-n-checkpoints", "How many checkpoints are kept (10)."),

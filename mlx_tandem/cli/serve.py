@@ -22,7 +22,7 @@ from mlx_tandem.cli.daemon import Detached
 from mlx_tandem.cli.options import FLAG, with_flag
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.cli.start_up import StageEvents, StartUp
-from mlx_tandem.config import Config, ServerConfig
+from mlx_tandem.config import BatchesConfig, Config, ServerConfig
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.limits import BASE
 from mlx_tandem.types import EngineInfo
@@ -137,6 +137,9 @@ def _check_files(config: Config) -> None:
     if config.cluster.share or config.cluster.connect_to:
         with _about("--cluster-dir"):
             files.check_usable(Path(config.cluster.dir))
+    if config.batches.dir != BatchesConfig().dir:  # the folder of the defaults is made when it is used
+        with _about("--batch-dir"):
+            files.check_usable(Path(config.batches.dir))
     if config.engine.disk.on and config.engine.disk.dir:
         from mlx_tandem.kv.disk.cache import open_folder
 

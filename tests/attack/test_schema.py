@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from starlette.routing import Route
 
+from mlx_tandem.config import BatchesConfig
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.errors import InvalidRequest
@@ -32,9 +34,10 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    """One of its own: what is sent to it may load and remove adapters."""
-    with serving(demo_config()) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One of its own: what is sent to it may load and remove adapters, and leave files."""
+    batches = BatchesConfig(dir=str(tmp_path_factory.mktemp("batches")))
+    with serving(replace(demo_config(), batches=batches)) as running:
         yield running
 
 

@@ -476,7 +476,7 @@ def test_commands_that_end(
     if words[1:3] == ["adapters", "unload"]:  # the page loads it in the same block
         here.tandem([*words[1:2], "load", words[3], "my-adapter", *words[4:]], served.folder)
     if words[:2] == ["tandem", "adapters"]:
-        where = folder if words[2] in ("inspect", "convert") else served.folder
+        where = folder if words[2] in ("inspect", "convert", "merge") else served.folder
         assert here.tandem(words[1:], where)
         return
     if words[:2] == ["tandem", "checkpoints"]:

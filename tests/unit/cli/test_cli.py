@@ -108,10 +108,9 @@ def leaves(struct: type, place: str = "") -> set[str]:
 def test_every_setting_of_serving_is_an_option_and_every_option_a_setting() -> None:
     assert set(OPTIONS.values()) <= leaves(Config)
     in_the_file_only = leaves(Config) - set(OPTIONS.values())
-    assert {place.partition(".")[0] for place in in_the_file_only} == {"cluster", "engine", "feedback", "rl_training"}
-    assert all(
-        place.startswith(("cluster.", "engine.duty.", "feedback.", "rl_training.")) for place in in_the_file_only
-    )
+    groups = ("batches.", "cluster.", "engine.duty.", "feedback.", "rl_training.")
+    assert {place.partition(".")[0] + "." for place in in_the_file_only} == {*groups, "engine."} - {"engine.duty."}
+    assert all(place.startswith(groups) for place in in_the_file_only)
     known = dict(commands())
     for command, own in ((known["serve",], {"dry_run"}), (known["train", "rl"], set())):
         assert {p.name for p in command.params} == set(OPTIONS) | {"folder", "config", "daemon"} | own
@@ -177,7 +176,7 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         (
             "zzzzqq: 1",
             "known are: model, cache, disk, scheduler, speculation, lora, duty, engine, server, adapters, "
-            "adapter_root, aliases, ab_tests, rl_training, tinker, cluster, feedback, checkpointing",
+            "adapter_root, aliases, ab_tests, rl_training, tinker, cluster, feedback, batches, checkpointing",
         ),
         ("server: {port: 70000}", "'server.port' is 70000: it must lie between 0 and 65535"),
         ("cache: {memory_fraction: .nan}", "'cache.memory_fraction' is nan"),

@@ -43,6 +43,8 @@ FOLDERS = {
     "train rl --checkpoint-dir": "train rl --port 0 --checkpoint-dir {}",
     "serve --tinker-dir": "serve --port 0 --enable-tinker --tinker-dir {}",
     "train rl --tinker-dir": "train rl --port 0 --enable-tinker --tinker-dir {}",
+    "serve --batch-dir": "serve --port 0 --batch-dir {}",
+    "train rl --batch-dir": "train rl --port 0 --batch-dir {}",
     "serve --cluster-dir": "serve --port 0 --host 0.0.0.0 --api-key k --share-model --cluster-dir {}",
     "train rl --cluster-dir": "train rl --port 0 --connect-to localhost:1 --cluster-dir {}",
     "serve --ssd-cache-dir": "serve --port 0 --ssd-cache-dir {}",
@@ -131,6 +133,8 @@ def test_what_is_written_at_once_is_refused_in_one_line(where: Path) -> None:
     adapter = demo.ADAPTER_PATHS["shout"]
     assert "cannot be written" in refused(f"adapters convert {adapter} file/new --to peft", "file/new")
     assert "not an empty folder" in refused(f"adapters convert {adapter} folder --to peft", "folder: ")
+    assert "cannot be used" in refused(f"adapters merge {adapter} {demo.MODEL_PATH} file/new", "file/new")
+    assert "not an empty folder" in refused(f"adapters merge {adapter} {demo.MODEL_PATH} folder", "folder: ")
     assert "in the format mlx-lm already" in refused(f"adapters convert {adapter} new --to mlx-lm", "--to")
 
 
