@@ -106,6 +106,8 @@ def keep_alive_seconds(value: float | str | None, param: str = "keep_alive") -> 
         return None
     if isinstance(value, str):
         value = _parsed(value, param)
+    if math.isnan(value):
+        raise InvalidRequest(f"{param} must be a number of seconds, or a duration such as 5m", param=param)
     return float("inf") if value < 0 else value
 
 

@@ -139,12 +139,20 @@ def test_an_engine_that_is_used_is_not_unloaded() -> None:
             peer.hear(Cancel)
             loading = asyncio.create_task(client.load_adapter(AdapterSource("/a")))
             call = await asyncio.to_thread(peer.hear, LoadAdapter)
-            assert not client.unload()
+            assert (client.unload(), client.unused_seconds) == (False, 0.0)
             peer.say(AdapterLoaded(call.call, ADAPTER))
             assert await loading == ADAPTER
             async with client.in_use():
                 assert not client.unload()
+            peer.is_silent = True
+            reporting = asyncio.create_task(client.refresh())
+            await asyncio.sleep(0)
+            before = client.unused_seconds
+            assert before > 0.0, "whoever reads counters does not use it"
             assert client.unload()
+            peer.hear(Drain)
+            peer.die()
+            await reporting
             await client.close()
 
     asyncio.run(main())
@@ -373,9 +381,9 @@ def test_durations_are_read_as_ollama_reads_them(value: float | str | None, seco
     assert keep_alive_seconds(value) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("value", ["", "soon", "5 m", "5d", "m5", "nan", "inf"])
-def test_what_is_no_duration_is_refused_by_the_fields_name(value: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"keep_alive is .*a number of seconds, or a duration"):
+@pytest.mark.parametrize("value", ["", "soon", "5 m", "5d", "m5", "nan", "inf", float("nan")])
+def test_what_is_no_duration_is_refused_by_the_fields_name(value: float | str) -> None:
+    with pytest.raises(InvalidRequest, match=r"keep_alive .*a number of seconds, or a duration"):
         keep_alive_seconds(value)
 
 

@@ -129,7 +129,7 @@ def main() -> int:
             found = [cycle(server, options.limit, expected) for _ in range(options.cycles)]
     settled = found[len(found) // 10 :]  # the first cycles import what is used first
     result: dict[str, Any] = {
-        "machine": machine(),
+        "machine": machine.describe(),
         "limit_s": options.limit,
         "second_start_s": start,
         "most_gone_after_s": max(c.gone_after for c in found),

@@ -69,8 +69,8 @@ class Caller(Supervisor):
 
     @property
     def is_used(self) -> bool:
-        """Whether anybody uses the engine or waits for it."""
-        return bool(self._users or self._sleepers or self._calls)
+        """Whether anybody uses the engine or waits for it. Reports are no use of it."""
+        return bool(self._users or self._sleepers)
 
     @property
     def unused_seconds(self) -> float:

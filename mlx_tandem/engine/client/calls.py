@@ -29,10 +29,6 @@ class Calls:
     def __init__(self) -> None:
         self._open: dict[int, asyncio.Future[Any]] = {}
 
-    def __len__(self) -> int:
-        """Return the number of open calls."""
-        return len(self._open)
-
     @contextlib.contextmanager
     def open(self, call: int) -> Iterator[asyncio.Future[Any]]:
         """Yield a future of the answer to a call, which raises the engine's error. The call is forgotten after the
