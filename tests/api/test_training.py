@@ -328,7 +328,7 @@ def test_metrics(learner):
     assert sum(map(float, outcomes.values())) == found["updates"]
 
 
-def test_alerts_and_the_board_are_about_metrics_that_exist(learner):
+def test_alerts_are_about_metrics_that_exist(learner):
     assert learner.client.get("/nothing").status_code == 404  # the first error has its metric
     text = learner.client.get("/metrics").text
     rules = yaml.safe_load((ROOT / "docs" / "prometheus-rules.yml").read_text(encoding="utf-8"))

@@ -145,7 +145,7 @@ def main() -> int:
         if name not in ("cycles", "machine"):
             print(f"{name}: {value}")
     if options.json_out is not None:
-        write_json(result, options.json_out)
+        write_json(options.json_out, result)
     return 0
 
 
