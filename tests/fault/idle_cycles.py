@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from mlx_tandem import demo
 from mlx_tandem.cli.bench import machine
 from mlx_tandem.cli.outputs import write_json
 from mlx_tandem.config import Config, DiskCacheConfig
@@ -47,9 +48,9 @@ class Cycle:
     processes: int  # processes that the front has started and that are there then
 
 
-def config(folder: Path, limit: float) -> Config:
+def config(folder: Path, limit: float, model: Path = demo.MODEL_PATH) -> Config:
     """Return the settings of a server that unloads its engine, with a cache on the drive."""
-    base = demo_config(idle_unload_s=limit)
+    base = demo_config(model, idle_unload_s=limit)
     return replace(base, engine=replace(base.engine, disk=DiskCacheConfig(dir=str(folder), policy="write_through")))
 
 
