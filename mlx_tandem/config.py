@@ -107,6 +107,19 @@ class DutyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     trains_head: bool = False  # whether these trainers adapt the output head as well
 
 
+class ParallelConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Several ranks that compute one model together, each a process with a device and a share of the weights."""
+
+    ranks: int = 1  # how many
+    mode: Literal["off", "ring", "jaccl", "nccl", "mpi"] = "off"  # what carries the sums; off: by the device, if any
+    sharding: Literal["tensor", "pipeline"] = "tensor"  # tensor: each layer is divided; pipeline is refused
+    local_ranks: int = 0  # ranks that this command starts on this machine; 0: all
+    strict: bool = True  # False: serve on one device where the ranks cannot be connected
+    hostfile: str = ""  # file with the hosts of the ranks; empty: all ranks are on this machine
+    ibv_devices: str = ""  # of jaccl: file with the devices between the ranks
+    jaccl_coordinator: str = ""  # of jaccl: address and port of the first rank
+
+
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that the engine process needs to know."""
 
@@ -117,6 +130,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lora: LoraConfig = field(default_factory=LoraConfig)
     duty: DutyConfig = field(default_factory=DutyConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     deterministic: bool = False  # no bit of a token's logits depends on other requests or on how steps are cut
     memory_limit_gb: float = 0.0  # device memory for this server; 0: by the device and what else runs on it
     heartbeat_seconds: float = 0.5  # time between two messages with statistics

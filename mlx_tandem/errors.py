@@ -16,6 +16,7 @@ TandemError
 │   └── ReceiveTimeout  408  the client took too long to send the request
 └── EngineError         503  a step, the engine or the device failed; the request can be sent again
     ├── EngineUnavailable    the engine is not ready yet, restarting or draining
+    ├── GroupFailed          one of several ranks that compute the model has died, hangs or disagrees
     └── EngineDied           the engine's process ended during the request
 ModelError                   a model or adapter folder cannot be loaded
 """
@@ -35,12 +36,12 @@ CODES = frozenset(
     adapter_changed adapter_not_found adapter_quota_exceeded alias_not_found alias_quota_exceeded checkpoint_damaged
     checkpoint_exists checkpoint_not_found completion_not_found conflict context_length_exceeded
     conversation_changed engine_died engine_error engine_unavailable first_token_timeout folder_in_use forbidden
-    foreign_folder grammar_too_complex host_not_allowed internal_error invalid_adapter invalid_api_key invalid_image
-    invalid_json invalid_model_folder invalid_request invalid_type invalid_value job_not_found learning_disabled
-    memory_pressure method_not_allowed missing_extra missing_required_parameter model_not_found no_paths not_found
-    numerical_error rate_limit_exceeded request_timeout step_failed storage_error store_damaged too_large
-    trainer_not_found trajectory_closed trajectory_not_found unknown_format unknown_parameter unsupported_media_type
-    unsupported_parameter version_not_found weights_not_supported
+    foreign_folder grammar_too_complex group_failed host_not_allowed internal_error invalid_adapter invalid_api_key
+    invalid_image invalid_json invalid_model_folder invalid_request invalid_type invalid_value job_not_found
+    learning_disabled memory_pressure method_not_allowed missing_extra missing_required_parameter model_not_found
+    no_paths not_found numerical_error rate_limit_exceeded request_timeout step_failed storage_error store_damaged
+    too_large trainer_not_found trajectory_closed trajectory_not_found unknown_format unknown_parameter
+    unsupported_media_type unsupported_parameter version_not_found weights_not_supported
     """.split()
 )
 """Every `code` of an error. Metrics have these as a label and count any other code as `other`."""
@@ -221,6 +222,13 @@ class EngineDied(EngineError):
     """The engine's process ended during the request."""
 
     code = "engine_died"
+    retry_after = 5.0
+
+
+class GroupFailed(EngineError):
+    """One of several ranks that compute the model together has died, hangs, or has drawn other tokens."""
+
+    code = "group_failed"
     retry_after = 5.0
 
 

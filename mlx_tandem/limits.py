@@ -104,6 +104,8 @@ SETTINGS: dict[str, Range] = {  # by the path of the setting in config.py
     "engine.speculation.ngram_max": Range(1, 64, integer=True),
     "engine.lora.max_cpu_loras": Range(0, 1_000_000, integer=True),
     "engine.lora.max_cpu_lora_gb": Range(0.001, 65_536.0),
+    "engine.parallel.ranks": Range(1, 64, integer=True),
+    "engine.parallel.local_ranks": Range(0, 64, integer=True),
     "engine.lora.max_loras": Range(0, 4096, integer=True),
     "engine.lora.max_lora_rank": Range(1, 512, integer=True),
     "engine.heartbeat_seconds": Range(0.05, 60.0),

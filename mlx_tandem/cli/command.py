@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import warn
 from mlx_tandem.cli.flags import Refused, translate
 from mlx_tandem.cli.help import Command
-from mlx_tandem.cli.options import OPTIONS, parameters, split_arms, split_controls, split_pairs, split_words
+from mlx_tandem.cli.option_values import split_arms, split_controls, split_pairs, split_words
+from mlx_tandem.cli.options import OPTIONS, parameters
 
 Folder = Annotated[
     str | None,
@@ -106,11 +108,16 @@ def run(
         "allowed_origins": split_words(given["allowed_origins"]),
         "allow_image_hosts": split_words(given["allow_image_hosts"]),
     }
+    own = [*ctx.obj.words(), *command, *(word for word in ctx.meta["words"] if word not in ("--daemon", "--dry-run"))]
     if dry_run:
         from mlx_tandem.cli.dry_run import show
 
-        show(config, settings, ctx.obj.called_as, defaults)
+        show(config, settings, ctx.obj.called_as, defaults, own)
         raise SystemExit(0)
+    if "MLX_RANK" in os.environ or given["distributed_hostfile"]:
+        from mlx_tandem.cli.launching import go
+
+        go(config, settings, ctx.obj.called_as, defaults, own)
     if not daemon:
         from mlx_tandem.cli.serve import serve
 
@@ -132,5 +139,4 @@ def run(
     if served.server.uds:
         reason = "a server in the background is found by its port; use a service manager for one on a unix socket"
         raise typer.BadParameter(reason, param_hint="--uds")
-    words = [word for word in ctx.meta["words"] if word != "--daemon"]
-    raise SystemExit(background.start([*ctx.obj.words(), *command, *words]))
+    raise SystemExit(background.start(own))

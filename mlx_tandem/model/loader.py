@@ -399,6 +399,9 @@ def lay_out(module: nn.Module) -> None:
             mx.eval(own.weight)
 
 
+UNPACKED = ", unpacked"
+"""End of the quantisation of a model whose weights were unpacked."""
+
 MOST_SHARE = 0.5
 """Largest share of the memory limit that unpacked weights may take."""
 
@@ -432,7 +435,7 @@ def unpack_for_cpu(model: LoadedModel, config: ModelConfig, limit: int) -> Loade
     for module in (model.module, model.mtp):
         if module is not None:
             _unpack(module, model.dtype)
-    return dataclasses.replace(model, quantization=f"{model.quantization}, unpacked")
+    return dataclasses.replace(model, quantization=f"{model.quantization}{UNPACKED}")
 
 
 def _unpack(module: nn.Module, dtype: mx.Dtype) -> None:

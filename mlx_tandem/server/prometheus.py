@@ -139,7 +139,8 @@ def _mlx_lm_server_families(front: ServerFront) -> Iterator[Metric]:
     yield _gauge("used_blocks", "Blocks of the KV pool in use.", occupancy.used_blocks)
     yield _gauge("free_blocks", "Blocks of the KV pool that are free.", occupancy.free_blocks)
     yield _gauge("cache_hit_rate", "Share of prompt tokens found computed.", hit_rate(stats))
-    yield _gauge("dist_fatal", "Always 0: there is one machine.", 0.0)
+    fatal = front.config.engine.parallel.ranks > 1 and front.client.state in ("restarting", "dead")
+    yield _gauge("dist_fatal", "1 from the end of a group of ranks until another one serves.", float(fatal))
     yield _gauge("shutdown_clean", "0 once the drain has cut requests off.", front.metrics.shutdown_clean)
 
 

@@ -22,7 +22,8 @@ from mlx_tandem import demo, limits
 from mlx_tandem.cli import main
 from mlx_tandem.cli.app import app
 from mlx_tandem.cli.help import ELSEWHERE
-from mlx_tandem.cli.options import OPTIONS, split_arms, split_pairs
+from mlx_tandem.cli.option_values import split_arms, split_pairs
+from mlx_tandem.cli.options import OPTIONS
 from mlx_tandem.cli.serve import adapters_line
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
@@ -176,7 +177,7 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         ("server: {block_size: 3}", "did you mean 'cache.block_size'?"),
         (
             "zzzzqq: 1",
-            "known are: model, cache, disk, scheduler, speculation, lora, duty, engine, server, adapters, "
+            "known are: model, cache, disk, scheduler, speculation, lora, duty, parallel, engine, server, adapters, "
             "adapter_root, aliases, ab_tests, rl_training, tinker, cluster, feedback, checkpointing",
         ),
         ("server: {port: 70000}", "'server.port' is 70000: it must lie between 0 and 65535"),

@@ -46,6 +46,7 @@ def serve(command: Any, verifiers: str, monkeypatch: pytest.MonkeyPatch) -> Run:
         raise SystemExit(0)
 
     monkeypatch.setattr("mlx_tandem.cli.serve.serve", record)
+    monkeypatch.setattr("mlx_tandem.cli.launching.go", lambda *_: None)  # it would become mlx.launch
 
     def run(line: str) -> Config:
         with pytest.raises(SystemExit) as end:
@@ -64,6 +65,9 @@ def value(config: Config, place: str) -> Any:
 
 
 EVERY = {f for panel in options.PANELS.values() for o in panel for f in o.flags.replace("/", " ").split()}
+
+HOSTS = str(Path(__file__).parents[2] / "parallel" / "hosts.json")
+"""A file of two machines, as mlx.launch takes it."""
 
 SETTINGS = [  # what a user of the other server writes, and what it comes to here
     ("--model m", "engine.model.path", "m"),
@@ -259,6 +263,18 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--enable-tinker --tinker-dir t", "tinker.dir", "t"),
     ("--enable-tinker --tinker-lease-s 9", "tinker.lease_s", 9.0),
     ("--enable-rl-training --keep-n-checkpoints 9", "checkpointing.keep_n_checkpoints", 9),
+    ("--tensor-parallel-size 2", "engine.parallel.ranks", 2),
+    ("--num-local-ranks 2 --distributed-mode ring", "engine.parallel.mode", "ring"),
+    ("--num-local-ranks 2", "engine.parallel.local_ranks", 2),
+    ("--num-local-ranks 2 --distributed-sharding tensor", "engine.parallel.ranks", 2),
+    ("--num-local-ranks 2 --distributed-strict --no-distributed-strict", "engine.parallel.strict", False),
+    (f"--tensor-parallel-size 2 --distributed-hostfile {HOSTS}", "engine.parallel.hostfile", HOSTS),
+    ("--tensor-parallel-size 2 --distributed-ibv-devices d", "engine.parallel.ibv_devices", "d"),
+    (
+        "--tensor-parallel-size 2 --distributed-jaccl-coordinator 192.168.1.1:29500",
+        "engine.parallel.jaccl_coordinator",
+        "192.168.1.1:29500",
+    ),
     ("--share-model --host 0.0.0.0 --api-key k", "cluster.share", True),
     ("--share-model --host 0.0.0.0 --api-key k --federate 3", "cluster.trainers", 3),
     ("--connect-to node1:8000", "cluster.connect_to", "node1:8000"),
