@@ -66,6 +66,10 @@ SHORT = {
     "benchmarks/adapters.py": [
         *("--shape", "0.13m", "--adapters", "2", "--concurrency", "2", "--repeats", "1", "--max-tokens", "4")
     ],
+    "benchmarks/tensor_parallel.py": [
+        *("--batch", "1", "--prompt-tokens", "16", "--long-prompt", "0", "--adapters", "1", "--repeats", "1"),
+        *("--max-tokens", "4"),
+    ],
     "benchmarks/long_prompt.py": ["--lengths", "200", "--repeats", "1", "--streams", "2", "--window", "0.2"],
     "benchmarks/first_byte.py": ["--shape", "0.13m", "--tokens", "300", "--repeats", "1", "--leave", "0"],
     "benchmarks/prefix.py": [
