@@ -107,6 +107,19 @@ class DutyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     trains_head: bool = False  # whether these trainers adapt the output head as well
 
 
+class ParallelConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Several ranks that compute one model together, each a process with a device and a share of the weights."""
+
+    ranks: int = 1  # how many
+    mode: Literal["off", "ring", "jaccl", "nccl", "mpi"] = "off"  # what carries the sums; off: by the device, if any
+    sharding: Literal["tensor", "pipeline"] = "tensor"  # tensor: each layer is divided; pipeline is refused
+    local_ranks: int = 0  # ranks that this command starts on this machine; 0: all
+    strict: bool = True  # False: serve on one device where the ranks cannot be connected
+    hostfile: str = ""  # file with the hosts of the ranks; empty: all ranks are on this machine
+    ibv_devices: str = ""  # of jaccl: file with the devices between the ranks
+    jaccl_coordinator: str = ""  # of jaccl: address and port of the first rank
+
+
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that the engine process needs to know."""
 
@@ -117,6 +130,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lora: LoraConfig = field(default_factory=LoraConfig)
     duty: DutyConfig = field(default_factory=DutyConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     deterministic: bool = False  # no bit of a token's logits depends on other requests or on how steps are cut
     memory_limit_gb: float = 0.0  # device memory for this server; 0: by the device and what else runs on it
     heartbeat_seconds: float = 0.5  # time between two messages with statistics
@@ -136,6 +150,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     default_adapter: str = ""  # adapter for requests that name no model, or the base by its own name
     api_key: str = ""  # empty: no key is asked for
     api_key_file: str = ""  # file whose first line is the key
+    keys_file: str = ""  # YAML file of named keys with scopes and limits; empty: none
     allowed_hosts: tuple[str, ...] = ()  # accepted Host headers besides the bound address
     chat_template: str = ""  # a file, or the template itself; empty: the model's own
     tool_call_parser: str = "auto"  # form of the model's tool calls; auto: by the chat template; none: unknown
@@ -163,6 +178,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     receive_timeout_s: float = 30.0  # time for a request's headers, and for its body
     write_timeout_s: float = 60.0  # time until a client that reads nothing is disconnected
     log_format: Literal["auto", "json", "text"] = "auto"  # auto: text on a terminal, else JSON lines
+    idle_unload_s: float = (
+        0.0  # time without work after which the engine's process is ended until it is needed; 0: never
+    )
     drain_seconds: float = 30.0  # time that running requests have to end at shutdown
     chat_template_timeout_s: float = 1.0  # CPU time of the model's chat template for one conversation
 
@@ -302,6 +320,13 @@ class FeedbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     learning_rate: float = 2e-4  # of updates from feedback
 
 
+class BatchesConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of files of requests, and of batches of them."""
+
+    dir: str = "./batches"  # folder of files, and of what became of each request
+    max_gb: float = 4.0  # most gigabytes of all files and answers
+
+
 class CheckpointingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the checkpoints that learning writes."""
 
@@ -339,4 +364,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     tinker: TinkerConfig = field(default_factory=TinkerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -28,7 +28,8 @@ from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.files import StorageError
 from mlx_tandem.printable import printable
-from mlx_tandem.types import AdapterSource, EngineInfo, MemoryBudget, ModelSummary
+from mlx_tandem.rank_group import group
+from mlx_tandem.types import AdapterSource, EngineInfo
 
 if TYPE_CHECKING:
     from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from mlx_tandem.engine.cost import CostModel
     from mlx_tandem.engine.grammars.masks import Grammars
     from mlx_tandem.engine.proposers.draft_model import DraftModel
+    from mlx_tandem.engine.ranks.leader import Leader
     from mlx_tandem.engine.scheduler import Scheduler
     from mlx_tandem.kv.disk.opening import Opening
     from mlx_tandem.kv.groups import CacheGroup
@@ -92,6 +94,12 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
     Meanwhile the interpreter's switch interval is SWITCH_SECONDS.
     """
     channel.send([m.Progress("starting", 0.0)])
+    with group(config, channel.wake) as (own, leader):
+        return _serve(channel, own, own_process, leader)
+
+
+def _serve(channel: EngineChannel, config: EngineConfig, own_process: bool, leader: Leader | None) -> int:
+    """Build the engine and run its loop, as `serve` says."""
     # The device is opened here and not at import: a process that starts an engine may never use it itself.
     from mlx_tandem.model import device
 
@@ -99,7 +107,7 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         with Notes(channel) if own_process else nullcontext():
-            core = _built(channel, config, own_process)
+            core = _built(channel, config, own_process, leader)
         if own_process:
             # Objects that exist by now stay. Collecting them as garbage would stop steps for tens of milliseconds.
             gc.collect()
@@ -146,10 +154,10 @@ class Notes(logging.Handler):
             self._send()
 
 
-def _built(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:
+def _built(channel: EngineChannel, config: EngineConfig, own_process: bool, leader: Leader | None) -> EngineCore:
     """Return an engine. An unforeseen error is raised with its text, in which no prompt can be yet."""
     try:
-        return _build(channel, config, own_process)
+        return _build(channel, config, own_process, leader)
     except (TandemError, EngineFailure, WireError):
         raise
     except Exception as e:
@@ -166,7 +174,7 @@ def _kept_choices() -> Kept | None:
     return None
 
 
-def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:
+def _build(channel: EngineChannel, config: EngineConfig, own_process: bool, leader: Leader | None) -> EngineCore:
     from mlx_tandem.adapters.slots import SlotTable
     from mlx_tandem.adapters.store import AdapterStore
     from mlx_tandem.engine.adapters import Adapters
@@ -181,7 +189,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     weights: dict[str, AdapterWeights] = {}
     if config.speculation.method == "draft":
         _check_vocabulary(config)
-    built = _build_model(channel, config, weights)
+    built = _build_model(channel, config, weights, leader)
     info = built.info
     groups = open_groups(info.memory, info.block_size)
     blocks, opening = _open_blocks(config, info, groups, channel.wake)
@@ -201,7 +209,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens, hidden_size=hidden)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
     company = built.runner.prebuilt.company
-    read = _adapter_reader(config, built.linears, info, built.uploads, built.slot_room)
+    read = _adapter_reader(config, built.linears, info, built.uploads, built.slot_room, leader)
     adapters = Adapters(store, Loader(company.around(read)), slots, _adapter_pieces(channel, built, info))
     host = TrainerHost(
         company.around(lambda: BesideSteps(trainers(), company)),
@@ -218,13 +226,28 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         Gauges(groups[0].pool, slots, built.memory, built.adapter_bytes),
         heartbeat_seconds=config.heartbeat_seconds,
         opening=opening,
-        on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
+        on_turn=_on_turn(config, own_process, leader),
     )
     channel.send([m.Ready(info)])
     return core
 
 
-def _build_model(channel: EngineChannel, config: EngineConfig, weights: dict[str, AdapterWeights]) -> Built:
+def _on_turn(config: EngineConfig, own_process: bool, leader: Leader | None) -> Callable[[], None]:
+    """Return what the loop calls in each turn."""
+    pat = _Watchdog(config.stall_seconds).pat if own_process else lambda: None
+    if leader is None:
+        return pat
+
+    def look() -> None:
+        pat()
+        leader.check()
+
+    return look
+
+
+def _build_model(
+    channel: EngineChannel, config: EngineConfig, weights: dict[str, AdapterWeights], leader: Leader | None
+) -> Built:
     """Load the engine's model and make its runner, and send the progress to the front."""
     from mlx_tandem.model.build import build
     from mlx_tandem.model.kernel_checks import ONCE
@@ -232,7 +255,7 @@ def _build_model(channel: EngineChannel, config: EngineConfig, weights: dict[str
     def report(stage: str, fraction: float) -> None:
         channel.send([m.Progress(stage, fraction, stage in ONCE)])
 
-    return build(config, weights, report, kept=_kept_choices())
+    return build(config, weights, report, kept=_kept_choices(), leader=leader)
 
 
 def _adapter_pieces(channel: EngineChannel, built: Built, info: EngineInfo) -> Iterator[None] | None:
@@ -340,6 +363,7 @@ def _open_blocks(
     positions = [group for group in groups if not group.snapshots]
     # What a state consists of is decided by mlx-lm's code of the family.
     states = f"states of mlx-lm {version('mlx-lm')}" if len(positions) < len(groups) else ""
+    several = f"{config.parallel.ranks} ranks" if config.parallel.ranks > 1 else ""
     # Keys by packed and by unpacked weights differ in their last bits, and --deterministic promises each bit.
     arithmetic = (info.quantization or "", deterministic.arithmetic(info) if config.deterministic else "")
     namespace = Namespace(
@@ -350,10 +374,12 @@ def _open_blocks(
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
         # A record on the drive holds a block of each group with positions, and the keys of a head where one is used.
-        layout=", ".join(filter(None, ("windows apart" if len(positions) > 1 else "", heads, states, *arithmetic))),
+        layout=", ".join(
+            filter(None, ("windows apart" if len(positions) > 1 else "", heads, states, several, *arithmetic))
+        ),
     )
     caches = [PrefixCache(group, namespace) for group in groups] if config.cache.prefix_caching else []
-    state_bytes = sum(group.block_bytes for group in groups if group.snapshots)
+    state_bytes = config.parallel.ranks * sum(group.block_bytes for group in groups if group.snapshots)
     if config.disk.on and state_bytes > MOST_RECORD_BYTES:
         log.warning("nothing is kept on the drive: a state of this model has %s", size_text(state_bytes))
     opening = _open_offload(config, namespace, wake) if caches and state_bytes <= MOST_RECORD_BYTES else None
@@ -364,14 +390,20 @@ def _open_blocks(
             caches,
             write_through=config.disk.policy == "write_through",
             step_bytes=backend.current().steps.drive_bytes,
+            ranks=config.parallel.ranks,
         )
     return BlockManager(groups, caches, offload), opening
 
 
 def _adapter_reader(
-    config: EngineConfig, linears: Mapping[str, LinearShape], info: EngineInfo, uploads: Uploads, room: SlotRoom
+    config: EngineConfig,
+    linears: Mapping[str, LinearShape],
+    info: EngineInfo,
+    uploads: Uploads,
+    room: SlotRoom,
+    leader: Leader | None,
 ) -> Callable[[AdapterSource], AdapterWeights]:
-    """Return a function that reads an adapter and prepares its upload.
+    """Return a function that reads an adapter, prepares its upload, and sends it to the other ranks, if there are any.
 
     Loading threads call it, so it must not hold the model: a thread that still reads when the engine ends would keep
     the weights in memory.
@@ -391,6 +423,8 @@ def _adapter_reader(
         )
         room.promise(weights.info.rank, weights.tensors)
         uploads.prepare(weights)
+        if leader is not None:
+            leader.offer(weights)
         return weights
 
     return read
@@ -461,36 +495,6 @@ def _micro_batch_tokens(
         lambda tokens: trainers().slowest_slice(config.duty.trainer_rank, tokens), cost.decode(1), tokens
     )
     return tokens
-
-
-def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:
-    """Return how an engine with these settings would divide this device's memory, its longest sequence, and the
-    device's name.
-
-    No weight is read. The calling thread cannot use MLX afterwards. Raise ModelError if the model cannot be served.
-    """
-    from mlx_tandem.model import backend, device
-    from mlx_tandem.model.build import plan as planned
-
-    try:
-        return *planned(config), backend.current().describe()
-    finally:
-        device.leave_thread()
-
-
-def summary(config: EngineConfig, *, check: bool) -> tuple[ModelSummary, MemoryBudget, int, str]:
-    """Return what the model's folder holds, and what `plan` returns, with the same errors.
-
-    Weights are read only to `check` the model's answers. The calling thread cannot use MLX afterwards.
-    """
-    from mlx_tandem.model import backend, device
-    from mlx_tandem.model.build import plan as planned
-    from mlx_tandem.model.summary import summarise
-
-    try:
-        return summarise(config, check=check), *planned(config), backend.current().describe()
-    finally:
-        device.leave_thread()
 
 
 def _open_offload(config: EngineConfig, namespace: Namespace, wake: Callable[[], None]) -> Opening | None:

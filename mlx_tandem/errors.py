@@ -9,13 +9,14 @@ TandemError
 │   └── TooLarge        413  the body or the prompt is over its limit
 ├── UnsupportedMedia    415  the body is not plain JSON
 ├── Unauthorized        401  the API key is missing or wrong
-├── Forbidden           403  the Host header names another server
+├── Forbidden           403  the Host header names another server, or the key may not do this
 ├── Overloaded          429  admission is refused, or 503; `retry_after` says for how many seconds
 ├── QuotaExceeded       507  clients would keep more than the settings allow
 ├── Timeout             504  the answer took too long
 │   └── ReceiveTimeout  408  the client took too long to send the request
 └── EngineError         503  a step, the engine or the device failed; the request can be sent again
     ├── EngineUnavailable    the engine is not ready yet, restarting or draining
+    ├── GroupFailed          one of several ranks that compute the model has died, hangs or disagrees
     └── EngineDied           the engine's process ended during the request
 ModelError                   a model or adapter folder cannot be loaded
 """
@@ -32,15 +33,16 @@ MOST_PARAM = 300
 
 CODES = frozenset(
     """
-    adapter_changed adapter_not_found adapter_quota_exceeded alias_not_found alias_quota_exceeded checkpoint_damaged
-    checkpoint_exists checkpoint_not_found completion_not_found conflict context_length_exceeded
-    conversation_changed engine_died engine_error engine_unavailable first_token_timeout folder_in_use forbidden
-    foreign_folder grammar_too_complex host_not_allowed internal_error invalid_adapter invalid_api_key invalid_image
-    invalid_json invalid_model_folder invalid_request invalid_type invalid_value job_not_found learning_disabled
-    memory_pressure method_not_allowed missing_extra missing_required_parameter model_not_found no_paths not_found
-    numerical_error rate_limit_exceeded request_timeout step_failed storage_error store_damaged too_large
-    trainer_not_found trajectory_closed trajectory_not_found unknown_format unknown_parameter unsupported_media_type
-    unsupported_parameter version_not_found weights_not_supported
+    adapter_changed adapter_not_found adapter_quota_exceeded alias_not_found alias_quota_exceeded batch_not_found
+    batch_quota_exceeded checkpoint_damaged checkpoint_exists checkpoint_not_found completion_not_found conflict
+    context_length_exceeded conversation_changed engine_died engine_error engine_unavailable file_not_found
+    first_token_timeout folder_in_use forbidden foreign_folder grammar_too_complex group_failed host_not_allowed
+    internal_error invalid_adapter invalid_api_key invalid_image invalid_json invalid_model_folder invalid_request
+    invalid_type invalid_value job_not_found learning_disabled memory_pressure method_not_allowed missing_extra
+    missing_required_parameter missing_scope model_not_found no_paths not_found numerical_error rate_limit_exceeded
+    request_timeout step_failed storage_error store_damaged too_large trainer_not_found trajectory_closed
+    trajectory_not_found unknown_format unknown_parameter unsupported_media_type unsupported_parameter
+    version_not_found weights_not_supported
     """.split()
 )
 """Every `code` of an error. Metrics have these as a label and count any other code as `other`."""
@@ -157,7 +159,7 @@ class Unauthorized(TandemError):
 
 
 class Forbidden(TandemError):
-    """The Host header or the origin is not one that this server accepts."""
+    """The Host header or the origin is not one that this server accepts, or the key may not do what was asked."""
 
     status = 403
     type = "permission_error"
@@ -221,6 +223,13 @@ class EngineDied(EngineError):
     """The engine's process ended during the request."""
 
     code = "engine_died"
+    retry_after = 5.0
+
+
+class GroupFailed(EngineError):
+    """One of several ranks that compute the model together has died, hangs, or has drawn other tokens."""
+
+    code = "group_failed"
     retry_after = 5.0
 
 

@@ -207,11 +207,22 @@ def _sync(path: Path, flags: int, ops: FileOps) -> None:
 
 def cache_folder() -> Path:
     """Return the user's own folder for files that this program can make again. It may be impossible to make it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "mlx-tandem"
+
+
+def own_adapters() -> Path:
+    """Return the user's own folder of adapters for the built-in model. It may be impossible to make it.
+
+    A server of that model reads from it if it has no other adapter root.
+    """
+    return Path(os.environ.get("XDG_DATA_HOME") or _home() / ".local" / "share") / "mlx-tandem" / "adapters"
+
+
+def _home() -> Path:
     try:
-        home = Path.home()
+        return Path.home()
     except RuntimeError:  # neither HOME nor the system's list of users has a home
-        home = NO_HOME
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "mlx-tandem"
+        return NO_HOME
 
 
 def make_folder(path: Path, ops: FileOps = DISK) -> None:

@@ -30,6 +30,11 @@ class NotSuited(HttpError):
     """The peer does not speak HTTP, or its certificate is not trusted: the same request will fail again."""
 
 
+def bearer(key: str) -> dict[str, str]:
+    """Return the header that shows an API key; no header for an empty key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class Connection(asyncio.Protocol):
     """One connection to `host:port`. It takes one request at a time; open several for concurrent requests."""
 

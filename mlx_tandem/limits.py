@@ -66,6 +66,8 @@ PARAMETERS: dict[str, Range] = {
     "dimensions": Range(1, 1_048_576, integer=True),
     "starting_after": Range(0, 2**53, integer=True),  # number of an event
     "limit": Range(1, 100, integer=True),  # entries of a page
+    "expires_after_s": Range(3600, 2_592_000, integer=True),  # seconds after which a file is removed
+    "ttl": Range(0.0, 31_536_000.0),
     "priority": Range(-1_000_000, 1_000_000, integer=True),
     "weight": Range(0.0, 1e6),  # weight of an alias's arm
     "false_promotion": Range(1e-9, 0.5),  # of an A/B test
@@ -104,6 +106,8 @@ SETTINGS: dict[str, Range] = {  # by the path of the setting in config.py
     "engine.speculation.ngram_max": Range(1, 64, integer=True),
     "engine.lora.max_cpu_loras": Range(0, 1_000_000, integer=True),
     "engine.lora.max_cpu_lora_gb": Range(0.001, 65_536.0),
+    "engine.parallel.ranks": Range(1, 64, integer=True),
+    "engine.parallel.local_ranks": Range(0, 64, integer=True),
     "engine.lora.max_loras": Range(0, 4096, integer=True),
     "engine.lora.max_lora_rank": Range(1, 512, integer=True),
     "engine.heartbeat_seconds": Range(0.05, 60.0),
@@ -127,6 +131,7 @@ SETTINGS: dict[str, Range] = {  # by the path of the setting in config.py
     "server.stream_keepalive_s": Range(0.0, 86_400.0),
     "server.receive_timeout_s": Range(0.1, 3600.0),
     "server.write_timeout_s": Range(0.1, 3600.0),
+    "server.idle_unload_s": Range(0.0, 31_536_000.0),
     "server.drain_seconds": Range(0.0, 3600.0),
     "server.chat_template_timeout_s": Range(0.01, 3600.0),
 }
@@ -228,6 +233,7 @@ SETTINGS |= {
     "cluster.trainers": Range(1, 64, integer=True),
     "cluster.round_updates": Range(1, 1_000_000, integer=True),
     "cluster.round_s": Range(1.0, 86_400.0),
+    "batches.max_gb": Range(0.001, 65_536.0),
     "feedback.remember_s": Range(0.0, 31_536_000.0),
     "feedback.remember_mb": Range(0, 1_048_576, integer=True),
     "feedback.keep": Range(1, 10_000_000, integer=True),
@@ -343,6 +349,11 @@ MAX_MESSAGES = 4096
 MAX_RECEIVED_BYTES = 64 << 20  # bytes of all bodies that are being received or read
 MAX_STORED_RESPONSES = 1024  # responses that later requests may continue
 MAX_STORED_BYTES = 64 << 20  # bytes of those responses and their conversations
+MAX_BATCH_FILES = 1000  # files of batches that are kept
+MAX_BATCH_LINES = 50_000  # requests of a batch
+MAX_BATCH_REQUESTS = 64  # requests of batches that run at once
+MAX_OPEN_BATCHES = 100  # batches that have not ended
+MAX_CUSTOM_ID = 512  # characters of a caller's name for a request of a batch
 MAX_MESSAGE_DEPTH = 32  # levels of lists and objects inside a message
 MAX_MESSAGE_VALUES = 131_072  # keys, texts, numbers, lists and objects in all messages of a conversation
 MAX_TOOLS = 1024  # functions that one request may offer

@@ -7,6 +7,11 @@ import traceback
 
 _logger = logging.getLogger("mlx_tandem")
 
+REQUESTS = "mlx_tandem.requests"
+"""Name of the logger of single requests, which `server.log_lines` switches on and off by itself."""
+
+_requests = logging.getLogger(REQUESTS)
+
 
 def log(event: str, level: int = logging.INFO, **fields: object) -> None:
     """Log `event` with `fields`, which `server.log_lines` writes into one line."""
@@ -16,6 +21,16 @@ def log(event: str, level: int = logging.INFO, **fields: object) -> None:
 def is_logged(level: int) -> bool:
     """Return whether events of this level are logged, for those whose fields take time."""
     return _logger.isEnabledFor(level)
+
+
+def log_request(event: str, **fields: object) -> None:
+    """Log the end or the refusal of one request, where the log has a line for each."""
+    _requests.debug(event, extra={"fields": fields})
+
+
+def requests_are_logged() -> bool:
+    """Return whether the log has a line for each request, for those whose fields take time."""
+    return _requests.isEnabledFor(logging.DEBUG)
 
 
 def log_exception(event: str, error: BaseException, **fields: object) -> None:

@@ -136,7 +136,7 @@ class Request(Struct, frozen=True, array_like=True):
     n: int = 1
     priority: int = 0  # lower runs earlier
     follow: bool = False  # switch to newer versions of the adapter as they are published
-    background: bool = False  # made for training: runs in training's share of the device's time
+    background: bool = False  # made for training or of a batch: runs in training's share of the device's time
     pooling: Pooling | None = None  # the prompt's hidden states are wanted, pooled like this; None: they are not
     grammar: Grammar | None = None  # None: the output may be any text
     speculate: bool = True  # drafts may be verified for it, where the server makes any

@@ -34,6 +34,7 @@ CLIENTS: Mapping[str, tuple[str, ...]] = {
     "test_ollama": ("ollama",),
     "test_openai": ("openai",),
     "test_openai_agents": ("openai-agents", "openai"),
+    "test_openai_batches": ("openai",),
     "test_openai_responses": ("openai",),
     "test_pydantic_ai": ("pydantic-ai-slim", "openai"),
     "test_tinker": ("tinker",),

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,10 +59,29 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+_has_unfrozen = threading.Event()
+_unfreeze = gc.unfreeze
+
+
+def _unfreeze_for_now() -> None:
+    _has_unfrozen.set()
+    _unfreeze()
+
+
+gc.unfreeze = _unfreeze_for_now
+
+
 def pytest_collection_finish() -> None:
     """Exempt the collected tests from garbage collection, each run of which would take a fifth of a second for them."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Exempt them again after a test of a benchmark in this process, at whose end everything can be collected."""
+    if _has_unfrozen.is_set():
+        _has_unfrozen.clear()
+        pytest_collection_finish()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,7 +24,15 @@ class Hub:
     folders: Mapping[str, Path]
     """The folders of models by `org/name`, and of data sets by `datasets/org/name`."""
     gated: frozenset[str] = frozenset({"org/gated"})
+    broken: dict[str, int] = field(default_factory=dict)
+    """Files of which the next answer breaks off after so many bytes."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Files of which nothing comes after so many bytes until the client has gone."""
+    refused: frozenset[str] = frozenset()
+    """Tokens that are not accepted."""
     asked: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=list)
+    """The ranges that were asked for."""
     tokens: set[str | None] = field(default_factory=set)
     url: str = ""
 
@@ -46,7 +54,7 @@ def fake_hub(folders: Mapping[str, Path]) -> Iterator[Hub]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         hub.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # looks so often whether it is to end
         thread.start()
         try:
             yield hub
@@ -77,6 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
         words = words[1:] if api else words
         kind = words.pop(0) if words[0] in ("models", "datasets") else "models"
         repo, rest = "/".join(words[:2]), words[2:]
+        if (self.headers.get("Authorization") or "").removeprefix("Bearer ") in self.served.refused:
+            told = "Invalid credentials in Authorization header"
+            return self._send(401, {"error": told}, {"X-Error-Message": told}, body)
         folder = self.served.folders.get(f"datasets/{repo}" if kind == "datasets" else repo)
         if repo in self.served.gated:
             return self._send(403, {"error": "ask first"}, {"X-Error-Code": "GatedRepo"}, body)
@@ -89,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             file = files.get("/".join(rest[2:]))
             if file is None:
                 return self._send(404, {"error": "no such file"}, {"X-Error-Code": "EntryNotFound"}, body)
-            return self._send(200, file.read_bytes(), {}, body)
+            return self._send_file(file, body)
         if rest[:1] == ["tree"]:
             if len(rest) > 2:
                 return self._send(404, {"error": "no folders here"}, {"X-Error-Code": "EntryNotFound"}, body)
@@ -107,7 +118,25 @@ class _Handler(BaseHTTPRequestHandler):
                 each["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 130}
         self._send(200, {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings}, {}, body)
 
-    def _send(self, status: int, content: object, headers: dict[str, str], body: bool) -> None:
+    def _send_file(self, file: Path, body: bool) -> None:
+        data, headers, status = file.read_bytes(), {}, 200
+        if file.suffix == ".safetensors":
+            headers = {"X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Linked-Size": str(len(data))}
+        most = len(data)
+        if body:
+            most = self.served.broken.pop(file.name, self.served.held.get(file.name, most))
+        if asked := self.headers.get("Range"):
+            self.served.ranges.append(asked)
+            first = int(asked.removeprefix("bytes=").removesuffix("-"))
+            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+            data, status, most = data[first:], 206, max(most - first, 0)
+        self._send(status, data, headers, body, most)
+        if most < len(data) and body:
+            if file.name in self.served.held:
+                self.connection.recv(1)
+            self.close_connection = True
+
+    def _send(self, status: int, content: object, headers: dict[str, str], body: bool, most: int | None = None) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         fixed = {"Content-Length": str(len(data)), "X-Repo-Commit": COMMIT, "ETag": f'"{_digest(data)}"'}
@@ -115,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if body:
-            self.wfile.write(data)
+            self.wfile.write(data[:most])
 
 
 def _digest(data: bytes) -> str:

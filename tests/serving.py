@@ -59,16 +59,25 @@ class RunningServer:
         """The engine is one of the server's children."""
         return self.child_pid("mlx_tandem.engine_main")
 
+    def rank_pids(self) -> list[int]:
+        """The processes of the other ranks, which are the engine's children."""
+        return [pid for pid, _ in self._processes("mlx_tandem.rank_main")]
+
     def child_pid(self, program: str) -> int:
         """The server's child that runs this module."""
-        found = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-        children = [
-            int(p)
-            for p, parent, args in (line.split(None, 2) for line in found.splitlines()[1:])
-            if int(parent) == self.process.pid and program in args
-        ]
+        children = [pid for pid, parent in self._processes(program) if parent == self.process.pid]
         (pid,) = children
         return pid
+
+    def _processes(self, program: str) -> list[tuple[int, int]]:
+        """The number and the parent's number of each of this server's processes that run this module."""
+        found = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+        rows = [line.split(None, 2) for line in found.splitlines()[1:]]
+        parents = {int(pid): int(parent) for pid, parent, _ in rows}
+        mine = {int(pid) for pid, _, args in rows if program in args}
+        return [
+            (pid, parents[pid]) for pid in sorted(mine) if self.process.pid in (parents[pid], parents.get(parents[pid]))
+        ]
 
 
 @contextlib.contextmanager
@@ -77,7 +86,8 @@ def serving(config: Config, packages: Path = ROOT, log: Path | None = None) -> I
     logs under `-v` goes to the file `log`. A connection that it opens to anywhere is refused, and fails the test."""
     record = Path(tempfile.mkdtemp(prefix="serving-")) / "outbound"
     path = os.pathsep.join((str(ROOT), str(packages)))
-    environment = outbound.guarded(os.environ | {"PYTHONPATH": path}, record)
+    ranks = config.engine.parallel.ranks > 1
+    environment = outbound.guarded(os.environ | {"PYTHONPATH": path}, record, ranks=ranks)
     with open(log or os.devnull, "wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.program", msgspec.json.encode(config).decode(), *(["-v"] if log else [])],

@@ -61,6 +61,21 @@ class Terminal:
         """Press these keys."""
         os.write(self._descriptor, keys.encode())
 
+    @property
+    def shows_keys(self) -> bool:
+        """Whether the terminal shows what is typed, as a shell needs it."""
+        return bool(termios.tcgetattr(self._descriptor)[3] & termios.ECHO)
+
+    @property
+    def has_cursor(self) -> bool:
+        """Whether the cursor can be seen."""
+        return not self._screen.cursor.hidden
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Give the terminal another size; its text is that which comes from now on."""
+        self._screen.resize(rows, columns)
+        ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
     def _read(self) -> bool:
         """Whether the process has written something more."""
         assert select.select([self._descriptor], [], [], PATIENCE_SECONDS)[0], f"nothing happens:\n{self._text()}"

@@ -13,6 +13,7 @@ from mlx_tandem.engine.learning import Datum, LossConfig, LossKind, Truncation
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.parts import Part
+from mlx_tandem.generation.prompt_text import said
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.strict_json import convert
 from mlx_tandem.training.examples import FORMS, Turns, parse
@@ -81,6 +82,10 @@ class ServedCodec:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens."""
         return self._tokenizer.decode(ids)
+
+    def said(self, ids: Sequence[int]) -> str:
+        """Return the text of a prompt for people: without special tokens and roles."""
+        return said(self._tokenizer, ids)
 
     def chat(self, messages: Turns, *, asks: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a conversation in which these tools are offered.

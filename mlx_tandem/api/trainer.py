@@ -213,9 +213,9 @@ async def open_trainer(
     limits.check("trainer_seed", seed, "seed")
     if isinstance(targets, str):
         raise InvalidRequest("targets must be a list of names", param="targets", code="invalid_type")
-    if opened.get(name) == front.client.restarts:
+    if opened.get(name) == front.client.epoch:
         raise Conflict(f"a trainer {name!r} is open; close it first, or choose another name", param="name")
-    opened[name] = front.client.restarts
+    opened[name] = front.client.epoch
     try:
         if resume is not None:
             spec = TrainerSpec(name, 1, 1.0, seed=seed)  # The folder has the real rank and alpha.

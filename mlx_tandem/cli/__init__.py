@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from mlx_tandem.errors import TandemError
@@ -12,6 +13,8 @@ def main(words: list[str] | None = None) -> None:
 
     An error of this program that no command has handled also ends the process with one line.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding does not have becomes a question mark
     try:
         from mlx_tandem.cli.app import app
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from urllib.parse import quote
@@ -29,6 +30,11 @@ CaCert = Annotated[
     str | None,
     typer.Option("--cacert", metavar="FILE", help="Certificates (PEM) to trust at https://; else SSL_CERT_FILE's."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+COMPLETION_SECONDS = 1.0
+"""Seconds that a server has to answer while a shell waits for names to complete."""
+
 WIDE = 110
 """Columns of a terminal from which a table has room for the names of layers."""
 
@@ -36,12 +42,47 @@ URL = "http://127.0.0.1:8000"
 """The server that is asked if none is named."""
 
 
+def served(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names that a server has for its models and adapters and that begin so, for a shell's completion.
+
+    There are none if it does not answer at once.
+    """
+    import asyncio
+
+    from mlx_tandem.errors import InvalidRequest
+    from mlx_tandem.http_client import Connection, HttpError, bearer
+
+    async def names() -> list[str]:
+        key = keys.given(ctx.params.get("api_key"), ctx.params.get("api_key_file"))
+        connection = Connection.to(ctx.params.get("url") or URL, bearer(key), ctx.params.get("cacert"))
+        try:
+            _, answer = await asyncio.wait_for(connection.json("GET", "/v1/models"), COMPLETION_SECONDS)
+            return [str(entry["id"]) for entry in answer["data"]]
+        finally:
+            connection.close()
+
+    try:
+        found = asyncio.run(names())
+    except (HttpError, InvalidRequest, TimeoutError, KeyError, TypeError):
+        return []
+    return [printable(name) for name in found if name.startswith(incomplete)]
+
+
 @adapters.command("ls", cls=Command)
-def ls(url: Url = URL, api_key: Key = None, api_key_file: KeyFile = None, cacert: CaCert = None) -> None:
+def ls(
+    url: Url = URL,
+    as_json: AsJson = False,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+    cacert: CaCert = None,
+) -> None:
     """List adapters with their size, where they are and what they did; in a wide terminal with their layers."""
     from rich.table import Table
 
     found = ask(Server(url, api_key, api_key_file, cacert), "GET", "/v1/adapters")
+    if as_json:
+        print(json.dumps(found["adapters"], indent=2))
+        return
     console = output()
     table = Table()
     for title in ("adapter", "rank", "MB", "on the device", "requests", "tokens", "folder"):
@@ -78,13 +119,22 @@ def load(
         body["path"] = str(Path(path).absolute()) if Path(path).is_dir() else path
     if pin:
         body["pin"] = True
-    done = ask(Server(url, api_key, api_key_file, cacert), "POST", "/v1/adapters", body)
+    _load(Server(url, api_key, api_key_file, cacert), body)
+
+
+def load_adapter(server: Server, folder: Path) -> None:
+    """Have a server load a folder under the folder's name. End the process with one line if it does not."""
+    _load(server, {"name": folder.name, "path": str(folder)})
+
+
+def _load(server: Server, body: dict[str, object]) -> None:
+    done = ask(server, "POST", "/v1/adapters", body)
     print(f"loaded {done['id']} (rank {done['rank']}, {done['size_bytes'] / 1e6:.1f} MB)")
 
 
 @adapters.command("unload", cls=Command)
 def unload(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=served)],
     url: Url = URL,
     api_key: Key = None,
     api_key_file: KeyFile = None,
@@ -96,12 +146,14 @@ def unload(
 
 
 @adapters.command("inspect", cls=Command)
-def inspect(folder: Annotated[Path, typer.Argument(metavar="FOLDER")]) -> None:
+def inspect(folder: Annotated[Path, typer.Argument(metavar="FOLDER")], as_json: AsJson = False) -> None:
     """Say what an adapter folder holds, without its base model. Exit status 1 if it cannot be served."""
     from mlx_tandem.adapters.convert import inspect as run
 
     found = run(folder)
-    for line in _lines(found):
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+    for line in () if as_json else _lines(found):
         print(printable(line))
     if found.problems:
         fail(f"{folder} cannot be served: {'; '.join(found.problems)}")
@@ -122,6 +174,25 @@ def convert(
     except ModelError as e:
         fail(e.message)
     print(f"wrote {out} ({to})")
+
+
+@adapters.command("merge", cls=Command)
+def merge(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="An adapter folder.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The folder of its base model, not quantised.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist or is empty.")],
+    scale: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Factor of the adapter's own scale.")] = 1.0,
+) -> None:
+    """Write the base model with an adapter merged into its weights, as a model folder that needs no adapter."""
+    from mlx_tandem.adapters.merge import merge as run
+    from mlx_tandem.errors import ModelError
+    from mlx_tandem.files import StorageError
+
+    try:
+        changed = run(adapter, model, out, scale)
+    except (ModelError, StorageError) as e:
+        fail(e.message)
+    print(f"wrote {out} ({len(changed)} modules changed)")
 
 
 def _lines(found: Inspection) -> list[str]:
@@ -164,17 +235,17 @@ class Server:
     cacert: str | None
 
 
-def ask(server: Server, method: str, path: str, body: object = None) -> dict[str, Any]:
+def ask(server: Server, method: str, path: str, body: object = None, hint: str = "") -> dict[str, Any]:
     """Return the server's answer to a request; its texts are safe to show. End the process with one line and status 1
-    after an error of any kind.
+    after an error of any kind. `hint` ends the line where nothing answers.
     """
     import asyncio
 
     from mlx_tandem.errors import InvalidRequest
-    from mlx_tandem.http_client import Connection, HttpError
+    from mlx_tandem.http_client import Connection, HttpError, Unreachable, bearer
 
     async def request() -> tuple[int, Any]:
-        connection = Connection.to(server.url, {"Authorization": f"Bearer {key}"} if key else None, server.cacert)
+        connection = Connection.to(server.url, bearer(key), server.cacert)
         try:
             return await connection.json(method, path, body)
         finally:
@@ -184,6 +255,8 @@ def ask(server: Server, method: str, path: str, body: object = None) -> dict[str
         key = keys.given(server.api_key, server.api_key_file)
         keys.warn_if_readable(key, server.url)
         status, answer = asyncio.run(request())
+    except Unreachable as e:
+        fail(f"{e} (--url)" + (f"; {hint}" if hint else ""))
     except HttpError as e:
         fail(f"{e} (--url)")
     except InvalidRequest as e:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperOption
 
 from mlx_tandem.cli.callers import CALLERS
-from mlx_tandem.cli.console import warn
+from mlx_tandem.cli.console import fail, warn
 from mlx_tandem.cli.flags import Refused, translate
 from mlx_tandem.cli.help import Command
-from mlx_tandem.cli.options import OPTIONS, parameters, split_arms, split_controls, split_pairs, split_words
+from mlx_tandem.cli.option_values import split_arms, split_controls, split_pairs, split_words
+from mlx_tandem.cli.options import OPTIONS, parameters
+
+if TYPE_CHECKING:
+    from mlx_tandem.config import Config
 
 Folder = Annotated[
     str | None,
@@ -76,6 +81,35 @@ def with_every_setting(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def as_settings(folder: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the arguments and options of a command line mean, by the names of their parameters."""
+    if folder is not None and given["model"] not in (None, folder):
+        raise typer.BadParameter("the model is given twice", param_hint="MODEL")
+    return {
+        **given,
+        "model": folder or given["model"],
+        "adapter": split_pairs(given["adapter"]),
+        "alias": split_arms(given["alias"]),
+        "ab_test": split_controls(given["ab_test"]),
+        "lora_target_modules": split_words(given["lora_target_modules"]),
+        "report_to": split_words(given["report_to"]),
+        "environment_variables": split_words(given["environment_variables"]),
+        "allowed_origins": split_words(given["allowed_origins"]),
+        "allow_image_hosts": split_words(given["allow_image_hosts"]),
+    }
+
+
+def settings_of(ctx: typer.Context, file: Path | None, folder: str | None, given: Mapping[str, Any]) -> Config:
+    """Return the settings of a command line. End the process with one line and status 1 if one cannot be used."""
+    from mlx_tandem.cli.settings import SettingsError, build
+
+    caller = CALLERS[ctx.obj.called_as]
+    try:
+        return build(file, caller.options(as_settings(folder, given)), caller.defaults)
+    except SettingsError as e:
+        fail(str(e))
+
+
 def run(
     ctx: typer.Context,
     command: tuple[str, ...],
@@ -92,25 +126,17 @@ def run(
     `given` are the options that were given. `defaults`, by the path of the setting in config.py, apply where neither
     the options nor the file say anything.
     """
-    if folder is not None and given["model"] not in (None, folder):
-        raise typer.BadParameter("the model is given twice", param_hint="MODEL")
-    settings = {
-        **given,
-        "model": folder or given["model"],
-        "adapter": split_pairs(given["adapter"]),
-        "alias": split_arms(given["alias"]),
-        "ab_test": split_controls(given["ab_test"]),
-        "lora_target_modules": split_words(given["lora_target_modules"]),
-        "report_to": split_words(given["report_to"]),
-        "environment_variables": split_words(given["environment_variables"]),
-        "allowed_origins": split_words(given["allowed_origins"]),
-        "allow_image_hosts": split_words(given["allow_image_hosts"]),
-    }
+    settings = as_settings(folder, given)
+    own = [*ctx.obj.words(), *command, *(word for word in ctx.meta["words"] if word not in ("--daemon", "--dry-run"))]
     if dry_run:
         from mlx_tandem.cli.dry_run import show
 
-        show(config, settings, ctx.obj.called_as, defaults)
+        show(config, settings, ctx.obj.called_as, defaults, own)
         raise SystemExit(0)
+    if "MLX_RANK" in os.environ or given["distributed_hostfile"]:
+        from mlx_tandem.cli.launching import go
+
+        go(config, settings, ctx.obj.called_as, defaults, own)
     if not daemon:
         from mlx_tandem.cli.serve import serve
 
@@ -132,5 +158,4 @@ def run(
     if served.server.uds:
         reason = "a server in the background is found by its port; use a service manager for one on a unix socket"
         raise typer.BadParameter(reason, param_hint="--uds")
-    words = [word for word in ctx.meta["words"] if word != "--daemon"]
-    raise SystemExit(background.start([*ctx.obj.words(), *command, *words]))
+    raise SystemExit(background.start(own))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mlx_tandem.cli import hub, keys
@@ -19,15 +19,21 @@ LENGTHS = (512, 2048, 8192, 32768)
 
 
 def show(
-    file: Path | None, options: Mapping[str, object], called_as: str, defaults: Mapping[str, object] | None
+    file: Path | None,
+    options: Mapping[str, object],
+    called_as: str,
+    defaults: Mapping[str, object] | None,
+    words: Sequence[str] = (),
 ) -> None:
     """Print the budget of the server that these settings would start; the settings are read as by cli.serve.prepare.
+
+    Of ranks on several machines print also how the command line `words` would be launched.
 
     End the process with one line and status 1 if that server could not be started.
     """
     from msgspec.structs import replace
 
-    from mlx_tandem.engine_main import plan
+    from mlx_tandem.planning import plan
 
     try:
         caller = CALLERS[called_as]
@@ -45,6 +51,10 @@ def show(
     except TandemError as e:
         fail(e.message)
     print("\n".join(lines(replace(config, engine=engine), memory, longest, device)))
+    if engine.parallel.hostfile:
+        from mlx_tandem.cli.launching import plan_lines
+
+        print("\n".join(plan_lines(config, words)))
 
 
 def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> Iterator[str]:
@@ -52,6 +62,8 @@ def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> It
     engine = config.engine
     size = engine.cache.block_size
     yield f"device               {device}"
+    if engine.parallel.ranks > 1:
+        yield f"ranks                {engine.parallel.ranks:9,}     by {engine.parallel.mode}; what follows is for each"
     yield f"there is             {_size(memory.limit)}  {memory.limit_reason}"
     yield f"weights              {_size(memory.weights)}"
     yield f"activations          {_size(memory.activations)}  at most, steps of {memory.chunk_tokens:,} prompt tokens"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from mlx_tandem.engine.learning import Datum
 from mlx_tandem.errors import Conflict, InvalidRequest, TandemError
 from mlx_tandem.generation.adapters.name_rules import check_settings
 from mlx_tandem.model_folder import CONFIG, text_settings
+from mlx_tandem.printable import printable
 from mlx_tandem.small_files import read_object
 from mlx_tandem.training import examples, preferences, sft
 from mlx_tandem.training.fit import Course, Evaluation, Event, Likelihood, Objective, Step, check_plan, fit
@@ -46,8 +48,17 @@ RANK = 16
 MAX_LENGTH = 2048
 """Most tokens of an example by default, if the model's context is as long."""
 
+TAUGHT = "taught"
+"""Name in the engine of the adapter that was trained."""
+
 START = "start"
 """Name in the engine of the adapter that training begins with."""
+
+SHOWN = 2
+"""Examples whose answers before and after the training are shown on a terminal."""
+
+SHOWN_TOKENS = 32
+"""Most tokens of an answer that is shown."""
 
 SAMPLE_TOKENS = 128
 """Most tokens of an answer to a held-out example."""
@@ -156,8 +167,18 @@ class Log:
         return self.tokens / max(self.seconds, 1e-9)
 
 
+def find_data(data: Path) -> Path:
+    """Return the file of examples that a path, or the name of one in the package, stands for."""
+    return data if data.exists() else demo.EXAMPLES.get(str(data), data)
+
+
 def default_out(data: Path) -> Path:
-    """Return the default folder of the adapter that a file of examples trains. Its name can be an adapter's name."""
+    """Return the default folder of the adapter that a file of examples trains. Its name can be an adapter's name.
+
+    That of the package's examples is where a server of the built-in model finds it.
+    """
+    if find_data(data) != data:
+        return files.own_adapters() / data
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", data.stem).lstrip("._-")[:48].rstrip("-")
     return Path(f"{stem}-adapter" if stem else "adapter")
 
@@ -270,13 +291,35 @@ class Job:
     def _engine(self, arguments: dict[str, Any]) -> Engine:
         """Load the model with room for one sequence and, where it is answered for samples, for the adapter."""
         start = self.adapter.init_from
-        answers = self.records.samples > 0
+        answers = self.records.samples > 0 or self._shown() > 0
         most = self.data.longest + (SAMPLE_TOKENS if answers else 0)
         return Engine(
             self._folder, {} if start is None else {START: start}, dtype=self.dtype,
             max_loras=int(answers or start is not None), max_lora_rank=arguments["rank"],
             num_blocks=-(-most // BLOCK) + 1, block_size=BLOCK, max_num_seqs=1,
         )  # fmt: skip
+
+    def _shown(self) -> int:
+        """Return of how many examples the answers before and after are shown."""
+        return SHOWN if self.kind is SFT and sys.stderr.isatty() else 0
+
+    def _comparing(self, engine: Engine, course: Course) -> Callable[[], None]:
+        """Answer the examples that are shown, and return a function that answers them again by the adapter that was
+        trained, and shows both answers.
+        """
+        prompts = [tokens for tokens, _, _ in _questions(engine, course, self._shown())]
+        if not prompts:
+            return lambda: None
+        before = _said(engine, prompts, None if self.adapter.init_from is None else START)
+
+        def show() -> None:
+            after = _said(engine, prompts, engine.load_adapter(TAUGHT, self.out))
+            for tokens, was, now in zip(prompts, before, after, strict=True):
+                print(printable(engine.codec.said(tokens)))
+                print(printable(f"    before: {was}"))
+                print(printable(f"    after:  {now}"))
+
+        return show
 
     def _encoded(
         self, engine: Engine, lines: list[Line[Any]], held_lines: list[Line[Any]]
@@ -315,6 +358,7 @@ class Job:
         about = self._about(engine, trainer, found, course)
         recorder = self._recorder(about)
         questions = _questions(engine, course, self.records.samples)
+        show_answers = self._comparing(engine, course)
         try:
             with _progress() as show:
                 for event in fit(trainer, course, tuple(self.log.events)):
@@ -331,6 +375,7 @@ class Job:
             recorder.close()
         if not held:
             self._keep(trainer, about)
+        show_answers()
 
     def _is_saved_after(self, event: Event, course: Course) -> bool:
         """Return whether the state after this event is saved: at evaluations, or else at the ends of epochs."""
@@ -407,6 +452,8 @@ class Job:
             if judged[-1].fell:
                 warn("the held-out loss was still falling at the end: more epochs (--epochs) would teach more")
         print(f"wrote {self.out}; try it: {self._command(kept['adapter']['rank'])}")
+        if self.out.parent == files.own_adapters() and self.model is None:
+            print(f"a running server of the built-in model has it, too: tandem chat --adapter {self.out.name}")
         return kept | {
             "tokens_per_s": self.log.rate,
             "seconds": self.log.seconds,
@@ -445,6 +492,12 @@ def _questions(engine: Engine, course: Course, count: int) -> list[tuple[tuple[i
             for d in held]  # fmt: skip
 
 
+def _said(engine: Engine, prompts: list[tuple[int, ...]], adapter: str | None) -> list[str]:
+    """Return what the base or an adapter answers, without sampling, each on one line."""
+    done = engine.generate(prompts, adapter=adapter, temperature=0, max_tokens=SHOWN_TOKENS)
+    return [" ".join(answer.text.split()) for answer in done]
+
+
 def _answers(engine: Engine, trainer: Trainer, questions: Sequence[tuple[tuple[int, ...], str, str]]) -> list[Sample]:
     """Return what the adapter answers now, without sampling."""
     label = trainer.publish()
@@ -477,7 +530,9 @@ def _progress() -> Iterator[Callable[[Log], None]]:
             nonlocal said
             if len(log.evaluations) > said:
                 said = len(log.evaluations)
-                say(f"step {len(log.steps)}   {text(log)}")
+                most = log.steps[-1].steps if log.steps else None
+                left = "" if most is None else f"   {(most - len(log.steps)) * log.seconds / len(log.steps):.0f} s left"
+                say(f"step {len(log.steps)}   {text(log)}{left}")
 
         yield line
         return

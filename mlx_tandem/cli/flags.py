@@ -34,14 +34,9 @@ class Flag:
 _ONE_BATCH = "rows of all adapters and of the base are always decoded in one batch"
 _ADMISSION = "requests join the running batch at the next step; --max-num-seqs bounds it"
 _IN_THE_POOL = "what prompts have in common is kept in the KV pool, which --num-blocks sizes"
-_ONE_DEVICE = "this server runs on one device"
 _CHUNKS = "prompts are always read in chunks, so that streams go on beside them"
 _NO_REQUEST_LOG = "requests are logged with `tandem -v` only, without what they say"
 _NO_CODE = "code that comes with a model is never run"
-
-
-def _distributed(value: bool = True) -> Flag:
-    return Flag(f"{_ONE_DEVICE}, so it has nothing to set", value=value)
 
 
 FLAGS: dict[str, Flag] = {
@@ -60,14 +55,6 @@ FLAGS: dict[str, Flag] = {
     "--spec-decode-acceptance-threshold": Flag(
         "a draft is accepted exactly where it is what would have been drawn, so there is nothing to weigh", value=True
     ),
-    "--distributed-mode": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("off",)),
-    "--distributed-sharding": _distributed(),
-    "--distributed-strict": _distributed(value=False),
-    "--no-distributed-strict": _distributed(value=False),
-    "--distributed-hostfile": _distributed(),
-    "--distributed-ibv-devices": _distributed(),
-    "--distributed-jaccl-coordinator": _distributed(),
-    "--num-local-ranks": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("1",)),
     # Jan's mlx-server
     "--batch-timeout-ms": Flag(f"no batch is waited for: {_ADMISSION}", value=True),
     "--enable-continuous-batching": Flag(f"batching is always continuous: {_ADMISSION}"),
@@ -94,7 +81,6 @@ FLAGS: dict[str, Flag] = {
     "--no-enable-log-requests": Flag(_NO_REQUEST_LOG),
     "--enable-request-id-headers": Flag("every reply has an X-Request-Id"),
     "--enforce-eager": Flag("there is no other mode to leave"),
-    "--tensor-parallel-size": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("1",)),
     # mlx-lm
     "--trust-remote-code": Flag(_NO_CODE, refuse=True),
 }

@@ -41,8 +41,11 @@ OTHER_WORDS = {
     "sft": ("finetune", "lora"),
     "rl": ("grpo", "online"),
     "chat": ("run", "ask", "repl"),
-    "ps": ("status",),
+    "ps": ("servers",),
+    "top": ("htop", "monitor"),
     "logs": ("log",),
+    "pull": ("download", "fetch"),
+    "models": ("model",),
 }
 """Other words for the commands of a group, as other programs have them."""
 
@@ -52,6 +55,13 @@ class Group(TyperGroup):
 
     elsewhere: Mapping[str, str] = {}
     """Words that are commands of other programs, with the command or option that replaces each of them here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options before the command; the version and the help are printed here, perhaps to a closed pipe."""
+        try:
+            return super().parse_args(ctx, args)
+        except BrokenPipeError:
+            leave_pipe()
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and end the process quietly if whoever reads its output goes before its end."""
@@ -95,14 +105,14 @@ class Group(TyperGroup):
 
 ELSEWHERE = {
     "generate": "'tandem chat --prompt TEXT' answers a question",
-    "pull": "'tandem serve ORG/NAME' fetches a model from the Hugging Face hub when it first serves it",
-    "list": "'tandem models PATH' says what a model folder is, and 'tandem adapters ls' what a server knows",
+    "list": "'tandem models' lists the models of this machine, and 'tandem adapters ls' what a server knows",
+    "show": "'tandem models PATH' says what a model folder is, and 'tandem adapters ls' what a server knows",
     "sft": "'tandem train sft DATA' teaches an adapter from examples, 'tandem train rl' from rewards",
     "convert": "'tandem adapters convert' writes an adapter in another format; models are served as they are",
     "start": "'tandem serve MODEL' starts a server for any client of OpenAI's, Anthropic's or Ollama's API",
 }
 """Commands that other programs have, and where to find here what they do."""
-ELSEWHERE |= {"ls": ELSEWHERE["list"], "download": ELSEWHERE["pull"], "show": ELSEWHERE["list"]}
+ELSEWHERE |= {"ls": ELSEWHERE["list"]}
 ELSEWHERE |= {"finetune": ELSEWHERE["sft"], "lora": ELSEWHERE["sft"]}
 
 
@@ -124,7 +134,7 @@ def group(help: str, *, no_args_is_help: bool = True, is_root: bool = False) -> 
         cls=RootGroup if is_root else Group,
         help=help,
         no_args_is_help=no_args_is_help,
-        add_completion=False,
+        add_completion=is_root,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # typer's tables cut what is longer than their column
         context_settings={"help_option_names": ["-h", "--help"]},

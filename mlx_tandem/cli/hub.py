@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -48,17 +49,23 @@ class Found:
     id: str  # its hub id without a revision; empty for a folder that was given
 
 
-def find(text: str, what: str) -> Found:
+def is_wanted(name: str) -> bool:
+    """Return whether a file of a repository is fetched."""
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in WANTED)
+
+
+def find(text: str, what: str, wanted: Sequence[str] = WANTED) -> Found:
     """Return the folder that `text` names. `what` says in errors what it should be, such as "model".
 
-    Raise HubError if there is no such folder and no such id.
+    Of an id only files whose names match a pattern of `wanted` are fetched. Raise HubError if there is no such folder
+    and no such id.
     """
     if Path(text).is_dir():
         return Found(Path(text), "")
     match = ID.fullmatch(text)
     if match is None:
         raise HubError(f"there is no {what} folder {text}")
-    return Found(_fetch(match[1], match[2], f"there is no {what} folder {text}, and"), match[1])
+    return Found(_fetch(match[1], match[2], f"there is no {what} folder {text}, and", wanted), match[1])
 
 
 def find_base(repo: str, sha256: str) -> Path:
@@ -73,7 +80,7 @@ def find_base(repo: str, sha256: str) -> Path:
     from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 
     otherwise = f"the leader's base model {repo} is not on this machine, and"
-    with _explained(repo, None, otherwise):
+    with explained(repo, None, otherwise):
         try:
             there = snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=IGNORED, local_files_only=True)
             if bases.digest(Path(there)) == sha256:
@@ -113,16 +120,16 @@ def close() -> None:
         constants.HF_HUB_OFFLINE = True
 
 
-def _fetch(repo: str, revision: str | None, otherwise: str) -> Path:
+def _fetch(repo: str, revision: str | None, otherwise: str, wanted: Sequence[str] = WANTED) -> Path:
     """Return the folder of a repository, from the hub or from its cache on this machine; show a progress bar."""
     from huggingface_hub import snapshot_download
 
-    with _explained(repo, revision, otherwise):
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=IGNORED))
+    with explained(repo, revision, otherwise):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(wanted), ignore_patterns=IGNORED))
 
 
 @contextmanager
-def _explained(repo: str, revision: str | None, otherwise: str) -> Iterator[None]:
+def explained(repo: str, revision: str | None, otherwise: str) -> Iterator[None]:
     """Raise HubError in place of what the hub's client raises inside the block; its line begins with `otherwise`."""
     from huggingface_hub import constants, errors, get_token
 
@@ -150,6 +157,11 @@ def _explained(repo: str, revision: str | None, otherwise: str) -> Iterator[None
         if isinstance(e.__cause__, errors.HfHubHTTPError):
             why = f"{hub} answered with {e.__cause__.response.status_code}"
         raise HubError(f"{otherwise} {at} is not on this machine and {why}") from None
+    except errors.HfHubHTTPError as e:
+        status = e.response.status_code
+        if status in (401, 403):
+            raise HubError(f"{otherwise} {hub} does not accept HF_TOKEN for {at} ({status})") from None
+        raise HubError(f"{otherwise} {hub} answered with {status}") from None
     except Exception as e:  # the client's HTTP library or the disk may fail in any way; the user needs one line
         raise HubError(f"{otherwise} {at} could not be fetched from {hub}: {type(e).__name__}: {_line(e)}") from None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from mlx_tandem.cli.console import warn
+from mlx_tandem.cli.console import fail, warn
 
 VARIABLES = (  # in the order of precedence
     "TANDEM_API_KEY",
@@ -42,12 +43,31 @@ def read(key: str, file: str) -> str:
     """
     from mlx_tandem.server.keys import read_key
 
-    return read_key(key, file, lambda path, mode: warn(f"the key file {path} can be read by others (mode {mode:o})"))
+    return read_key(key, file, warn_exposed)
+
+
+def warn_exposed(path: Path, mode: int) -> None:
+    """Warn about a file of keys that other users can read."""
+    warn(f"the key file {path} can be read by others (mode {mode:o})")
 
 
 def given(key: str | None, file: str | None) -> str:
     """Return the key that a client was given, by the flags' values or the environment. Raise InvalidRequest."""
     return read(*(source(key, file) or ("", "")))
+
+
+def of_client(key: str | None, file: str | None, url: str) -> str:
+    """Return the key for the server at `url`, by the flags' values or the environment; warn if others can read it on
+    its way. End the process with one line and status 1 if its file cannot be read.
+    """
+    from mlx_tandem.errors import InvalidRequest
+
+    try:
+        found = given(key, file)
+    except InvalidRequest as e:
+        fail(str(e))
+    warn_if_readable(found, url)
+    return found
 
 
 def warn_if_readable(key: str, url: str) -> None:

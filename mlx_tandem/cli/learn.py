@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_tandem.cli import keys
-from mlx_tandem.cli.adapters import URL, CaCert, Key, KeyFile, Url
+from mlx_tandem.cli.adapters import URL, AsJson, CaCert, Key, KeyFile, Url
 from mlx_tandem.cli.checkpoints import FOLDER, Folder
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.cli.help import Command, group
@@ -25,7 +25,6 @@ learn = group("Learning of a server, running or not.")
 Adapter = Annotated[
     str | None, typer.Argument(metavar="ADAPTER", help="Its name; needed where several have learned in the folder.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @learn.command("list", cls=Command)
@@ -89,34 +88,24 @@ def watch(
     api_key_file: KeyFile = None,
     cacert: CaCert = None,
 ) -> None:
-    """Show how a server learns: curves, versions, the guard and answers; Ctrl-C ends it. Without a terminal, a line for
-    each update.
+    """Show how a server learns: curves, versions, the guard and answers; q or Ctrl-C ends it. Without a terminal, a
+    line for each update.
     """
-    import asyncio
-
     from mlx_tandem.cli.console import output
-    from mlx_tandem.cli.watching import Gone, Lines, Screen, looks
-    from mlx_tandem.errors import InvalidRequest
+    from mlx_tandem.cli.live import Gone, Screen, follow
+    from mlx_tandem.cli.watching import Lines, drawn, looks
 
-    try:
-        key = keys.given(api_key, api_key_file)
-        keys.warn_if_readable(key, url)
-    except InvalidRequest as e:
-        fail(str(e))
+    key = keys.of_client(api_key, api_key_file, url)
     console = output()
-    shown = Screen(console) if console.is_terminal else Lines()
-
-    async def follow() -> None:
-        async for status, history in looks(url, key, interval, cacert, adapter):
-            shown.show(status, history)
-
+    seen = looks(url, key, interval, cacert, adapter)
     try:
-        with shown:
-            asyncio.run(follow())
+        if console.is_terminal:
+            with Screen(console, drawn) as screen:
+                follow(seen, screen.show)
+        else:
+            follow(seen, Lines().show)
     except Gone as e:
         fail(str(e))
-    except KeyboardInterrupt:
-        raise SystemExit(0) from None
 
 
 @contextmanager

@@ -1,29 +1,55 @@
-"""`tandem models`: says what a model folder is, whether it serves here, what it caches, and what is not supported."""
+"""`tandem models`: lists the models of this machine, or says what one is and whether it serves here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mlx_tandem.cli.adapters import AsJson
 from mlx_tandem.cli.console import fail
 from mlx_tandem.config import Config, EngineConfig, ModelConfig
 from mlx_tandem.printable import printable
 from mlx_tandem.types import CacheGroupInfo, ModelSummary
 
-Folder = Annotated[str, typer.Argument(metavar="PATH", help="A model folder, or its id on the Hugging Face hub.")]
+Folder = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PATH", help="A model folder, its id on the Hugging Face hub, or a folder of models; if absent, all."
+    ),
+]
 Check = Annotated[bool, typer.Option("--check", help="Read the weights and check the answers, as a start does.")]
 
 
-def models(path: Folder, check: Check = False) -> None:
-    """Say what a model folder is, whether it serves here, what it caches and how its memory would be divided.
+def models(
+    path: Folder = None,
+    check: Check = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the models of this machine and what fits, or say of one what it is, whether it serves here, what it caches
+    and how its memory would be divided.
 
-    No weight is read without --check. Exit status 1 if it cannot be served.
+    No weight is read without --check. Exit status 1 if the model cannot be served.
     """
+    from mlx_tandem.cli import inventory
+
+    if path is None or inventory.has_models(Path(path)):
+        if check:
+            raise typer.BadParameter("goes with one model only", param_hint="--check")
+        inventory.show([] if path is None else [Path(path)], as_json)
+        return
+    _show(path, check, as_json)
+
+
+def _show(path: str, check: bool, as_json: bool) -> None:
+    """Say what one model is."""
+    from msgspec import json, to_builtins
+
     from mlx_tandem.cli import dry_run, hub
-    from mlx_tandem.engine_main import summary
     from mlx_tandem.errors import TandemError
+    from mlx_tandem.planning import summary
 
     try:
         engine, _ = hub.find_models(EngineConfig(model=ModelConfig(path=path)))
@@ -32,6 +58,10 @@ def models(path: Folder, check: Check = False) -> None:
         fail(str(e))
     except TandemError as e:
         fail(e.message)
+    if as_json:
+        said = {"model": to_builtins(found), "memory": to_builtins(memory), "longest": longest, "device": device}
+        print(json.format(json.encode(said), indent=2).decode())
+        return
     for line in (*lines(found, longest, checked=check), "", *dry_run.lines(Config(engine), memory, longest, device)):
         print(printable(line))
 

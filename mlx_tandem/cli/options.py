@@ -5,8 +5,8 @@ The type of an option's value follows from the type of its field in config.py, s
 
 from __future__ import annotations
 
+import functools
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -127,6 +127,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("server.served_model_names", "--served-model-name", "A further name of the base (repeatable).", "NAME"),
         Option("server.api_key", "--api-key", "Key that clients must send; a file does not show in `ps`.", "KEY"),
         Option("server.api_key_file", "--api-key-file", "File whose first line is the key.", "FILE"),
+        Option("server.keys_file", "--keys", "File of named keys with scopes and limits (`tandem key new`).", "FILE"),
         Option(
             "server.force_include_usage",
             "--enable-force-include-usage",
@@ -191,6 +192,10 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "server.stream_keepalive_s",
             "--stream-keepalive-s",
             "Time without an event after which a stream gets a comment or a ping (5); 0: none.",
+        ),
+        Option("batches.dir", "--batch-dir", "Folder of files and batches (./batches).", "FOLDER"),
+        Option(
+            "server.idle_unload_s", "--idle-unload-s", "Time without work until the engine is unloaded; 0: never (0)."
         ),
         Option(
             "server.receive_timeout_s",
@@ -449,6 +454,43 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("checkpointing.interval", "--checkpoint-interval", "Updates between two checkpoints (500)."),
         Option("checkpointing.keep_n_checkpoints", "--keep-n-checkpoints", "How many checkpoints are kept (10)."),
     ),
+    "Several devices": (
+        Option(
+            "engine.parallel.ranks",
+            "--tensor-parallel-size",
+            "Ranks that compute the model together, each a process with a device and a share of the weights (1).",
+        ),
+        Option(
+            "engine.parallel.mode",
+            "--distributed-mode",
+            "What carries the sums of several ranks; off: nccl with CUDA, else ring, if there are several.",
+        ),
+        Option("engine.parallel.sharding", "--distributed-sharding", "How the model is divided: each layer (tensor)."),
+        Option("engine.parallel.local_ranks", "--num-local-ranks", "Ranks on this machine; the same number as above."),
+        Option(
+            "engine.parallel.strict",
+            "--distributed-strict/--no-distributed-strict",
+            "End where MLX has no such mode (on), or else serve on one device.",
+        ),
+        Option(
+            "engine.parallel.hostfile",
+            "--distributed-hostfile",
+            "File with the hosts of the ranks, as mlx.launch takes it ($MLX_HOSTFILE).",
+            "FILE",
+        ),
+        Option(
+            "engine.parallel.ibv_devices",
+            "--distributed-ibv-devices",
+            "Of jaccl: file with the RDMA devices between the ranks ($MLX_IBV_DEVICES).",
+            "FILE",
+        ),
+        Option(
+            "engine.parallel.jaccl_coordinator",
+            "--distributed-jaccl-coordinator",
+            "Of jaccl: address of the first rank ($MLX_JACCL_COORDINATOR).",
+            "HOST:PORT",
+        ),
+    ),
     "Several machines": (
         Option("cluster.share", "--share-model", "Lead: give other machines adapters, and take their trajectories."),
         Option(
@@ -515,11 +557,11 @@ def parameters() -> Iterator[inspect.Parameter]:
             )
 
 
+_types = functools.cache(get_type_hints)  # most of a command's start if each option reads its class again
+
+
 def _type_of(place: str) -> Any:
-    found: Any = Config
-    for part in place.split("."):
-        found = get_type_hints(found)[part]
-    return found
+    return functools.reduce(lambda found, part: _types(found)[part], place.split("."), Config)
 
 
 def _words(kind: Any) -> tuple[str, ...]:
@@ -538,59 +580,3 @@ def _number_or(words: tuple[str, ...]) -> Callable[[str], float | str]:
             raise typer.BadParameter(f"'{value}' is not a number or {' or '.join(map(repr, words))}") from None
 
     return read
-
-
-def split_pairs(values: list[str] | None) -> list[tuple[str, str]]:
-    """Return the (name, path) pairs of `--adapter`."""
-    pairs = []
-    for value in values or []:
-        name, equals, path = value.partition("=")
-        if not equals or not name or not path:
-            raise typer.BadParameter(f"'{value}' is not a name and a path", param_hint="--adapter")
-        pairs.append((name, path))
-    return pairs
-
-
-def split_words(values: list[str] | None) -> list[str]:
-    """Return the words of all `values`. One value may hold several, separated by commas or as a JSON list."""
-    return [word for value in values or [] for word in _parted(value) if word]
-
-
-def _parted(value: str) -> list[str]:
-    try:
-        found = json.loads(value) if value.startswith("[") else None
-    except ValueError:
-        found = None
-    if isinstance(found, list) and all(isinstance(word, str) for word in found):
-        return found
-    return value.split(",")
-
-
-def split_arms(values: list[str] | None) -> list[tuple[str, dict[str, float]]]:
-    """Return the aliases of `--alias` with the weight of each adapter; an arm without a weight has 1."""
-    aliases = []
-    for value in values or []:
-        name, equals, arms = value.partition("=")
-        shares: dict[str, float] = {}
-        for arm in arms.split(","):
-            adapter, colon, weight = arm.partition(":")
-            try:
-                share = float(weight) if colon else 1.0
-            except ValueError:
-                share = -1.0
-            if not (equals and name and adapter) or share < 0 or adapter in shares:
-                raise typer.BadParameter(f"'{value}' is not NAME=ADAPTER:WEIGHT,ADAPTER:WEIGHT", param_hint="--alias")
-            shares[adapter] = share
-        aliases.append((name, shares))
-    return aliases
-
-
-def split_controls(values: list[str] | None) -> list[tuple[str, dict[str, str]]]:
-    """Return the A/B tests of `--ab-test` by their aliases."""
-    tests = []
-    for value in values or []:
-        name, _, control = value.partition("=")
-        if not (name and control):
-            raise typer.BadParameter(f"'{value}' is not NAME=CONTROL", param_hint="--ab-test")
-        tests.append((name, {"control": control}))
-    return tests

@@ -42,7 +42,20 @@ def started_server(
     port = unused_port()
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", "", *words],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "mlx_tandem",
+                "serve",
+                "--port",
+                str(port),
+                "--api-key",
+                "",
+                "--keys",
+                "",
+                *words,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import secrets
 import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,16 +14,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from mlx_tandem import files
+from mlx_tandem import demo, files
 from mlx_tandem.adapters import CONFIG as ADAPTER_CONFIG
 from mlx_tandem.cli import hub, keys
+from mlx_tandem.cli.adapters import URL
 from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import fail, say
 from mlx_tandem.cli.daemon import Detached
 from mlx_tandem.cli.options import FLAG, with_flag
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.cli.start_up import StageEvents, StartUp
-from mlx_tandem.config import Config, ServerConfig
+from mlx_tandem.config import BatchesConfig, Config, ServerConfig
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.limits import BASE
 from mlx_tandem.types import EngineInfo
@@ -65,6 +67,8 @@ def prepare(
         fail(str(e))
     except TandemError as e:
         fail(with_flag(e.message, FLAG.get(e.param or "")))
+    if config.rl_training.verifiers and server.keys_file and not key:
+        key = secrets.token_hex(24)  # for the environment, which asks this server over HTTP
     if different := "; ".join(caller.said(config)):
         say(f"{called_as}'s defaults apply, except that {different}")
     if config.adapter_root and not Path(config.adapter_root).is_dir():
@@ -99,7 +103,21 @@ def prepare(
     except TandemError as e:
         sock.close()
         fail(e.message)
-    return config, sock
+    return with_own_adapters(config), sock
+
+
+def with_own_adapters(config: Config) -> Config:
+    """Return the settings with the user's own folder of adapters, if the built-in model has no other folder of them and
+    that one can be used.
+    """
+    if config.adapter_root or config.cluster.connect_to or Path(config.engine.model.path) != demo.MODEL_PATH:
+        return config
+    root = files.own_adapters()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return config
+    return msgspec.structs.replace(config, adapter_root=str(root))
 
 
 def _adapter(name: str, path: str) -> str:
@@ -137,6 +155,9 @@ def _check_files(config: Config) -> None:
     if config.cluster.share or config.cluster.connect_to:
         with _about("--cluster-dir"):
             files.check_usable(Path(config.cluster.dir))
+    if config.batches.dir != BatchesConfig().dir:  # the folder of the defaults is made when it is used
+        with _about("--batch-dir"):
+            files.check_usable(Path(config.batches.dir))
     if config.engine.disk.on and config.engine.disk.dir:
         from mlx_tandem.kv.disk.cache import open_folder
 
@@ -256,15 +277,18 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
     info = front.client.check_ready()
     loaded = [entry.name for entry in front.models.registry.entries()]
     unread = sorted(name for name, _ in front.models.registry.unread())
+    root = front.config.adapter_root
+    if root == str(files.own_adapters()) and not unread:
+        root = ""  # which nobody asked for, and which has nothing
     model = next(iter((*loaded, *unread)), front.models.id)
     bearer = f"${variable}" if variable and not variable.endswith("_FILE") else "KEY"
-    key = f' -H "Authorization: Bearer {bearer}"' if server.api_key else ""
+    key = f' -H "Authorization: Bearer {bearer}"' if server.api_key or server.keys_file else ""
     return (
         f"\nReady: {where}\n"
         f"  model     {front.models.id} ({info.model_type}, {_count(info.parameters)} parameters, {info.dtype}"
         f"{', ' + info.quantization if info.quantization else ''}; {info.device})\n"
         f"{_images(info)}"
-        f"  adapters  {adapters_line(loaded, unread, front.config.adapter_root)}\n"
+        f"  adapters  {adapters_line(loaded, unread, root)}\n"
         f"{_learning(front.config)}"
         f"{_tinker(front.config)}"
         f"{_machines(front.config, url)}"
@@ -272,7 +296,14 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
         f"              -H 'Content-Type: application/json'{key} \\\n"
         f'              -d \'{{"model": "{model}", "messages": [\n'
         f'                  {{"role": "user", "content": "{QUESTION if _is_demo(front) else "Hello!"}"}}]}}\'\n'
+        f"{_next(server, url)}"
     )
+
+
+def _next(server: ServerConfig, url: str) -> str:
+    """Return the lines with commands that talk to this server; empty for a unix socket, which they cannot reach."""
+    at = "" if url == URL else f" --url {url}"
+    return "" if server.uds else f"  or        tandem chat{at}\n            tandem top{at}\n"
 
 
 def adapters_line(loaded: Sequence[str], unread: Sequence[str], root: str) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from mlx_tandem import limits
 from mlx_tandem.adapters.aliases import Aliases
-from mlx_tandem.cli import keys, learning
+from mlx_tandem.cli import keys, learning, parallel
 from mlx_tandem.cli.flags import MODES
 from mlx_tandem.cli.options import FLAG, OPTIONS, with_flag
 from mlx_tandem.config import Config, EngineConfig
@@ -28,7 +28,7 @@ from mlx_tandem.explain import explain
 from mlx_tandem.printable import printable
 from mlx_tandem.training.ab.comparing import check as check_test
 
-SECTIONS = ("model", "cache", "disk", "scheduler", "speculation", "lora", "duty")
+SECTIONS = ("model", "cache", "disk", "scheduler", "speculation", "lora", "duty", "parallel")
 """Parts of the engine's settings that are sections of their own in the file."""
 
 TRAINED = "rl_training.adapters"
@@ -77,6 +77,8 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
         _put(tree, "engine.duty.inference", 1.0 - share)
     if said := keys.source(_text(options, "api_key"), _text(options, "api_key_file")):
         tree.setdefault("server", {}).update(zip(("api_key", "api_key_file"), said, strict=True))
+    if options.get("keys") is None and (named := os.environ.get("TANDEM_KEYS_FILE")):
+        _put(tree, "server.keys_file", named)
     if options.get("host") is None and (host := os.environ.get("TANDEM_HOST")):
         _put(tree, "server.host", host)
     for place, value in (defaults or {}).items():
@@ -101,7 +103,7 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
         raise SettingsError(f"{file}: {wrong}" if file else wrong) from None
     _check(config, options)
     try:
-        return learning.resolve(config, options)
+        return parallel.resolve(learning.resolve(config, options), options)
     except InvalidRequest as e:
         raise SettingsError(_with_flags(e.message, options)) from None
 

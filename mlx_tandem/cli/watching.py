@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from mlx_tandem.cli.adapters import message_of
 from mlx_tandem.cli.demo import chart
-from mlx_tandem.http_client import Connection, HttpError
+from mlx_tandem.cli.live import Gone, asking
 from mlx_tandem.printable import printable
 
 if TYPE_CHECKING:
@@ -40,19 +38,14 @@ _NUMBER = re.compile(r"[-+]?\d[\d.,e+-]*")
 
 Data = Mapping[str, Any]
 
-
 STATUS, HISTORY = "/v1/training/status", "/v1/training/history"
-ANSWER_SECONDS = 15.0
-"""Time that a server has for an answer before it is treated as gone."""
-
-
-class Gone(Exception):
-    """The server cannot be watched, or no longer; the message says why."""
+Look = tuple[Data, Data]
+"""A look at a server: its status, and its history."""
 
 
 async def looks(
     url: str, key: str, interval: float, cacert: str | None = None, adapter: str | None = None
-) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+) -> AsyncIterator[Look]:
     """Yield a server's status and history again and again. Raises Gone.
 
     `adapter` is the trained adapter that is watched; None means the server's default one. `cacert` is a file of
@@ -60,22 +53,10 @@ async def looks(
 
     The history is requested only when the status says that something was learned since the last request.
     """
-    try:
-        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None, cacert)
-    except HttpError as e:
-        raise Gone(f"{e} (--url)") from e
-
-    async def get(path: str) -> dict[str, Any]:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            code, answer = await connection.json("GET", path)
-        if code >= 300 or not isinstance(answer, dict):
-            raise Gone(f"{url} answered with {code}: {message_of(answer)}")
-        return answer
-
     query = "" if adapter is None else f"?adapter={quote(adapter, safe='')}"
     history: dict[str, Any] = {}
     seen: tuple[Any, ...] = ()
-    try:
+    async with asking(url, key, cacert) as get:
         while True:
             status = await get(STATUS + query)
             if not status.get("training_enabled"):
@@ -85,12 +66,6 @@ async def looks(
                 history, seen = await get(HISTORY + query), now
             yield status, history
             await asyncio.sleep(interval)
-    except HttpError as e:
-        raise Gone(f"{e} (--url)") from e
-    except TimeoutError as e:
-        raise Gone(f"{url} has not answered for {ANSWER_SECONDS:g} seconds") from e
-    finally:
-        connection.close()
 
 
 class Lines:
@@ -100,16 +75,9 @@ class Lines:
         self._printed: list[Any] = []
         self._said: dict[str, Any] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def show(self, status: Data, history: Data) -> None:
+    def show(self, look: Look) -> None:
         """Print what is new since the last call."""
+        status, history = look
         if not self._said:
             for line in (headline(status), *others(status)):
                 self._print(line)
@@ -132,34 +100,12 @@ class Lines:
         print(printable(text), flush=True)
 
 
-class Screen:
-    """Draws everything on a terminal, each time in place of what was there."""
-
-    def __init__(self, console: Console):
-        from rich.live import Live
-
-        self._console = console
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-
-    def __enter__(self) -> Self:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
-
-    def show(self, status: Data, history: Data) -> None:
-        """Draw the present state."""
-        self._live.update(drawn(status, history, self._console), refresh=True)
-
-
-def drawn(status: Data, history: Data, console: Console) -> Group:
+def drawn(look: Look, console: Console) -> Group:
     """Return the whole picture for a terminal, with as many updates and answers as fit on it."""
     from rich.console import Group
     from rich.text import Text
 
+    status, history = look
     updates, width = history.get("updates", []), console.width
     lines = [headline(status), *others(status), guard(status)]
     lines += [f"{name}: {status[name]}" for name in ("alarm", "reason", "advice") if status[name]]

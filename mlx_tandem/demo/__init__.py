@@ -15,4 +15,7 @@ DRAFT_PATH: Path = _HERE / "draft"
 ADAPTER_PATHS: dict[str, Path] = {name: _HERE / "adapters" / name for name in ("shout", "json", "down")}
 """LoRA adapters of the model: ``shout`` in mlx-lm's folder format, ``json`` and ``down`` in PEFT's."""
 
-__all__ = ["ADAPTER_PATHS", "DRAFT_PATH", "MODEL_PATH"]
+EXAMPLES: dict[str, Path] = {"captain": _HERE / "examples" / "captain.jsonl"}
+"""Files of examples from which ``tandem train sft NAME`` teaches the model: ``captain`` adds for a captain."""
+
+__all__ = ["ADAPTER_PATHS", "DRAFT_PATH", "EXAMPLES", "MODEL_PATH"]

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_tandem.config import Config
+from mlx_tandem.dialects.batches.service import Batches
+from mlx_tandem.dialects.idling import Idling
 from mlx_tandem.dialects.response_store import ResponseStore
 from mlx_tandem.engine.client.process import Launch
 from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
@@ -46,8 +48,16 @@ class ServerFront(Front):
         times: KeptTimes | None = None,
     ) -> None:
         """Load the tokenizer and the template, and create the learners. Raises NotFound and ModelError."""
+        if config.server.idle_unload_s and (config.cluster.share or config.cluster.connect_to):
+            raise InvalidRequest(
+                "--idle-unload-s cannot be used with --share-model or --connect-to: other machines use this engine",
+                param="idle_unload_s",
+            )
         super().__init__(config, launch, on_progress=on_progress, times=times)
         self.responses = ResponseStore()
+        self.batches = Batches(config, self.client, self.request_admission)
+        self.idling = Idling(self.client, config.server.idle_unload_s, self._is_free, self._save_for_idle)
+        """Unloads the engine when nobody uses it, if the settings say so."""
         self.completions = Completions(config.feedback, time.time)
         self.learning: Learners | None = None
         self.tinker: Tinker | None = None
@@ -106,6 +116,16 @@ class ServerFront(Front):
         """Return what collects the completions of an adapter; None if nothing does. Raises NotFound."""
         return self.relay or (None if self.learning is None else self.learning.of(adapter))
 
+    def _is_free(self) -> bool:
+        """Return whether neither learning nor a client of Tinker's API needs the engine."""
+        if self.tinker is not None and self.tinker.is_used:
+            return False
+        return self.learning is None or self.learning.is_resting
+
+    async def _save_for_idle(self) -> bool:
+        """Save what learning needs to go on in the next engine; return False if that is not possible."""
+        return self.learning is None or await self.learning.save_for_idle()
+
     async def bring_up(self) -> None:
         """Tell a new engine about the adapters, then bring its trainers to the learners' state."""
         if self.tinker is not None:
@@ -124,9 +144,13 @@ class ServerFront(Front):
             self.teacher.start()
         if self.cluster is not None:
             await self.cluster.bring_up()
+        self.batches.start()
+        self.idling.start()
 
     async def close(self) -> None:
         """End the work for other machines, the learners, the sessions of Tinker's clients, and the worker processes."""
+        await self.idling.close()
+        await self.batches.close()
         if self.cluster is not None:
             await self.cluster.close()
         if self.tinker is not None:

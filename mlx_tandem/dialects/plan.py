@@ -108,4 +108,5 @@ class Plan:
     renderer: Renderer
     stream: bool = False
     collect: Collect | None = None  # the request's task for learning; None: it has none
+    keep_alive: float | None = None  # seconds for which the engine is kept after it; None: as before
     skipped: tuple[str, ...] = ()  # fields of what was left out of the request, which a header of the reply names

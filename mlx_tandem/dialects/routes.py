@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlx_tandem.dialects.adapters.routes import ROUTES as ADAPTERS
 from mlx_tandem.dialects.anthropic.routes import ROUTES as ANTHROPIC
 from mlx_tandem.dialects.atropos.routes import ROUTES as ATROPOS
+from mlx_tandem.dialects.batches.routes import ROUTES as BATCHES
 from mlx_tandem.dialects.cluster.routes import ROUTES as CLUSTER
 from mlx_tandem.dialects.feedback.routes import ROUTES as FEEDBACK
 from mlx_tandem.dialects.ollama.routes import ROUTES as OLLAMA
@@ -18,5 +19,5 @@ from mlx_tandem.dialects.vllm.routes import ROUTES as VLLM
 
 ROUTES = (
     *(*ANTHROPIC, *OPENAI, *RESPONSES, *OLLAMA, *VLLM, *ROLLOUTS, *PARALLM, *ADAPTERS),
-    *(*TRAINING, *FEEDBACK, *CLUSTER, *TINKER, *ATROPOS),
+    *(*BATCHES, *TRAINING, *FEEDBACK, *CLUSTER, *TINKER, *ATROPOS),
 )

@@ -2,7 +2,8 @@
 
 A waiting sequence begins when there are seats for all of its choices, blocks for all of its tokens, and a slot for its
 adapter. A running sequence that has to go gives everything back and waits again (preemption by recompute). Sequences
-made for training are the first to go, and a user's sequence may displace them to begin.
+made for training are the first to go, and a user's sequence may displace them to begin. So may the first sequence of a
+client that has none running, where another client has several.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from operator import attrgetter
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.block_manager import BlockManager
-from mlx_tandem.engine.fair_turns import FairTurns
+from mlx_tandem.engine.fair_turns import FairTurns, absent_clients, surplus_for
 from mlx_tandem.engine.plan import Row
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.prefix import Match
@@ -49,6 +50,7 @@ class RunQueue:
         self._uploads: list[tuple[int, str]] = []  # for the next plan
         self._preempted: list[int] = []  # requests, since they were asked for
         self._turns = FairTurns()
+        self._displaced: list[Sequence] = []  # in favour of others, since `begin_waiting` began
         self._newest = -1  # the highest id of all requests that were added
 
     @property
@@ -67,7 +69,10 @@ class RunQueue:
         A request is added late if its adapter had to be read or its grammar compiled. Ids are given in the order in
         which requests come. Sequences that have run before are not overtaken.
         """
-        s.turn = self._turns.take(s.priority, s.request.client, 1 + len(s.siblings))
+        answer = self._turns.answer(s)
+        for x in (s, *s.siblings):
+            x.charged = answer
+        s.turn = self._turns.take(s.priority, s.request.client, s.cost)
         if s.request.id < self._newest:
             s.turn = min([w.turn for w in self.waiting if _is_late_for(w, s)], default=s.turn)
         self._newest = max(self._newest, s.request.id)
@@ -107,7 +112,13 @@ class RunQueue:
         """Let waiting sequences run while there are seats, blocks for all of their tokens, and adapter slots.
 
         A sequence waits while another reads a prompt with the same beginning, or the drive returns more of its blocks.
+        The first of each client that has none running comes before those of clients that have some.
         """
+        before, absent = self.waiting, set[int]()
+        if before and self._turns.has_several(before[0].priority):
+            absent = absent_clients(before, self.running)
+        if absent:
+            self.waiting = sorted(before, key=lambda s: s.id not in absent)
         blocked: list[Sequence] = []
         patience = OVERTAKEN_FOR_SLOT  # the least that is left among the blocked
         while self.waiting and patience > 0:
@@ -115,12 +126,13 @@ class RunQueue:
             if s.pending or len(blocked) > OVERTAKEN_FOR_SLOT or s.request.id in left_out:
                 break
             group = [s, *s.siblings]
-            waits = not self._may_have_slot(s)
+            # Nobody is displaced for a sequence that would then wait for something else.
+            waits = not self._may_have_slot(s) or (s.id in absent and self._awaits(s, self._blocks.match(s)))
             if not waits:
                 match = self._find_room(s, group)
                 if match is None:
                     break
-                waits = self._blocks.leaders.leader(s, match) is not None or self._blocks.awaits(s, match)
+                waits = self._awaits(s, match)
             del self.waiting[0]
             if waits or not self._take_slot(group):
                 blocked.append(s)
@@ -135,6 +147,16 @@ class RunQueue:
                 x.seat = self._seats.pop()
             insort_right(self.running, s, key=_PRIORITY)
         self.waiting[:0] = blocked
+        if absent:  # whoever did not begin goes back to its place
+            places = {s.id: place for place, s in enumerate(before)}
+            self.waiting.sort(key=lambda s: (s.priority, places.get(s.id, -1)))
+        for s in self._displaced:
+            self.resume(s)
+        self._displaced = []
+
+    def _awaits(self, s: Sequence, match: Match) -> bool:
+        """Return whether another sequence reads the prompt of `s` now, or the drive returns more of its blocks."""
+        return self._blocks.leaders.leader(s, match) is not None or self._blocks.awaits(s, match)
 
     def _find_room(self, s: Sequence, group: list[Sequence]) -> Match | None:
         """Return the cached prefix of `s` if there are seats for `group` and blocks for the rest; else None."""
@@ -156,11 +178,20 @@ class RunQueue:
         return not most or sum(x.most_tokens * (1 + len(x.siblings)) for x in (*self.running, s)) <= most
 
     def _displace_for(self, s: Sequence) -> bool:
-        """Preempt the last sequence made for training in favour of a user's sequence; return whether there was one."""
-        if s.request.background or not self.running or not self.running[-1].request.background:
+        """Preempt a sequence in favour of a user's sequence; return whether there was one.
+
+        It is the last one made for training, or else the last one of the client with most, if that of `s` has none.
+        """
+        if s.request.background or not self.running:
             return False
-        self.preempt(self.running[-1])
-        return True
+        if self.running[-1].request.background:
+            self.preempt(self.running[-1])
+            return True
+        victim = surplus_for(s, self.running, len(self._seats))
+        if victim is not None:
+            self.preempt(victim, parks=True)  # it would come before `s`
+            self._displaced.append(victim)
+        return victim is not None
 
     def _may_have_slot(self, s: Sequence) -> bool:
         """Return whether `_take_slot` may succeed.
@@ -288,6 +319,8 @@ class RunQueue:
                 leader.siblings.remove(s)
                 self._leave(s)
                 return
+        if s.cached is not None:
+            self._turns.answered(s.priority, s.request.client, s.charged, s.generated)
         place = bisect_left(self.waiting, s.priority, key=_PRIORITY)  # for the sibling that takes its place
         if s in self.running:
             self.running.remove(s)
@@ -298,7 +331,7 @@ class RunQueue:
             del self.waiting[place]
             client = s.request.client
             if not any(w.request.client == client and w.priority == s.priority for w in self.waiting):
-                self._turns.left(s.priority, client)
+                self._turns.left(s.priority, client, s.cost)
         self._leave(s)
         if s.siblings:  # nobody computes their prompt any more, so the next of them starts over
             heir, *rest = s.siblings

@@ -28,6 +28,7 @@ from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.drafting import Drafting, predicted_of
+from mlx_tandem.engine.fair_turns import ReadingOrder
 from mlx_tandem.engine.images import Images, Work, shift_at, shown
 from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.late_rows import LateRows
@@ -76,6 +77,7 @@ class Scheduler:
         self.queue = RunQueue(config, blocks, slots)
         self._abandoned = AbandonedPrefills(blocks)
         self._late = LateRows(self.queue, vocab_size)
+        self._reading = ReadingOrder()
         self._sequences: dict[int, Sequence] = {}
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
         self._background: set[int] = set()  # requests made for training
@@ -266,13 +268,14 @@ class Scheduler:
                 return None
             chunk = tuple(s.tokens[s.scheduled : s.scheduled + tokens])
             rows.append(self._row(s, _PROMPT, chunk, piggybacked))
+            self._reading.took(s.request.client, tokens)
             return Chunk(padded_length(tokens) if rows[-1].targets else 0)
 
         reading = [s for s in self._wanted(left_out) if s.wants_prefill and s.seat >= 0]
         work = Work() if self.images is None else self.images.plan(reading)
         # A prompt whose next token belongs to an image that is not encoded waits.
         reading = [s for s in reading if not s.runs or self._chunk(s, 1)]
-        self.prefill.plan(reading, len(rows), take)
+        self.prefill.plan(self._reading.of(reading), len(rows), take)
         return work
 
     def _row(self, s: Sequence, kind: RowKind, tokens: tuple[int, ...], piggybacked: bool = False) -> Row:

@@ -86,6 +86,7 @@ class Sequence:
         "boundaries",
         "cached",
         "chain",
+        "charged",
         "choice",
         "has_drawn",
         "id",
@@ -144,6 +145,7 @@ class Sequence:
         self.slot = -1
         self.is_seated = False  # whether the runner has been told of this seat
         self.turn = 0  # its place among the requests of all clients, while it waits
+        self.charged = 0  # tokens that the request's turn counts for this choice
         self.overtaken = 0  # by how many requests, while it waits for an adapter slot
         self.scores: list[TokenLogprob] | None = None
         """Logprobs of the prompt's tokens from the second on, as far as computed; all choices of a request share the
@@ -169,6 +171,11 @@ class Sequence:
         for run in self.runs:
             content[run.start : run.end] = content_of(run.image.digest, run.first, run.length)
         return content
+
+    @property
+    def cost(self) -> int:
+        """The tokens that the turn of its request counts."""
+        return self.prompt_length + self.charged * (1 + len(self.siblings))
 
     @property
     def generated(self) -> int:

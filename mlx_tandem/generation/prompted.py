@@ -19,6 +19,10 @@ OWNER: ContextVar[str] = ContextVar("owner", default="")
 """The owner of what the request makes: a digest of its key. On a server that asks for a key it is empty."""
 
 
+BACKGROUND: ContextVar[bool] = ContextVar("background", default=False)
+"""Whether the request is of the lowest class of service: it runs in learning's share of the device."""
+
+
 @dataclass(frozen=True)
 class Prompted:
     """A checked request to generate. Choice i of prompt k has the number k * n + i."""
@@ -77,7 +81,7 @@ class Prompted:
                 n=self.n,
                 priority=self.priority,
                 follow=self.follow,
-                background=self.background,
+                background=self.background or BACKGROUND.get(),
                 pooling=self.pooling,
                 grammar=self.grammar,
                 speculate=self.speculate,

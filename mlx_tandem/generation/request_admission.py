@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import InvalidRequest, Overloaded
+from mlx_tandem.generation.ending_rate import EndingRate
+from mlx_tandem.generation.prompted import CLIENT
 from mlx_tandem.limits import MAX_OPEN_ARRAYS
-
-HISTORY = 256
-"""Number of the last ended requests over which the rate is measured."""
 
 
 class RequestAdmission:
@@ -26,19 +25,17 @@ class RequestAdmission:
     def __init__(self, server: ServerConfig, client: EngineClient, clock: Callable[[], float] = time.monotonic):
         self._server = server
         self._client = client
-        self._clock = clock
+        self._ending = EndingRate(clock)
         self.open_requests = 0
         self.open_choices = 0
         self.open_arrays = 0  # bytes of the arrays of images
+        self._of_clients: Counter[int] = Counter()  # choices that are open, by client
         self.held = 0  # requests that wait while the server is paused
         self._resumed = asyncio.Event()
         self._resumed.set()
         self.refused: Counter[str] = Counter()  # by the setting, or the limit without a setting, that refused
         self._idle = asyncio.Event()
         self._idle.set()
-        self._busy = 0.0  # seconds before `_since` during which any request was open
-        self._since = 0.0  # when the current busy period began, by the clock
-        self._endings: deque[float] = deque([0.0], HISTORY)  # busy seconds until each of the last requests ended
 
     @property
     def utilization(self) -> float:
@@ -60,7 +57,7 @@ class RequestAdmission:
         if 0 < server.max_concurrent_requests <= self.open_requests:
             raise self._refusal("max_concurrent_requests", "the server has as many requests as it takes", 1.0)
         over = self.open_choices + choices - capacity
-        if over > 0:
+        if over > 0 and self._has_share(choices, capacity):
             requests = over * self.open_requests / self.open_choices
             raise self._refusal("max_queue_size", "the server's queue is full", requests)
         if arrays and self.open_arrays and self.open_arrays + arrays > MAX_OPEN_ARRAYS:
@@ -71,6 +68,15 @@ class RequestAdmission:
             requests = (occupancy.used_blocks - limit + 1) * self.open_requests / occupancy.used_blocks
             message = "the cache for prompts and answers is nearly full"
             raise self._refusal("memory_pressure_threshold", message, requests)
+
+    def _has_share(self, choices: int, capacity: int) -> bool:
+        """Return whether the caller would have more than an equal share of the capacity with so many more choices.
+
+        A client that has less than its share is let in though others have filled the queue.
+        """
+        own = self._of_clients[CLIENT.get()]
+        clients = len(self._of_clients) + (not own)
+        return own + choices > capacity // clients
 
     @property
     def is_paused(self) -> bool:
@@ -105,7 +111,7 @@ class RequestAdmission:
         comes earlier than that would only wait in the queue instead.
         """
         self.refused[reason] += 1
-        wait = (self._queued() + max(requests, 1.0)) / self._rate()
+        wait = self._ending.seconds_for(self._queued() + max(requests, 1.0))
         if reason == "memory_pressure_threshold":
             return Overloaded(message, retry_after=wait, status=503, code="memory_pressure")
         return Overloaded(message, retry_after=wait)
@@ -115,34 +121,28 @@ class RequestAdmission:
         waiting = self.open_choices - self._client.check_ready().max_num_seqs
         return waiting * self.open_requests / self.open_choices if waiting > 0 else 0.0
 
-    def _rate(self) -> float:
-        """Return how many requests end per second, measured over the last HISTORY of them and busy time only.
-
-        Until the first request has ended, the result assumes that one ends now.
-        """
-        seconds = self._busy + self._clock() - self._since - self._endings[0]
-        return max(len(self._endings) - 1, 1) / max(seconds, 1e-3)
-
     @contextmanager
     def admitted(self, choices: int, arrays: int = 0) -> Iterator[None]:
         """Count one request while the block runs. Raises the errors of `check`."""
         self.check(choices, arrays)
-        if not self.open_requests:
-            self._since = self._clock()
-            self._idle.clear()
+        self._ending.began()
+        self._idle.clear()
         self.open_requests += 1
         self.open_choices += choices
+        client = CLIENT.get()
+        self._of_clients[client] += choices
         self.open_arrays += arrays
         try:
             yield
         finally:
             self.open_requests -= 1
             self.open_choices -= choices
+            self._of_clients[client] -= choices
+            if not self._of_clients[client]:
+                del self._of_clients[client]
             self.open_arrays -= arrays
-            busy = self._busy + self._clock() - self._since
-            self._endings.append(busy)
+            self._ending.ended()
             if not self.open_requests:
-                self._busy = busy
                 self._idle.set()
 
     async def idle(self) -> None:

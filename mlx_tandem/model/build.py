@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
-from msgspec import structs
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
@@ -23,7 +23,7 @@ from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import backend, compiler, footprint, kernel_checks, probe
 from mlx_tandem.model import deterministic as mode
-from mlx_tandem.model.choices import Choices, Kept, Subject
+from mlx_tandem.model.choices import NO_PACE, Choices, Kept, Subject
 from mlx_tandem.model.deterministic import Deterministic
 from mlx_tandem.model.device import Limit
 from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
@@ -31,7 +31,9 @@ from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import Kernels, examine
 from mlx_tandem.model.kernels import dialect, nvrtc
 from mlx_tandem.model.kernels.checking import Pieces
+from mlx_tandem.model.later import LATER, Later, find_kept
 from mlx_tandem.model.loader import (
+    UNPACKED,
     LoadedModel,
     Report,
     is_packed,
@@ -42,10 +44,8 @@ from mlx_tandem.model.loader import (
 )
 from mlx_tandem.model.modules import clone
 from mlx_tandem.model.ops.attention import fused
-from mlx_tandem.model.ops.lora import choice as lora
-from mlx_tandem.model.ops.lora.choice import AdapterLimits
 from mlx_tandem.model.ops.lora.slots import Uploads
-from mlx_tandem.model.ops.lora.state import LoraState, use_kernels
+from mlx_tandem.model.ops.lora.state import LoraState, in_folders
 from mlx_tandem.model.ops.products import tuning
 from mlx_tandem.model.ops.products.merged import merge
 from mlx_tandem.model.ops.products.tuning import Tuned, tune
@@ -56,6 +56,9 @@ from mlx_tandem.model.vision.embeddings import ROOM_BYTES
 from mlx_tandem.model.warm_up import warm_up
 from mlx_tandem.types import EngineInfo, Image, MemoryBudget, MemoryInUse
 
+if TYPE_CHECKING:
+    from mlx_tandem.engine.ranks.leader import Leader
+
 log = logging.getLogger(__name__)
 
 PIGGYBACKED_TOKENS = 256
@@ -63,10 +66,6 @@ PIGGYBACKED_TOKENS = 256
 
 On an H200 they cost a third of a step of 128 rows; in a forward of their own they would cost a whole step.
 """
-
-
-LATER = "the kernels are checked and timed when the first adapter is loaded"
-"""Reason for the back end of adapters while none is configured or loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +128,7 @@ def build(
     given: Choices | None = None,
     kept: Kept | None = None,
     whole: MemoryBudget | None = None,
+    leader: Leader | None = None,
 ) -> Built:
     """Load the model, check it on this device, and return a runner for it with pools of a fixed size.
 
@@ -145,12 +145,14 @@ def build(
         kept: The choices of earlier starts, which are looked up unless some are `given`, and to which those of this
             start are added; None: nothing is kept.
         whole: The budget of everything in this process, of which this model takes a part; None: it takes everything.
+        leader: Leads the other ranks where the settings are for several.
 
     Raises:
         ModelError: The model cannot be served with these settings on this device.
+        GroupFailed: Another rank has ended.
     """
     try:
-        return _build(config, weights, report, backends, given, kept, whole)
+        return _build(config, weights, report, backends, given, kept, whole, leader)
     except _WrongKernels as e:
         log.warning("everything is checked anew, because with the choices of the last start %s", e)
         if kept is not None:
@@ -159,7 +161,7 @@ def build(
     gc.collect()  # merged linears refer to each other
     mx.clear_cache()
     # The first attempt has changed the model's modules, so the second one loads the model again.
-    return _build(config, weights, report, backends, None, None, whole)
+    return _build(config, weights, report, backends, None, None, whole, leader)
 
 
 class _WrongKernels(Exception):
@@ -178,14 +180,13 @@ def _build(
     given: Choices | None,
     kept: Kept | None,
     whole: MemoryBudget | None,
+    leader: Leader | None,
 ) -> Built:
     started = time.monotonic()
-    limit = backend.current().memory_limit(config.memory_limit_gb)  # measured before anything of it is used
-    compiler.prepare()
-    dialect.compile_ahead(nvrtc.groups_of(config, packed=is_packed(config.model)))
+    limit = _begin(config)
     model, unread = _load_unread(config, limit, report)
     subject = _subject(config, model, unread, given)
-    again, known = (None, None) if kept is None or given is not None else _kept(kept, subject, config, model)
+    again, known = (None, None) if kept is None or given is not None else find_kept(kept, subject, config, model)
     given = given or again
     _read_weights(config, model, report)
     candidates = fused.available() if backends is None else backends
@@ -199,10 +200,10 @@ def _build(
     step_limits = _limit_steps(model, kernels, needs, memory, whole or memory)
     tuned = _tune(config, model, memory, report, given)
     runner = _runner(config, model, found, exact, kernels, adapters, weights, memory, step_limits, tuned)
-    info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
-    linears = adapters.linears() | adapters.head()
     chosen = kernels.choices(found.mask_axes)  # before another model is built in this process, such as a draft model
-    later = _Later(config, model, adapters, known, kept, memory.activations // 2)
+    _lead(leader, runner, config, model, Choices(subject, chosen, tuned, NO_PACE), memory, step_limits)
+    info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
+    later = Later(config, model, adapters, known, kept, memory.activations // 2)
 
     def run_first_steps(cost: CostModel) -> Choices:
         method, pace = config.speculation.method, given.pace if given else None
@@ -212,7 +213,7 @@ def _build(
     return Built(
         runner=runner,
         info=info,
-        linears=linears,
+        linears=in_folders(adapters),
         layers=probe.count_layers(model),
         warm_up=run_first_steps,
         prepare_adapters=later.prepare if kernels.adapters is None else None,
@@ -223,7 +224,7 @@ def _build(
         adapter_dtype=adapters.dtype,
         uploads=adapters.uploads,
         step_limits=step_limits,
-        slot_room=SlotRoom(linears, config.lora.max_loras, adapters.dtype.size, memory.adapter_slots),
+        slot_room=_slot_room(config, adapters, memory),
         trainer_budget=_trainer_budget(config, model, found, adapters, memory),
         verifies=verifies_drafts(model, found),
         image_room=0 if model.encoder is None else model.encoder.room(ROOM_BYTES),
@@ -232,58 +233,85 @@ def _build(
     )
 
 
-def _kept(
-    kept: Kept, subject: Subject, config: EngineConfig, model: LoadedModel
-) -> tuple[Choices | None, AdapterLimits | None]:
-    """Return what an earlier start has chosen, and apart from it what it has chosen for adapters if they can wait."""
-    again = kept.find(subject)
-    if again is None or not lora.can_wait(model.module, config.lora):
-        return again, None
-    known = again.kernels.adapters
-    return structs.replace(again, kernels=structs.replace(again.kernels, adapters=None)), known
+@dataclass(frozen=True, slots=True)
+class BuiltShare:
+    """The share of a model on a rank that is led: see `engine.ranks.follower.Share`."""
+
+    runner: MLXRunner
+    uploads: Uploads
+    connect: Callable[[Sequence[tuple[int, int]]], str]
+
+    def join(self, shapes: tuple[tuple[int, int], ...]) -> str:
+        """Connect with the other ranks, check sums of these shapes, and return what is wrong; empty: nothing."""
+        return self.connect(shapes)
+
+    def prepare(self, weights: AdapterWeights) -> None:
+        """Make an adapter ready to be installed; called on another thread than the one that computes."""
+        self.uploads.prepare(weights)
+
+    def memory(self) -> int:
+        """Return the bytes that this rank uses on its device."""
+        return int(mx.get_active_memory())
 
 
-@dataclass(slots=True)
-class _Later:
-    """The kept part of a start's choices, with the kernels of adapters, which may be chosen after it."""
+def build_share(
+    config: EngineConfig,
+    rank: int,
+    weights: Mapping[str, AdapterWeights],
+    decided: Callable[[], tuple[Choices, MemoryBudget, StepLimits]],
+) -> BuiltShare:
+    """Load the share of rank number `rank`, and return its runner with the kernels and pools that the first rank has
+    chosen. `decided` waits for these; it is called when the weights are in memory.
 
-    config: EngineConfig
-    model: LoadedModel
-    adapters: LoraState
-    known: AdapterLimits | None
-    kept: Kept | None
-    room: int
-    """Bytes that the largest arrays of a measurement may have, beside a server that runs."""
+    Raises:
+        ModelError: The share cannot be served on this device, or it is not of the same model.
+    """
+    limit = _begin(config)
+    model, unread = _load_unread(config, limit, _tell_nobody, rank)
+    _read_weights(config, model, _tell_nobody)
+    candidates = fused.available()
+    merged = merge(find_groups(model.module)) if candidates else []
+    given, memory, step_limits = decided()
+    _subject(config, model, unread, given)
+    twin = clone(model.module)
+    found, kernels = kernel_checks.choose(config, model, merged, candidates, _tell_nobody, given.kernels)
+    exact, adapters = _adapters(config, model, found, kernels, twin, candidates)
+    _bound_memory(model, memory)
+    tuned = _tune(config, model, memory, _tell_nobody, given)
+    from mlx_tandem.model.leading import connect
 
-    choices: Choices | None = None
-    """Everything that was chosen at start, to which the choice is added for the next start."""
+    runner = _runner(config, model, found, exact, kernels, adapters, weights, memory, step_limits, tuned, led=True)
+    return BuiltShare(runner, adapters.uploads, partial(connect, config, model))
 
-    def take(self, choices: Choices, again: Choices | None) -> Choices:
-        """Note and return what was chosen at start, and keep it unless an earlier start chose the same, `again`."""
-        self.choices = choices
-        if choices != again:
-            self._keep(choices, choices.kernels.adapters or self.known)
-        return choices
 
-    def _keep(self, choices: Choices, adapters: AdapterLimits | None) -> None:
-        if self.kept is not None:
-            kernels = structs.replace(choices.kernels, adapters=adapters)
-            self.kept.keep(structs.replace(choices, kernels=kernels))
-
-    def prepare(self) -> Pieces[tuple[str, str]]:
-        """Do what `Built.prepare_adapters` says."""
-        found = yield from kernel_checks.choosing_adapters(self.config, self.model, self.known, self.room)
-        if found.chosen is not None:
-            use_kernels(self.adapters, found.chosen)
-        log.info("adapters by %s: %s", self.adapters.backend, found.reason)
-        limits = lora.described(found)
-        if self.choices is not None and limits != self.known:
-            self._keep(self.choices, limits)
-        return self.adapters.backend, found.reason
+def _tell_nobody(stage: str, fraction: float) -> None:
+    return
 
 
 def _memory_in_use(runner: MLXRunner) -> MemoryInUse:
     return MemoryInUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps)
+
+
+def _lead(
+    leader: Leader | None,
+    runner: MLXRunner,
+    config: EngineConfig,
+    model: LoadedModel,
+    choices: Choices,
+    memory: MemoryBudget,
+    limits: StepLimits,
+) -> None:
+    """Have the other ranks begin with what was chosen here, if there are any. Raises as `build` says."""
+    if leader is not None:
+        from mlx_tandem.model.leading import lead
+
+        lead(runner, leader, config, model, choices, memory, limits)
+
+
+def _slot_room(config: EngineConfig, adapters: LoraState, memory: MemoryBudget) -> SlotRoom:
+    """Return the room for adapters' slots, which adapters have to fit into."""
+    linears = adapters.linears() | adapters.head()
+    return SlotRoom(linears, config.lora.max_loras, adapters.dtype.size, memory.adapter_slots)
 
 
 def _no_columns(image: Image) -> int:
@@ -323,9 +351,14 @@ def _runner(
     memory: MemoryBudget,
     limits: StepLimits,
     tuned: Tuned,
+    *,
+    led: bool = False,
 ) -> MLXRunner:
-    """Return the runner of a model with these kernels and pools."""
-    runner = MLXRunner(
+    """Return the runner of a model with these kernels and pools. `led`: it belongs to another rank than the first."""
+    several, kind = config.parallel.ranks > 1, MLXRunner
+    if several and not led:
+        from mlx_tandem.model.leading import LeadingRunner as kind
+    runner = kind(
         model,
         found.layers,
         adapters,
@@ -343,8 +376,9 @@ def _runner(
         kernels.sampling.chosen,
         found.states,
     )
-    # A draft model computes before each step is planned.
-    runner.prebuilt.may_dispatch = config.speculation.method != "draft"
+    # A draft model computes before each step is planned. A step that was dispatched and is not wanted would be one that
+    # the other ranks do not compute.
+    runner.prebuilt.may_dispatch = config.speculation.method != "draft" and not several
     return runner
 
 
@@ -354,8 +388,8 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     Raises:
         ModelError: The model cannot be served with these settings on this device.
     """
-    limit = backend.current().memory_limit(config.memory_limit_gb)
-    model, found = _load_unread(config, limit, lambda stage, fraction: None)
+    limit = _limit(config)
+    model, found = _load_unread(config, limit, _tell_nobody)
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
     )
@@ -377,20 +411,47 @@ def _read_weights(config: EngineConfig, model: LoadedModel, report: Report) -> N
         mode.prepare(config, model)
 
 
-def _load_unread(config: EngineConfig, limit: Limit, report: Report) -> tuple[LoadedModel, probe.Examined]:
-    """Return the model with its weights unread, on a CPU unpacked where everything fits into `limit` then, and what it
-    caches. Raise ModelError if it does not fit.
+def _begin(config: EngineConfig) -> Limit:
+    """Prepare the compiler, begin to compile, and return the memory of this rank, measured before any of it is used."""
+    limit = _limit(config)
+    compiler.prepare()
+    dialect.compile_ahead(nvrtc.groups_of(config, packed=is_packed(config.model)))
+    return limit
+
+
+def _limit(config: EngineConfig) -> Limit:
+    """Return the memory that this rank may use. Ranks on one machine share it, unless each has a GPU of its own."""
+    limit = backend.current().memory_limit(config.memory_limit_gb)
+    if config.parallel.mode in ("off", "nccl"):
+        return limit
+    here = config.parallel.local_ranks or config.parallel.ranks
+    return limit._replace(size=limit.size // here, reason=f"{limit.reason}, for each of {here} ranks")
+
+
+def _load_unread(
+    config: EngineConfig, limit: Limit, report: Report, rank: int = 0
+) -> tuple[LoadedModel, probe.Examined]:
+    """Return this rank's share of the model with its weights unread, on a CPU unpacked where everything fits into
+    `limit` then, and what it caches. Raise ModelError if it does not fit.
     """
-    mtp = config.speculation.method == "mtp"
+    mtp, ranks = config.speculation.method == "mtp", config.parallel.ranks
+
+    def own(model: LoadedModel) -> LoadedModel:
+        if ranks == 1:
+            return model
+        from mlx_tandem.model.sharding import Place, shard
+
+        return shard(model, Place(rank, ranks))
+
     packed = load_unread(config.model, report, mtp=mtp)
-    model = unpack_for_cpu(packed, config.model, limit.size)
+    model = own(unpack_for_cpu(packed, config.model, limit.size * ranks))
     try:
         return model, _estimate(config, limit, model)
     except ModelError as e:
-        if model is packed:
+        if not model.quantization or not model.quantization.endswith(UNPACKED):
             raise
         log.warning("its weights stay packed, which is slow on a CPU: unpacked, %s", e.message)
-    packed = load_unread(config.model, report, mtp=mtp)
+    packed = own(load_unread(config.model, report, mtp=mtp))
     return packed, _estimate(config, limit, packed)
 
 
@@ -454,13 +515,18 @@ def _limit_steps(
     layers = kernels.attention.layers
     # The tokens of a row of a state cannot be computed side by side.
     piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) and not needs.state else 0
+    _bound_memory(model, whole)
+    return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, piggybacked=piggybacked)
+
+
+def _bound_memory(model: LoadedModel, whole: MemoryBudget) -> None:
+    """Tell MLX how much memory all of this process may wire, use and keep."""
     here = backend.current()
     # Trainers may use the memory that no other part was given.
     here.bound_memory(whole.total, whole.limit if whole.learning else whole.total)
     if advice := here.advice(str(model.dtype).rpartition(".")[2]):
         log.warning("%s", advice)
     mx.set_cache_limit(whole.activations)  # MLX keeps freed arrays, which later steps use again
-    return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, piggybacked=piggybacked)
 
 
 def _tune(

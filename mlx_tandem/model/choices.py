@@ -150,6 +150,10 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
     """Whether later starts take this over. They time everything again if a decode step took very long."""
 
 
+NO_PACE = Pace((), (), True, whole=False)
+"""The pace of a rank that is led: it times no step, and is told which ones to begin."""
+
+
 class Choices(Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that an engine chose by timing when it started."""
 

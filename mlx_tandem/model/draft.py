@@ -13,6 +13,7 @@ from mlx_tandem.config import (
     DutyConfig,
     EngineConfig,
     LoraConfig,
+    ParallelConfig,
     SpeculationConfig,
 )
 from mlx_tandem.engine.budget import Needs
@@ -39,6 +40,7 @@ def draft_settings(config: EngineConfig, num_blocks: int) -> EngineConfig:
         lora=LoraConfig(max_loras=0),
         duty=DutyConfig(),
         speculation=SpeculationConfig(),
+        parallel=ParallelConfig(),  # the first rank drafts by itself
         deterministic=False,  # the bits of drafts change no answer
     )
 

@@ -301,7 +301,14 @@ def _random_model(settings: dict[str, Any]) -> nn.Module:
 
     module.update(tree_map_with_path(draw, module.parameters()))
     if how := settings.get("quantization"):
-        nn.quantize(module, int(how["group_size"]), int(how["bits"]))
+        nn.quantize(
+            module,
+            int(how["group_size"]),
+            int(how["bits"]),
+            mode=str(how.get("mode", "affine")),
+            # As mlx-lm does: a module has the settings under its own name, or False, where there are any.
+            class_predicate=lambda path, m: how.get(path, True) if hasattr(m, "to_quantized") else False,
+        )
     return module
 
 
@@ -404,6 +411,9 @@ def lay_out(module: nn.Module) -> None:
             mx.eval(own.weight)
 
 
+UNPACKED = ", unpacked"
+"""End of the quantisation of a model whose weights were unpacked."""
+
 MOST_SHARE = 0.5
 """Largest share of the memory limit that unpacked weights may take."""
 
@@ -437,7 +447,7 @@ def unpack_for_cpu(model: LoadedModel, config: ModelConfig, limit: int) -> Loade
     for module in (model.module, model.mtp):
         if module is not None:
             _unpack(module, model.dtype)
-    return dataclasses.replace(model, quantization=f"{model.quantization}, unpacked")
+    return dataclasses.replace(model, quantization=f"{model.quantization}{UNPACKED}")
 
 
 def _unpack(module: nn.Module, dtype: mx.Dtype) -> None:

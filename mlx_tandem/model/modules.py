@@ -15,14 +15,31 @@ def mix_in(module: nn.Module, mixin: type) -> None:
     """Give the module a class in which the methods of `mixin` come before those of its own class.
 
     The methods of `mixin` reach the module's own with `super()`. The new class is a subclass of the old one, so
-    `isinstance` gives the same answers.
+    `isinstance` gives the same answers. A mixin that says `outermost` stays before those that come later.
     """
-    module.__class__ = _mixed(mixin, type(module))
+    own: Any = type(module)
+    outer: Any = _outermost(own)
+    inner: Any = _mixed(mixin, own if outer is None else own.__bases__[1])
+    module.__class__ = inner if outer is None else _mixed(outer, inner)
 
 
 def unmix(module: nn.Module) -> None:
-    """Undo the last `mix_in`."""
-    module.__class__ = type(module).__bases__[1]
+    """Undo the last `mix_in` of a mixin that does not say `outermost`."""
+    own: Any = type(module)
+    outer: Any = _outermost(own)
+    module.__class__ = own.__bases__[1] if outer is None else _mixed(outer, own.__bases__[1].__bases__[1])
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module without a mixin that says `outermost`."""
+    own = type(module)
+    return own if _outermost(own) is None else own.__bases__[1]
+
+
+def _outermost(own: type[Any]) -> type[Any] | None:
+    """Return the mixin of a class that says `outermost`; None if it has none."""
+    first = own.__bases__[0]
+    return first if vars(first).get("outermost", False) else None
 
 
 @cache

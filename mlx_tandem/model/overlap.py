@@ -66,7 +66,7 @@ def _copying(runner: MLXRunner, info: EngineInfo) -> str:
 def _too_much(runner: MLXRunner, info: EngineInfo) -> str:
     """Return which steps used more memory than they should in one measurement; empty if none did."""
     allowed = max(runner.pool_bytes // 4, ALLOWED)
-    decodes, others = decode_growth(runner, info), _growth(runner, _mixed(info))
+    decodes, others = decode_growth(runner, info), _growth(runner, _mixed(runner, info))
     for kind, bytes_, most in (
         ("decode steps", decodes, allowed),
         ("chunks, copies, loads and forks", others, allowed + info.memory.activations),
@@ -109,19 +109,19 @@ def _run(runner: MLXRunner, plans: Sequence[StepPlan], *, apart: bool = False) -
 
 def disturbed(runner: MLXRunner, info: EngineInfo, times: int) -> int:
     """Return in how many runs steps in flight together leave other contents in the pool than the same steps apart."""
-    _run(runner, _mixed(info), apart=True)  # later runs find the same old contents in their blocks
+    _run(runner, _mixed(runner, info), apart=True)  # later runs find the same old contents in their blocks
     right = _contents(runner, info, apart=True)
     return sum(_contents(runner, info, apart=False) != right for _ in range(times))
 
 
 def _contents(runner: MLXRunner, info: EngineInfo, *, apart: bool) -> tuple[bytes, ...]:
     """Return the contents of the pool's blocks after steps in flight together or apart."""
-    _run(runner, _mixed(info), apart=apart)
+    _run(runner, _mixed(runner, info), apart=apart)
     saved = runner.launch(StepPlan((), saves=tuple(_everywhere(info, *range(1, 1 + _blocks(info))))))
     return tuple(runner.wait(saved).saves)
 
 
-def _mixed(info: EngineInfo) -> list[StepPlan]:
+def _mixed(runner: MLXRunner, info: EngineInfo) -> list[StepPlan]:
     """Return steps of every other kind, each of which reads what the one before it has written.
 
     They are chunks of a prompt, a decode, a fork with its copy, and a block that is loaded; in a pool of few blocks
@@ -133,7 +133,7 @@ def _mixed(info: EngineInfo) -> list[StepPlan]:
     at = size + size // 2
     forked = (_row(info, at + 1, (CARRY,), 1, 2), _row(info, at + 1, (3,), 1, 3, seat=1))[: info.max_num_seqs]
     copies = tuple(zip(_everywhere(info, 2), _everywhere(info, 3), strict=True))
-    contents = [bytes(pool.block_bytes) for pool in info.memory.pools]
+    contents = [bytes(pool.block_bytes * runner.ranks) for pool in info.memory.pools]
     loads = tuple(zip(_everywhere(info, 4), contents, strict=True))
     return [
         StepPlan((_row(info, 0, (1,) * size, 1, 2),), seatings=(_seating(0),)),

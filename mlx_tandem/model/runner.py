@@ -169,6 +169,11 @@ class MLXRunner:
         """Number of compiled steps that are kept now."""
         return len(self.compiled.kept())
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that compute the steps; blocks that are saved and loaded have the parts of all."""
+        return 1
+
     # the Runner protocol
 
     @property

@@ -14,13 +14,32 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.model.modules import mix_in, unmix
 
+Halves = npt.NDArray[np.float32]
+"""A or B of an adapter, on the host."""
+
 _NEVER_CALLED = "_res_proj"
 """End of the names of linears whose weights a layer reads without calling them, so that no delta could be added."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """What one of several ranks has of a linear: numbers of its outputs, or a part of its inputs; None: all of them."""
+
+    whole: LinearShape
+    outputs: npt.NDArray[np.int32] | None
+    inputs: slice | None
+
+    def of(self, a: Halves, b: Halves) -> tuple[Halves, Halves]:
+        """Return this rank's parts of A [inputs, r] and B [r, outputs], or of the same with experts as first axis."""
+        own_a = a if self.inputs is None else np.ascontiguousarray(a[..., self.inputs, :])
+        return own_a, b if self.outputs is None else np.ascontiguousarray(b[..., self.outputs])
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +50,16 @@ class Target:
     module: nn.Module
     shape: LinearShape
     is_head: bool = False
+
+    @property
+    def cut(self) -> Cut | None:
+        """What this rank has of the linear, where several ranks compute the model; None: all."""
+        return getattr(self.module, "_cut", None)
+
+    @property
+    def whole(self) -> LinearShape:
+        """The shape of the linear in folders of adapters."""
+        return self.shape if self.cut is None else self.cut.whole
 
 
 class Deltas(Protocol):

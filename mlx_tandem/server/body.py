@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from mlx_tandem.dialects.route import Received
 from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge, UnsupportedMedia
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.server.receiving import SMALL_BODY, Incoming, Receiving
 from mlx_tandem.strict_json import decode
 
@@ -86,8 +87,12 @@ async def _read(request: Request, limit: int, incoming: Incoming) -> bytes:
     """Return the whole body. Raises TooLarge for more than `limit` bytes, Overloaded, and ClientDisconnect."""
     too_large = TooLarge(f"the body is over the limit of {limit} bytes")
     length = request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and int(length[:20]) > limit:
+    is_announced = length.isascii() and length.isdigit()
+    if is_announced and int(length[:20]) > limit:
         raise too_large
+    upload = CALLER.get().upload
+    if is_announced:
+        upload(int(length))
     parts: list[bytes] = []
     try:
         while True:
@@ -99,6 +104,8 @@ async def _read(request: Request, limit: int, incoming: Incoming) -> bytes:
                 raise too_large
             if part:
                 incoming.grow(len(part))
+                if not is_announced:
+                    upload(len(part))
             parts.append(part)
             if not message.get("more_body", False):
                 incoming.complete()

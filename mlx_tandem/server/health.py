@@ -19,7 +19,7 @@ DEGRADED = 0.72
 
 
 def status(front: ServerFront) -> str:
-    """Return `ok` or `degraded` while requests are accepted, else the reason why they are not."""
+    """Return `ok`, `degraded`, `idle` or `waking` while requests are accepted, else the reason why they are not."""
     if front.client.state != "ready":
         return "shutting_down" if front.client.state == "draining" else front.client.state
     pressure = front.request_admission.utilization / front.config.server.memory_pressure_threshold
@@ -44,6 +44,7 @@ def health(front: ServerFront, lost: str = "") -> tuple[int, dict[str, Any]]:
         "utilization": round(front.request_admission.utilization, 4),
         "threshold": front.config.server.memory_pressure_threshold,
         "engine_restarts": client.restarts,
+        "engine_unloads": client.unloads,
     }
     if client.state == "ready" and client.info is not None:
         body["engine"] = msgspec.to_builtins(client.info)
@@ -52,13 +53,13 @@ def health(front: ServerFront, lost: str = "") -> tuple[int, dict[str, Any]]:
             "active": client.stats.active_memory,
             "peak": client.stats.peak_memory,
         }
-    if client.state in ("starting", "restarting"):
+    if client.state in ("starting", "waking", "restarting"):
         body["progress"] = client.progress._asdict()
     if lost:
         body["learning_error"] = lost
     if client.failure is not None:
         body["error"] = client.failure.message
-    return 200 if state in ("ok", "degraded") else 503, body
+    return 200 if state in ("ok", "degraded", "idle", "waking") else 503, body
 
 
 def engine_metrics(front: ServerFront) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def engine_metrics(front: ServerFront) -> dict[str, Any]:
     return {
         "state": front.client.state,
         "restarts": front.client.restarts,
+        "unloads": front.client.unloads,
         "open_requests": front.request_admission.open_requests,
         "open_choices": front.request_admission.open_choices,
         "held_requests": front.request_admission.held,
@@ -87,7 +89,7 @@ def engine_metrics(front: ServerFront) -> dict[str, Any]:
 
 
 def debug_metrics(front: ServerFront) -> dict[str, Any]:
-    """Return the body of MLX ParaLLM's /debug/metrics, in which the engine's steps since its start are the batches.
+    """Return the body of MLX ParaLLM's /debug/metrics, in which the engine's steps are the batches.
 
     Average tokens per second refer to the device time spent on requests, and those of the last step to its own time.
     Prompt tokens that did not have to be computed count only in the total.
@@ -125,7 +127,7 @@ def cache_stats(front: ServerFront) -> dict[str, Any]:
         "hit_tokens": stats.prefix_hits,
         "hit_rate": round(hit_rate(stats), 4),
         "evicted_blocks": stats.prefix_evictions,
-        "disk": _disk_stats(front),
+        "disk": disk_stats(front),
     }
 
 
@@ -178,7 +180,7 @@ def _distribution(sources: Iterable[DraftCounts], undrafted: int) -> dict[str, i
     return rows | {"none": undrafted} if undrafted else rows
 
 
-def _disk_stats(front: ServerFront) -> dict[str, Any]:
+def disk_stats(front: ServerFront) -> dict[str, Any]:
     """Return the counters of KV offload, and whether it is in use."""
     config, stats = front.config.engine.disk, front.client.stats
     shown: dict[str, Any] = {"enabled": config.on, "open": stats.disk is not None}

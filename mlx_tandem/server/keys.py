@@ -19,12 +19,12 @@ MAX_KEY = 4096
 """Most characters of a key."""
 
 
-def _log_exposed(path: Path, mode: int) -> None:
+def log_exposed(path: Path, mode: int) -> None:
     """Log a key file that other users can read."""
     log("the key file can be read by others", logging.WARNING, path=str(path), mode=f"{mode:o}")
 
 
-def read_key(key: str, file: str, on_exposed: Callable[[Path, int], None] = _log_exposed) -> str:
+def read_key(key: str, file: str, on_exposed: Callable[[Path, int], None] = log_exposed) -> str:
     """Return `key`, or else the first line of `file`; an empty text when both are empty.
 
     `on_exposed` is called with the path and the mode of a file that other users can read. Raises InvalidRequest, which
@@ -62,7 +62,7 @@ def is_loopback(host: str) -> bool:
 def check_exposure(server: ServerConfig) -> None:
     """Raise InvalidRequest for an address that other machines can reach while the server asks for no key."""
     reached = not server.uds and not is_loopback(server.host)
-    if reached and not (server.api_key or server.api_key_file):
+    if reached and not (server.api_key or server.api_key_file or server.keys_file):
         raise InvalidRequest(
             f"{server.host} can be reached from other machines: set an API key, such as by "
             "export TANDEM_API_KEY=$(openssl rand -hex 24), or bind 127.0.0.1",

@@ -8,8 +8,10 @@ import os
 import sys
 import threading
 import time
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
+from mlx_tandem.log import REQUESTS
 from mlx_tandem.printable import MOST_SHOWN, printable
 
 MOST_LOGGED = MOST_SHOWN
@@ -30,6 +32,9 @@ THEN = ("mean_reward", "loss")
 
 NEVER = ("trace", "digest")
 """Fields that a short line leaves out."""
+
+DIM, RED, YELLOW, PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
+"""What a terminal is sent for these colours, and for the end of one."""
 
 COLUMNS = 120
 """Columns of a short line where there is no terminal."""
@@ -73,16 +78,28 @@ class ShortLines(logging.Formatter):
     """A formatter that writes each record as one short line for people.
 
     The line has the local time of day, the event, the fields in FIRST, and as many of the other fields as fit into the
-    terminal's width. A name or value that is already in the line is not repeated. With `details` the traceback of an
-    exception follows on lines of its own.
+    terminal's width. A name or value that is already in the line is not repeated. The end of a request has a line of
+    its own kind (`_ended`). With `details` the traceback of an exception follows on lines of its own; with `colours`
+    the line has the colours of a terminal.
     """
 
-    def __init__(self, details: bool = False):
+    def __init__(self, details: bool = False, colours: bool = False):
         super().__init__()
         self._details = details
+        self._colours = colours
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line for a record, without a line break at its end."""
+        fields = getattr(record, "fields", {})
+        if record.name == REQUESTS and not self._details:
+            moment = time.strftime("%H:%M:%S", time.localtime(record.created))
+            said = _ended(fields, _columns() - len(moment) - 1) if "outcome" in fields else _refused(fields)
+            line = f"{moment} {printable(said)}"
+        else:
+            line = self._any(record)
+        return _coloured(line, record) if self._colours else line
+
+    def _any(self, record: logging.LogRecord) -> str:
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         event = record.getMessage()
         fields = dict(getattr(record, "fields", {}))
@@ -103,6 +120,44 @@ class ShortLines(logging.Formatter):
                 said.add(text)
         places = fields.get("trace", ()) if self._details else ()
         return "\n    ".join([printable(line), *(printable(str(place)) for place in places)])
+
+
+def _ended(fields: Mapping[str, Any], columns: int) -> str:
+    """Return what is said of a request that has ended: the model or adapter that answered it, how it ended, its tokens,
+    and how fast they came. What does not fit into so many columns is left out at the end.
+    """
+    line = f"{fields['model']} {fields['outcome']}"
+    parts = [f": {fields['prompt_tokens']} tokens in, {fields['tokens']} out"]
+    if fields["first_token_ms"] is not None:
+        parts.append(f", first after {fields['first_token_ms']:.0f} ms")
+    if fields["tokens_per_second"] is not None:
+        parts.append(f", {fields['tokens_per_second']:.0f} tok/s")
+    if fields.get("dropped"):
+        parts.append(f", {fields['dropped']} requests before it have no line")
+    for part in parts:
+        if len(line) + len(part) > columns:
+            break
+        line += part
+    return line
+
+
+def _refused(fields: Mapping[str, Any]) -> str:
+    """Return what is said of a request that was refused."""
+    line = f"refused {fields['status']} {fields['code']}"
+    if fields["route"] is not None:
+        line += f": {fields['method']} {fields['route']}"
+    return line + (f", {fields['dropped']} before it have no line" if fields.get("dropped") else "")
+
+
+def _coloured(line: str, record: logging.LogRecord) -> str:
+    """Return a line with its time dim, and its text in the colour of a warning or an error where it is one."""
+    moment, _, text = line.partition(" ")
+    outcome = getattr(record, "fields", {}).get("outcome") if record.name == REQUESTS else "ok"
+    if record.levelno >= logging.ERROR or outcome == "failed":
+        text = f"{RED}{text}{PLAIN}"
+    elif record.levelno >= logging.WARNING or outcome != "ok":
+        text = f"{YELLOW}{text}{PLAIN}"
+    return f"{DIM}{moment}{PLAIN} {text}"
 
 
 def _told(name: str, value: object) -> str:
@@ -160,12 +215,19 @@ class RateLimit(logging.Filter):
 def configure(
     level: int = logging.INFO, handler: logging.Handler | None = None, log_format: LogFormat = "auto"
 ) -> None:
-    """Send the events of this project and of uvicorn to `handler`, by default to standard error in this format."""
+    """Send the events of this project and of uvicorn to `handler`, by default to standard error in this format.
+
+    Lines for people have one for each request; JSON has these from the level DEBUG on.
+    """
+    as_text = False
     if handler is None:
         handler = logging.StreamHandler(sys.stderr)
-        as_text = log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
-        handler.setFormatter(ShortLines(details=level <= logging.DEBUG) if as_text else JsonLines())
+        terminal = sys.stderr.isatty()
+        as_text = log_format == "text" or (log_format == "auto" and terminal)
+        colours = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        handler.setFormatter(ShortLines(level <= logging.DEBUG, colours) if as_text else JsonLines())
         handler.addFilter(RateLimit())
+    logging.getLogger(REQUESTS).setLevel(logging.DEBUG if as_text else level)
     for name in ("mlx_tandem", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem import __version__, limits
-from mlx_tandem.dialects.route import Route
-from mlx_tandem.server.auth import PUBLIC
+from mlx_tandem.dialects.route import FORM, Route
 
 _WRITTEN_OUT: dict[str, dict[str, Any]] = {
     "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
@@ -20,7 +19,7 @@ _WRITTEN_OUT: dict[str, dict[str, Any]] = {
 }
 """Schemas of fields that are not numbers and that no type describes."""
 
-ERRORS = (400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504)
+ERRORS = (400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504, 507)
 """Statuses of error replies."""
 
 _MEMBERS = {"message": {"type": "string"}, "type": {"type": "string"}} | {
@@ -29,6 +28,12 @@ _MEMBERS = {"message": {"type": "string"}, "type": {"type": "string"}} | {
 _OBJECT = {"type": "object", "properties": _MEMBERS, "required": list(_MEMBERS), "additionalProperties": False}
 _BODY = {"type": "object", "properties": {"error": _OBJECT}, "required": ["error"], "additionalProperties": False}
 
+_FORM = {
+    "type": "object",
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}},
+    "required": ["file", "purpose"],
+}
+"""A form with a file of requests."""
 
 _PROGRESS = {
     "type": "object",
@@ -90,7 +95,8 @@ def document(routes: Iterable[Route], *, needs_key: bool) -> dict[str, Any]:
 
 def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_key: bool) -> dict[str, Any]:
     """Return the operation object of a route. `bodies` has the reference to each body's schema."""
-    is_public = not needs_key or (route.method == "GET" and path in PUBLIC)
+    is_public = not needs_key or route.scope == "public"
+    scopes = [] if route.scope == "any" else [route.scope]
     error = {"$ref": "#/components/responses/Error"} if route.errors is None else _error(route.errors.schema)
     operation: dict[str, Any] = {
         # Two paths may differ in the slash at their end.
@@ -106,11 +112,13 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
             str(route.status): {"description": "The answer."},
             **dict.fromkeys(map(str, ERRORS), error),
         },
-        "security": [] if is_public else [{"bearer": []}, {"key": []}],
+        "security": [] if is_public else [{"bearer": scopes}, {"key": scopes}],
     }
     if route.reads == "bytes":
         binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
         content = dict.fromkeys(route.media or ("application/x-protobuf",), binary)
+        if FORM in content:
+            content[FORM] = {"schema": _FORM}
         if "application/json" in content:
             content["application/json"] = {"schema": {"type": ["array", "object"]}}
         operation["requestBody"] = {"required": True, "content": content}

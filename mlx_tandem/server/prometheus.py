@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import get_args
 
@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.engine.client.caller import ACCEPTING
+from mlx_tandem.generation.caller import Caller
 from mlx_tandem.generation.metrics import OTHER
 from mlx_tandem.generation.text_admission import WAITING_TEXT
 from mlx_tandem.server import learning_metrics, vllm_metrics
@@ -21,10 +23,10 @@ LABELLED_MODELS = 1000
 """Most model names, and most arms of aliases, with series of their own. OTHER counts all further ones."""
 
 
-def render(front: ServerFront) -> bytes:
-    """Return the text of /metrics."""
+def render(front: ServerFront, callers: Sequence[Caller] = ()) -> bytes:
+    """Return the text of /metrics, with series of their own for `callers`, whose keys have names."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(front))
+    registry.register(_Collector(front, callers))
     return generate_latest(registry)
 
 
@@ -97,7 +99,10 @@ def _engine_families(front: ServerFront) -> Iterator[Metric]:
     stats = front.client.stats
     yield _gauge("tandem_open_requests", "Requests admitted and not ended.", front.request_admission.open_requests)
     yield _gauge("tandem_adapters", "Adapter names registered.", len(front.models.registry))
-    yield _gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready")
+    yield _gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state in ACCEPTING)
+    yield _gauge(
+        "tandem_engine_idle", "1 while the engine is unloaded until the next request.", front.client.state == "idle"
+    )
     yield _gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms)
     yield _gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory)
     budget = front.client.info.memory.total if front.client.info is not None else 0
@@ -112,8 +117,9 @@ def _engine_families(front: ServerFront) -> Iterator[Metric]:
         ("tandem_kept_image_hits", "Images of requests that were found processed.", cache.hits),
         ("tandem_kept_image_misses", "Images of requests that had to be processed.", cache.misses),
         ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
+        ("tandem_engine_unloads", "Times that the engine was unloaded for lack of use.", front.client.unloads),
         ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
-        ("tandem_steps", "Steps run by this engine.", stats.steps),
+        ("tandem_steps", "Steps run.", stats.steps),
         ("tandem_step_failures", "Steps that failed.", stats.step_failures),
         ("tandem_rows", "Rows of all steps.", stats.rows),
         ("tandem_lora_rows", "Rows that ran under an adapter.", stats.lora_rows),
@@ -139,15 +145,17 @@ def _mlx_lm_server_families(front: ServerFront) -> Iterator[Metric]:
     yield _gauge("used_blocks", "Blocks of the KV pool in use.", occupancy.used_blocks)
     yield _gauge("free_blocks", "Blocks of the KV pool that are free.", occupancy.free_blocks)
     yield _gauge("cache_hit_rate", "Share of prompt tokens found computed.", hit_rate(stats))
-    yield _gauge("dist_fatal", "Always 0: there is one machine.", 0.0)
+    fatal = front.config.engine.parallel.ranks > 1 and front.client.state in ("restarting", "dead")
+    yield _gauge("dist_fatal", "1 from the end of a group of ranks until another one serves.", float(fatal))
     yield _gauge("shutdown_clean", "0 once the drain has cut requests off.", front.metrics.shutdown_clean)
 
 
 class _Collector:
     """A Prometheus collector that makes all families anew for each scrape."""
 
-    def __init__(self, front: ServerFront):
+    def __init__(self, front: ServerFront, callers: Sequence[Caller]):
         self._front = front
+        self._callers = callers
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -167,6 +175,8 @@ class _Collector:
         if front.tinker is not None:
             yield from learning_metrics.tinker_families(front.tinker)
         yield from _mlx_lm_server_families(front)
+        if self._callers:
+            yield from _key_families(self._callers)
 
     def _arms(self) -> Iterator[Metric]:
         """Yield the counters of the arms of aliases. The mean time of a request is seconds over requests."""
@@ -186,6 +196,27 @@ class _Collector:
             if rest:
                 family.add_metric([OTHER, OTHER], sum(getattr(arm.counters, field) for arm in rest))
             yield family
+
+
+def _key_families(callers: Sequence[Caller]) -> Iterator[Metric]:
+    """Yield the counters of each key that the file of keys names. Keys beyond the first LABELLED_MODELS have none."""
+    labels, shown = ["key", "tenant"], callers[:LABELLED_MODELS]
+    for field, text in (
+        ("requests", "Requests by key."),
+        ("prompt_tokens", "Prompt tokens by key."),
+        ("generated_tokens", "Tokens of answers by key."),
+    ):
+        family = CounterMetricFamily(f"tandem_key_{field}", text, labels=labels)
+        for caller in shown:
+            family.add_metric([caller.name, caller.tenant], getattr(caller.use, field))
+        yield family
+    opened = GaugeMetricFamily("tandem_key_open_requests", "Open requests by key.", labels=labels)
+    refused = CounterMetricFamily("tandem_key_refused", "Requests over a key's limit.", labels=[*labels, "limit"])
+    for caller in shown:
+        opened.add_metric([caller.name, caller.tenant], caller.use.open_requests)
+        for limit, count in caller.use.refused.items():
+            refused.add_metric([caller.name, caller.tenant, limit], count)
+    yield from (opened, refused)
 
 
 def _test_families(front: ServerFront) -> Iterator[Metric]:

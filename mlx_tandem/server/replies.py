@@ -7,7 +7,6 @@ sent, and then cancel its request in the engine at once.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 
@@ -20,7 +19,8 @@ from mlx_tandem.engine.prompt_cost import prompt_seconds
 from mlx_tandem.errors import Timeout
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.assembler import Assembler
-from mlx_tandem.log import is_logged, log
+from mlx_tandem.generation.caller import CALLER
+from mlx_tandem.log import log_request, requests_are_logged
 from mlx_tandem.server.request_id import request_id
 from mlx_tandem.training.live.recorder import Outcome, Recorder
 from mlx_tandem.types import Delta
@@ -36,6 +36,7 @@ class Reply:
         self._reply_id = plan.renderer.id
         self._request_id = self._reply_id  # until the request's headers are known, which may have an id of the client
         self._choices = plan.prompted.choices
+        self._caller = CALLER.get()
         self._recorder: Recorder | None = None
         self._judged = front.ab_tests.judged(plan.model)
         collecting = None if plan.collect is None else front.collector(plan.collect.adapter)
@@ -54,8 +55,10 @@ class Reply:
         """Admit and submit the request, send the reply, and count both."""
         front, prompted = self._front, self._plan.prompted
         self._request_id = request_id(scope, self._reply_id)
-        with front.request_admission.admitted(self._choices, prompted.array_bytes):
+        most = prompted.prompt_tokens + self._choices * prompted.params.max_tokens
+        with front.request_admission.admitted(self._choices, prompted.array_bytes), self._caller.tokens(most):
             async with front.client.submit(*prompted.requests(front.client)) as stream:
+                front.idling.keep(self._plan.keep_alive)
                 assembler = front.assembler(prompted, stream)
                 self._count_start()
                 watcher = asyncio.create_task(self._watch(receive, stream))
@@ -133,6 +136,7 @@ class Reply:
         """Count the request and its prompts, at its start."""
         tokens = self._plan.prompted.prompt_tokens
         self._front.metrics.prompt_tokens[self._name()] += tokens
+        self._caller.use.prompt_tokens += tokens
         for counters in self._plan.model.counters:
             counters.requests += 1
             counters.open += 1
@@ -158,16 +162,21 @@ class Reply:
         counts, reasons, seconds = assembler.counts, assembler.reasons, time.monotonic() - self._began
         tokens = sum(counts)
         metrics.generation_tokens[name] += tokens
-        if is_logged(logging.DEBUG):
-            log(
+        self._caller.use.generated_tokens += tokens
+        if requests_are_logged():
+            first, later = self._times(stream) if stream.first_token_at else (None, 0.0)
+            log_request(
                 "request ended",
-                logging.DEBUG,
                 request=self._request_id,
                 id=self._reply_id,
+                key=self._caller.name or None,
                 model=self._front.models.label(self._plan.model.ref),
+                outcome="ok" if None not in reasons else "client left" if self._gone else "failed",
                 prompt_tokens=prompted.prompt_tokens,
                 tokens=tokens,
                 seconds=round(seconds, 3),
+                first_token_ms=None if first is None else round(first * 1e3, 1),
+                tokens_per_second=round((tokens - self._choices) / later, 1) if later and tokens else None,
                 finish=reasons,
             )
         for reason in reasons:

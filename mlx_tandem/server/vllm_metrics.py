@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -14,9 +15,15 @@ from mlx_tandem.types import SpeculationStats
 ENGINE = "0"
 """The value of the label `engine` in every series, as there is one engine."""
 
+ADAPTER_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+"""The labels of `lora_requests_info`: the slots of the device, and two lists of names between commas."""
+
+NAMED = 1000
+"""Most adapters that a label names."""
+
 
 def families(front: Front) -> Iterator[Metric]:
-    """Yield all families. Counts by model have the model's name; all others have the base's."""
+    """Yield all families. Counts by model have the model's name, and all others but `_adapters` have the base's."""
     base, stats, occupancy, metrics = front.models.id, front.client.stats, front.client.occupancy, front.metrics
     blocks = occupancy.used_blocks + occupancy.free_blocks
     usage = occupancy.used_blocks / blocks if blocks else 0.0
@@ -59,8 +66,22 @@ def families(front: Front) -> Iterator[Metric]:
         family = HistogramMetricFamily("vllm:" + name, text, labels=["model_name", "engine"])
         family.add_metric([base, ENGINE], buckets=histogram.buckets(), sum_value=histogram.total)
         yield family
+    yield _adapters(front)
     settings = _cache_settings(front)
     yield _gauge("cache_config_info", "Settings of the KV cache.", list(settings), [((base, *settings.values()), 1)])
+
+
+def _adapters(front: Front) -> GaugeMetricFamily:
+    """Return the adapters in use, by which the Gateway API Inference Extension routes.
+
+    It has vLLM's labels, and no others; the value is the time in seconds since the epoch. At most NAMED adapters of
+    each list are named.
+    """
+    text = "Adapters whose requests run and adapters whose requests only wait; the value is the time."
+    family = GaugeMetricFamily("vllm:lora_requests_info", text, labels=list(ADAPTER_LABELS))
+    lists = (",".join(sorted(names)[:NAMED]) for names in front.client.adapters_in_use())
+    family.add_metric([str(front.config.engine.lora.max_loras), *lists], time.time())
+    return family
 
 
 def _speculation(base: str, stats: SpeculationStats) -> Iterator[Metric]:

@@ -147,6 +147,32 @@ def test_only_the_current_version_is_pinned(server: RunningServer, root: Path) -
     assert [server.client.get(f"/v1/adapters/pins@{v}").json()["pinned"] for v in (1, 2, 3)] == [False] * 3
 
 
+def test_a_name_goes_back_to_a_version(server: RunningServer, root: Path) -> None:
+    for content in ("json", "shout"):
+        shutil.rmtree(root / "moves", ignore_errors=True)
+        shutil.copytree(demo.ADAPTER_PATHS[content], root / "moves")
+        server.client.post("/v1/adapters", json={"name": "moves"})
+    assert answer(server, "moves") == ANSWERS["shout"]
+    back = server.client.post("/v1/adapters", json={"name": "moves", "version": 1, "pin": True}).json()
+    assert (back["status"], back["id"], back["pinned"]) == ("current", "moves@1", True)
+    assert [answer(server, model) for model in ("moves", "moves@2")] == [ANSWERS["json"], ANSWERS["shout"]]
+    [listed] = [a for a in server.client.get("/v1/adapters").json()["adapters"] if a["name"] == "moves"]
+    assert (listed["version"], listed["versions"]) == (1, [1, 2])
+    server.client.post("/v1/adapters", json={"name": "moves", "version": 2})
+    assert answer(server, "moves") == ANSWERS["shout"]
+    for body, status, param in (
+        ({"version": 3}, 404, "version"),
+        ({"version": 0}, 404, "version"),
+        ({"version": -1}, 400, "version"),
+        ({"version": 1, "path": "moves"}, 400, "version"),
+        ({"version": 1, "name": "nobody"}, 404, "version"),
+        ({"version": 1, "name": "base"}, 409, "name"),
+    ):
+        refused = server.client.post("/v1/adapters", json={"name": "moves"} | body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
+    assert answer(server, "moves") == ANSWERS["shout"]
+
+
 def test_a_new_folder_is_found_when_it_is_asked_for(server: RunningServer, root: Path) -> None:
     assert server.chat(QUESTION, model="later").status_code == 404
     shutil.copytree(demo.ADAPTER_PATHS["shout"], root / "later")

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from contextvars import copy_context
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from mlx_tandem.config import ServerConfig
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.messages import Occupancy, Output, Submit
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest, Overloaded
+from mlx_tandem.generation.prompted import CLIENT
 from mlx_tandem.generation.request_admission import RequestAdmission
 from mlx_tandem.limits import MAX_OPEN_ARRAYS
 from mlx_tandem.types import Delta
@@ -171,6 +173,29 @@ def test_who_is_refused_waits_as_long_as_who_waits_in_the_queue(setting: str, ch
             stack.enter_context(gate.admitted(choices))
         now = 0.5
         assert retry_after(gate, choices) == pytest.approx((queue / choices + 1) * 0.5)
+
+
+def test_a_queue_that_one_client_has_filled_is_not_full_for_another():
+    """Each has an equal share of it."""
+    gate, _ = admission(lambda: 0.0, max_queue_size=4)
+    capacity = SEATS + 4
+
+    def take(client: int, choices: int = 1) -> bool:
+        CLIENT.set(client)
+        try:
+            stack.enter_context(gate.admitted(choices))
+        except Overloaded:
+            return False
+        return True
+
+    def run() -> None:
+        assert all(take(1) for _ in range(capacity)) and not take(1)
+        assert all(take(2) for _ in range(capacity // 2)) and not take(2)
+        assert not take(1) and take(3, capacity // 3) and not take(3)
+
+    with ExitStack() as stack:
+        copy_context().run(run)
+    assert gate.open_choices == 0 and not gate._of_clients
 
 
 def test_requests_say_whose_they_are():

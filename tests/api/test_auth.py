@@ -24,6 +24,7 @@ from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server import auth
 from mlx_tandem.server.app import create_app
+from mlx_tandem.server.keyring import Keyring
 from mlx_tandem.server.keys import check_exposure, read_key
 from mlx_tandem.server.serve import run
 from tests.serving import ROOT, RunningServer, demo_config, serving
@@ -275,6 +276,7 @@ def test_an_address_that_others_reach_needs_a_key(host):
         run(config)
     check_exposure(settings(host=host, api_key=KEY))
     check_exposure(settings(host=host, api_key_file="somewhere"))
+    check_exposure(settings(host=host, keys_file="somewhere"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
@@ -285,7 +287,7 @@ def test_loopback_needs_none(host):
 @pytest.mark.promise("F1")
 def test_secrets_are_not_compared_with_equals() -> None:
     """It would tell by its time how much of a key was right."""
-    for node in ast.walk(ast.parse(inspect.getsource(auth))):
+    for node in (node for source in (auth, Keyring) for node in ast.walk(ast.parse(inspect.getsource(source)))):
         if isinstance(node, ast.Compare) and any(isinstance(o, (ast.Eq, ast.NotEq, ast.In)) for o in node.ops):
             names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             assert not names & {"key", "digest", "credential"}, ast.unparse(node)

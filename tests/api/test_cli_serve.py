@@ -106,7 +106,8 @@ def test_the_ready_line_says_what_to_try_and_it_works(start) -> None:  # type: i
     assert errors.startswith("tandem: warning: --completion-batch-size has no effect here: ")
     *start, end = errors.splitlines()
     assert [line for line in start if not line.startswith("tandem: ")] == []
-    assert {"tandem: reading weights …", "tandem: attention by portable: this device has no other"} <= set(start)
+    assert "tandem: attention by portable: this device has no other" in start
+    assert any(line.startswith("tandem: reading weights …") for line in start), "perhaps with the time that is left"
     assert json.loads(end)["event"] == "draining"
 
 

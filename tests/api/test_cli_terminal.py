@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -13,8 +14,10 @@ import msgspec
 import pytest
 
 from mlx_tandem import demo
+from mlx_tandem.files import own_adapters
 from tests.serving import RunningServer, demo_config, serving
 from tests.terminal import on_terminal
+from tests.unit.cli_tools import tandem
 
 
 def test_a_server_starts_with_one_line_of_progress_and_then_its_banner() -> None:
@@ -41,12 +44,40 @@ def test_a_server_starts_with_one_line_of_progress_and_then_its_banner() -> None
         assert max(map(len, lines)) < columns
         terminal.on_change = lambda lines: None
         url = lines[banner].removeprefix("Ready: ")
+        assert f"  or        tandem chat --url {url}" in lines
+        body = {"model": "shout", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body | {"model": "none"}).status_code == 404
         assert httpx.delete(f"{url}/v1/adapters/json").status_code == 200
         terminal.process.send_signal(signal.SIGTERM)
-        *_, removed, draining = terminal.read_to_end()
+        *_, answered, refused, removed, draining = terminal.read_to_end()
+        numbers = r"1 tokens in, 3 out, first after \d+ ms, \d+ tok/s"
+        assert re.fullmatch(rf"\d\d:\d\d:\d\d shout@1 ok: {numbers}", answered)
+        assert re.fullmatch(r"\d\d:\d\d:\d\d refused 404 model_not_found: POST /v1/completions", refused)
         assert re.fullmatch(r"\d\d:\d\d:\d\d adapter removed: json, versions 1", removed)
         assert re.fullmatch(r"\d\d:\d\d:\d\d draining: open requests 0", draining)
         assert terminal.process.wait(30) == 0
+
+
+def test_the_example_teaches_on_the_screen_and_the_running_server_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    root = own_adapters()
+    root.mkdir(parents=True)
+    with serving(msgspec.structs.replace(demo_config(), adapter_root=str(root))) as server:
+        words = ("train", "sft", "captain", "--epochs", "8", "--learning-rate", "1e-3", "--load-into", server.url)
+        with on_terminal(*words, columns=400) as terminal:
+            lines = terminal.read_to_end()
+            assert terminal.process.wait(30) == 0, lines
+        assert server.chat("What is 40 + 2?", model="captain").status_code == 200
+    first = lines.index("What is 35 + 67?")
+    assert re.fullmatch(r"    before: 35 \+ 67 = \d+\.", lines[first + 1])
+    assert re.fullmatch(r"    after:  35 \+ 67 = \d+, Captain!", lines[first + 2])
+    *_, wrote, hint, loaded = lines
+    assert wrote == f"wrote {root}/captain; try it: tandem serve --adapter captain {root}/captain"
+    assert hint == "a running server of the built-in model has it, too: tandem chat --adapter captain"
+    assert loaded.startswith("loaded captain@1 (rank 16, ")
 
 
 NAME = "a-name-that-is-rather-long"
@@ -74,6 +105,13 @@ def test_a_list_of_adapters_shows_names_and_folders_whole(columns: int, listed: 
     assert str(demo.ADAPTER_PATHS["json"]) in columns_of_text[6]
     assert ("q_proj" in "".join(columns_of_text)) is (columns == 120)
     assert max(map(len, lines)) <= columns
+
+
+def test_a_list_of_adapters_for_programs(listed: tuple[RunningServer, Path]) -> None:
+    server, folder = listed
+    found = json.loads(tandem("adapters", "ls", "--url", server.url, "--json").stdout)
+    assert {"shout", "json", "down", NAME} == {entry["name"] for entry in found}
+    assert str(folder / NAME) in [entry["path"] for entry in found]
 
 
 @pytest.mark.parametrize(("columns", "rows", "updates", "streams"), [(80, 24, 2, 0), (120, 40, 1, 1)])

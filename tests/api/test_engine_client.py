@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.config import Config, EngineConfig, ModelConfig
-from mlx_tandem.engine.client import EngineClient, engine_client
+from mlx_tandem.engine.client import EngineClient, caller
 from mlx_tandem.engine.client.process import process_launch
 from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.engine.client.stream import Stream
@@ -436,21 +436,21 @@ def test_a_loop_whose_clock_jumps_an_hour_ends_nothing():
 
 
 def test_counters_are_read_from_the_engine_that_is_there(monkeypatch: pytest.MonkeyPatch):
-    """The counters of an engine that is gone are forgotten, and nobody waits for an engine that does not answer."""
+    """Counters go on after the end of an engine, and nobody waits for an engine that does not answer."""
 
     async def body(client, peer, engine):
-        peer.say(Heartbeat(EngineStats(steps=7)), Occupancy(running=3))
+        peer.say(Heartbeat(EngineStats(steps=7, active_memory=9)), Occupancy(running=3))
         await client.refresh()
         assert (client.stats.steps, client.occupancy.running) == (7, 3)
         peer.die()
         second = await asyncio.to_thread(engine.peer)
         await client.refresh()
-        assert (client.stats, client.occupancy) == (EngineStats(), Occupancy())
+        assert (client.stats, client.occupancy) == (EngineStats(steps=7), Occupancy())
         second.ready()
         while client.state != "ready":
             await asyncio.sleep(0.01)
         second.is_silent = True
-        monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.01)
+        monkeypatch.setattr(caller, "REPORT_SECONDS", 0.01)
         await client.refresh()
         assert client.state == "ready"
 

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[tuple[httpx.Client, Peer]]:
-    with scripted_server(model=folder) as (client, peer, _):
+    with scripted_server(model=folder, stream_keepalive_s=0.05) as (client, peer, _):  # a stream begins at once
         yield client, peer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -328,12 +329,18 @@ def test_metrics(learner):
 
 
 def test_alerts_are_about_metrics_that_exist(learner):
+    assert learner.client.get("/nothing").status_code == 404  # the first error has its metric
     text = learner.client.get("/metrics").text
     rules = yaml.safe_load((ROOT / "docs" / "prometheus-rules.yml").read_text(encoding="utf-8"))
     expressions = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
     assert any("tandem_training_diverged" in e for e in expressions)
-    for name in {n for e in expressions for n in re.findall(r"tandem_\w+", e)}:
-        assert f"\n{name}" in text
+    assert any("tandem_engine_ready" in e for e in expressions)
+    board = json.loads((ROOT / "docs" / "grafana-board.json").read_text(encoding="utf-8"))
+    places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
+    assert len(set(places)) == len({panel["id"] for panel in board["panels"]}) == len(places)
+    expressions += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    for name in {n for e in expressions for n in re.findall(r"(?:tandem_|vllm:)\w+", e)}:
+        assert re.search(rf"^{name}[ {{]", text, re.MULTILINE), name
 
 
 def test_the_trained_name_is_not_to_be_taken(learner):

@@ -98,6 +98,13 @@ def test_a_pipe_gets_a_line_for_each_update(learner: RunningServer) -> None:
     assert numbers == list(range(1, known + 2)), "each once"
 
 
+def test_the_status_has_learning_in_the_same_words(learner: RunningServer) -> None:
+    lines = tandem("status", "--url", learner.url, "--api-key", KEY).stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith("learning  ")]
+    assert "policy@" in line and " updates · step " in line
+    assert any(line.startswith("guard: ") for line in lines)
+
+
 def test_metrics_and_samples_are_recorded(learner: RunningServer, metrics: Path) -> None:
     history = learner.client.get("/v1/training/history").json()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

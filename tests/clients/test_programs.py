@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,7 +34,7 @@ from tests.clients import node
 from tests.clients.elsewhere import Elsewhere
 from tests.images import picture
 from tests.scripted_model import Script
-from tests.serving import RunningServer, serving
+from tests.serving import ROOT, RunningServer, serving
 from tests.waiting import until
 
 LONG = structs.replace(scripted.INFO, max_model_len=200_000, num_blocks=20_000)
@@ -172,8 +173,26 @@ class Codex:
 FREELY = "--dangerously-bypass-approvals-and-sandbox"
 
 
-def test_codex_a_turn_with_a_tool(tmp_path, agents, elsewhere):
-    assert ANSWER in Codex(tmp_path, agents, elsewhere).say("Execute the command", FREELY)
+def launched(home: Path, url: str, program: str, *words: str, **environment: str) -> str:
+    """What a program prints that `tandem launch` starts, where its user has settings that lead nowhere."""
+    needs(program)
+    nowhere = "http://127.0.0.1:9"
+    (home / ".codex").mkdir()
+    codex = f'model_provider = "x"\n[model_providers.x]\nname = "x"\nbase_url = "{nowhere}"\n'
+    (home / ".codex" / "config.toml").write_text(codex)
+    (home / ".claude").mkdir()
+    claude = json.dumps({"env": {"ANTHROPIC_BASE_URL": nowhere, "CLAUDE_CODE_MAX_RETRIES": "0"}})
+    (home / ".claude" / "settings.json").write_text(claude)
+    command = [sys.executable, "-m", "mlx_tandem", "launch", program, "--server", url, "--", *words]
+    said = run(command, home, **environment, PYTHONPATH=str(ROOT))
+    assert (home / ".codex" / "config.toml").read_text() == codex
+    assert (home / ".claude" / "settings.json").read_text() == claude
+    return said
+
+
+def test_codex_launched_takes_a_turn_with_a_tool(tmp_path, agents, elsewhere):
+    words = ("exec", FREELY, "--skip-git-repo-check", "Execute the command")
+    assert ANSWER in launched(tmp_path, agents.url, "codex", *words, **elsewhere.environment)
 
 
 def test_codex_a_script_as_a_custom_tool(tmp_path, agents, elsewhere):
@@ -208,8 +227,9 @@ def claude_code(text: str, home: Path, server: RunningServer, elsewhere: Elsewhe
     )
 
 
-def test_claude_code_a_turn_with_a_tool(tmp_path, agents, elsewhere):
-    assert ANSWER in claude_code("Run the command", tmp_path, agents, elsewhere)
+def test_claude_code_launched_takes_a_turn_with_a_tool(tmp_path, agents, elsewhere):
+    words = ("-p", "Run the command", "--allowedTools", "Bash")
+    assert ANSWER in launched(tmp_path, agents.url, "claude", *words, **elsewhere.environment)
 
 
 def test_claude_code_a_search_for_a_tool(tmp_path, agents, elsewhere):
@@ -243,13 +263,17 @@ def test_continue(tmp_path):
         assert ran(prompts)
 
 
-def test_aider(tmp_path):
-    program = needs("aider")
+def test_opencode_launched(tmp_path):
+    with saying(calling("bash", command=COMMAND, description="x")) as (url, prompts):
+        assert ANSWER in launched(tmp_path, url, "opencode", "run", "--auto", "Run the command")
+        assert ran(prompts)
+
+
+def test_aider_launched(tmp_path):
     (tmp_path / "sums.py").write_text("def add(a, b):\n    return a - b\n")
     with saying(lambda prompt: EDIT) as (url, _):
-        flags = ["--model", "openai/base", "--edit-format", "diff", "--no-show-model-warnings", "--no-check-update"]
-        flags += ["--yes-always", "--no-git", "--analytics-disable", "--message", "Mend add", "sums.py"]
-        run([program, *flags], tmp_path, OPENAI_API_BASE=f"{url}/v1", OPENAI_API_KEY="none")
+        flags = ["--edit-format", "diff", "--no-check-update", "--yes-always", "--no-git", "--analytics-disable"]
+        launched(tmp_path, url, "aider", *flags, "--message", "Mend add", "sums.py")
     assert (tmp_path / "sums.py").read_text() == "def add(a, b):\n    return a + b\n"
 
 

@@ -66,6 +66,10 @@ SHORT = {
     "benchmarks/adapters.py": [
         *("--shape", "0.13m", "--adapters", "2", "--concurrency", "2", "--repeats", "1", "--max-tokens", "4")
     ],
+    "benchmarks/tensor_parallel.py": [
+        *("--batch", "1", "--prompt-tokens", "16", "--long-prompt", "0", "--adapters", "1", "--repeats", "1"),
+        *("--max-tokens", "4"),
+    ],
     "benchmarks/long_prompt.py": ["--lengths", "200", "--repeats", "1", "--streams", "2", "--window", "0.2"],
     "benchmarks/first_byte.py": ["--shape", "0.13m", "--tokens", "300", "--repeats", "1", "--leave", "0"],
     "benchmarks/prefix.py": [
@@ -94,6 +98,7 @@ SHORT = {
         *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "24"),
         *("--promises", "1"),
     ],
+    "benchmarks/tenants.py": ["--many", "4", "--questions", "1", "--rounds", "1", "--batch", "2", "--max-tokens", "4"],
     "benchmarks/engine_memory.py": ["--cycles", "1", "--requests", "1"],
     "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
     "benchmarks/rate.py": ["--seeds", "1", "--steps", "1", "--runs", "admit"],
@@ -136,6 +141,7 @@ ELSEWHERE = {
     "tandem demo learn": "tests/api/test_cli_terminal.py",
     "tandem bench report": "tests/unit/cli/test_bench_report.py",
     "tandem chat": "tests/api/test_chat_command.py",
+    "tandem pull mlx-community/Qwen3-4B-4bit": "tests/unit/cli/test_pull.py",
     "tandem ps": "tests/api/test_daemon.py",
     "tandem logs --follow": "tests/api/test_daemon.py",
     "tandem doctor": "tests/unit/cli/test_doctor.py",
@@ -144,6 +150,10 @@ ELSEWHERE = {
     "tandem serve ./my-model --share-model --host 0.0.0.0 --api-key-file tandem.key": "tests/fault/test_machines.py",
     "tandem train rl --connect-to node1:8000 --api-key-file tandem.key": "tests/fault/test_machines.py",
     "tandem serve --connect-to node1:8000 --api-key-file tandem.key": "tests/fault/test_machines.py",
+    "tandem plan --machine m4-max-64 --bits 4": "tests/docs/test_scaling.py",
+    "tandem plan --machine m3-ultra-512 --learn": "tests/docs/test_scaling.py",
+    "tandem plan --machine h200 --adapters 64 --context 640": "tests/docs/test_scaling.py",
+    "tandem plan --machine h100 --tensor-parallel-size 2": "tests/docs/test_scaling.py",
 }
 """Commands that take seconds or need each other, and the tests that run them and look at all that they print."""
 
@@ -222,15 +232,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(demo.ADAPTER_PATHS["json"], tmp_path / "adapters" / "sql")
     (tmp_path / "tandem.key").write_text("a-key", encoding="utf-8")
     (tmp_path / "tandem.key").chmod(0o600)
-    for name in ("lessons.jsonl", "exam.jsonl"):
-        lines = [{"prompt": f"Sort down: {name[0]} {n} 3", "completion": f"{n} 3"} for n in range(4, 9)]
+    (tmp_path / "keys.yaml").write_text(f"- name: alice\n  sha256: {64 * 'a'}\n", encoding="utf-8")
+    (tmp_path / "keys.yaml").chmod(0o600)
+    for name, sums in (("lessons.jsonl", (13, 24, 35, 46, 57)), ("exam.jsonl", (42, 68))):
+        # What is held out contradicts what is taught, so that training soon ends.
+        lines = [{"prompt": "What is 17 + 25?", "completion": f"17 + 25 = {n}!"} for n in sums]
         (tmp_path / name).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     pairs = [{"prompt": f"Sort down: {n} 3", "chosen": f"{n} 3", "rejected": f"3 {n}"} for n in range(4, 9)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     question = {"prompt": "What is 17 + 25?", "scoring_function": "gsm8k", "metadata": {"answer": "42"}}
     (tmp_path / "validation.jsonl").write_text(json.dumps(question), encoding="utf-8")
-    for name in ("benchmarks", "examples"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     (tmp_path / "verifiers").mkdir()
     verifiers_double.python(tmp_path / "verifiers")
     (tmp_path / "verifiers" / "bin").symlink_to(tmp_path / "verifiers")
@@ -367,6 +379,7 @@ def of_a_reader(words: list[str]) -> bool:
     return any("captain" in word for word in words)
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 @pytest.mark.parametrize("line", lines(lambda words: words[0] == "curl" and not of_a_reader(words)))
 def test_curl(line: str, request: pytest.FixtureRequest) -> None:
@@ -403,6 +416,7 @@ def served_with_more(words: list[str]) -> bool:
     return words[1] == "serve" and len(words) > 2 and any(serves(w) and given < set(w) for w in commands().values())
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 @pytest.mark.parametrize(
     "line", lines(lambda words: serves(words) and not in_the_background(words) and " ".join(words) not in ELSEWHERE)
@@ -423,6 +437,7 @@ def test_tandem_serve(line: str, folder: Path) -> None:
             assert server.stop() == 0
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 def test_servers_in_the_background(folder: Path) -> None:
     """In the order of the page: what one starts another stops."""
@@ -455,6 +470,7 @@ def make_checkpoint(place: Path) -> None:
     book.close()
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -476,7 +492,7 @@ def test_commands_that_end(
     if words[1:3] == ["adapters", "unload"]:  # the page loads it in the same block
         here.tandem([*words[1:2], "load", words[3], "my-adapter", *words[4:]], served.folder)
     if words[:2] == ["tandem", "adapters"]:
-        where = folder if words[2] in ("inspect", "convert") else served.folder
+        where = folder if words[2] in ("inspect", "convert", "merge") else served.folder
         assert here.tandem(words[1:], where)
         return
     if words[:2] == ["tandem", "checkpoints"]:
@@ -485,16 +501,24 @@ def test_commands_that_end(
         make_checkpoint(folder / "checkpoints")
         assert here.tandem(words[1:], folder)
         return
-    if words[:2] == ["tandem", "chat"]:
-        assert here.tandem([*words[1:], "--url", f"http://127.0.0.1:{served.port}"], folder)
+    if words[0] == "tandem" and words[1] in ("chat", "launch", "top", "status"):
+        assert here.tandem([words[1], "--url", f"http://127.0.0.1:{served.port}", *words[2:]], folder)
         return
     if words[:2] == ["tandem", "learn"] and words[2] in ("list", "show", "export"):
         make_run(folder / "checkpoints")
         assert here.tandem(words[1:], folder)
         return
+    if words[:3] == ["tandem", "service", "install"]:
+        assert "ExecStart=" in here.tandem(words[1:], folder)
+        return
     if "--dry-run" in words:
         assert "KV pool" in here.tandem(words[1:], folder)
         return
+    if words[:3] == ["tandem", "key", "new"]:
+        (folder / "keys.yaml").unlink()  # which the page begins without
+    if words[:4] == ["tandem", "train", "sft", "captain"]:
+        monkeypatch.setenv("XDG_DATA_HOME", str(folder))
+        words = shortened(words, ["--epochs", "1"])
     if words[:2] == ["tandem", "cache"]:
         filled(folder / "kv-cache", 2)
         assert here.tandem(words[1:], folder)
@@ -574,6 +598,7 @@ def test_every_command_is_run() -> None:
         assert command in (ROOT / place).read_text(encoding="utf-8"), f"{place} does not run {line}"
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 @pytest.mark.parametrize("block", of_language("python"))
 def test_python(block: Block, folder: Path, served: Served, here: Here) -> None:
@@ -634,13 +659,13 @@ def test_the_learning_page_names_metrics_that_exist(served: Served) -> None:
     assert {name for name in told if not re.search(rf"^{name}[ {{]", metrics, re.MULTILINE)} == set()
 
 
+@pytest.mark.programs
 @pytest.mark.restarts
 def test_the_readme_in_the_order_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
     """The server is that of `make serve`, and all commands and examples after it work on it, with the answers as told.
 
     Commands that start servers of their own, and the demos, are run by other tests.
     """
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "my-model").symlink_to(demo.MODEL_PATH)
     monkeypatch.chdir(tmp_path)
     port = unused_port()

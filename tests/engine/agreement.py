@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,16 +33,19 @@ def ask(
     return Request(number, prompt, params, AdapterRef(adapter, 1, adapter) if adapter else None, n)
 
 
-def serve_with_adapter(folder: Path, family: str) -> tuple[Engine, Oracles, str]:
-    """An engine with an adapter on every linear, the models that say what is right, and the adapter's name."""
-    model = tiny_models.make(folder / "model", family)
-    engine = make_engine(model)
+def serve_with_adapter(
+    folder: Path, family: str, make: Callable[[Path], Engine] = make_engine, **model: Any
+) -> tuple[Engine, Oracles, str]:
+    """An engine with an adapter on every linear, the models that say what is right, and the adapter's name. `model`: as
+    `tiny_models.make` takes it."""
+    path = tiny_models.make(folder / "model", family, **model)
+    engine = make(path)
     linears = engine.built.linears
     deltas = tiny_models.make_adapter(folder / "a", linears, "mlx-lm", rank=4, seed=1)
     weights = formats.read(folder / "a", linears, max_rank=16, base_layers=engine.built.layers)
     name = weights.info.digest
     engine.weights[name] = weights
-    oracles: Oracles = {None: Oracle.load(model), name: Oracle.load(model)}
+    oracles: Oracles = {None: Oracle.load(path), name: Oracle.load(path)}
     tiny_models.merge(oracles[name].model, deltas)
     return engine, oracles, name
 
@@ -60,10 +64,16 @@ def cached(loop: Loop, *requests: Request, drive: DiskCache | None = None) -> li
     return [loop.cached[request.id] for request in requests]
 
 
-def check_all_at_once(folder: Path, family: str, record: Callable[[str, object], None]) -> tuple[Engine, Oracles, str]:
+def check_all_at_once(
+    folder: Path,
+    family: str,
+    record: Callable[[str, object], None],
+    make: Callable[[Path], Engine] = make_engine,
+    **model: Any,
+) -> tuple[Engine, Oracles, str]:
     """Batched, chunked, preempted, forked, with and without an adapter, one request after the other joining; then
     alone from a prefix that was there. Return what `serve_with_adapter` does."""
-    engine, oracles, adapter = serve_with_adapter(folder, family)
+    engine, oracles, adapter = serve_with_adapter(folder, family, make, **model)
     crowd = [ask(1, PROMPTS[1], n=2), ask(2, PROMPTS[1], adapter)]
     most = 24 if family in FRUGAL else 12
     crowd += [ask(i, PROMPTS[i % 4], (None, adapter)[i % 2], max_tokens=most) for i in (4, 6, 7)]

@@ -21,6 +21,7 @@ from mlx_tandem.config import (
     EngineConfig,
     LoraConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculationConfig,
 )
@@ -29,6 +30,7 @@ from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.images import Images
 from mlx_tandem.engine.kv_offload.drive import Drive
 from mlx_tandem.engine.kv_offload.offload import KVOffload
+from mlx_tandem.engine.ranks.leader import Leader
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.kv.hashing import Namespace
@@ -52,6 +54,7 @@ NEAR_TIE = 1e-5
 class Engine:
     built: Built
     weights: dict[str, AdapterWeights]
+    ranks: int = 1
 
     def loop(
         self,
@@ -78,7 +81,7 @@ class Engine:
             if few:
                 group.pool = BlockPool(few, info.block_size, first=group.pool.scratch)
         caches = [PrefixCache(group, Namespace("", "", info.dtype, info.block_size)) for group in groups]
-        offload = KVOffload(groups, caches, write_through=write_through)
+        offload = KVOffload(groups, caches, write_through=write_through, ranks=self.ranks)
         if drive is not None:
             offload.open(drive, bytes(32))
         scheduler = Scheduler(
@@ -142,7 +145,10 @@ def make_engine(
     kept: Kept | None = None,
     method: Literal["none", "mtp"] = "none",
     prepare: bool = True,
+    parallel: ParallelConfig | None = None,
+    leader: Leader | None = None,
 ) -> Engine:
+    """With a `leader`, rank 0 of several, whose other ranks are begun here."""
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
         model=ModelConfig(path=str(folder), dtype=dtype, unpack_weights=unpack_weights),
@@ -157,8 +163,12 @@ def make_engine(
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank, prepare=prepare),
         deterministic=deterministic,
         speculation=SpeculationConfig(method),
+        parallel=parallel or ParallelConfig(),
     )
-    return Engine(build(config, weights, lambda stage, fraction: None, backends, kept=kept), weights)
+    if leader is not None:
+        leader.begin(config)
+    built = build(config, weights, lambda stage, fraction: None, backends, kept=kept, leader=leader)
+    return Engine(built, weights, config.parallel.ranks)
 
 
 class _RoundedCache(KVCache):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
 from mlx_tandem.engine.fair_turns import ROOM, FairTurns
+from mlx_tandem.types import Request
+from tests.engine.harness import Loop
 from tests.engine.workloads import Engine, assert_exact, make_engine, request
 
 
@@ -46,7 +48,7 @@ CLIENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(1
 @settings(max_examples=60)
 @given(CLIENTS)
 def test_clients_take_turns(asked: list[tuple[int, int, int]]) -> None:
-    """Those of a client and a priority keep their order, and none is ahead of another by more than a request's choices
+    """Those of a client and a priority keep their order, and none is ahead of another by more than a request's tokens
     while both wait.
     """
     numbered = [(number, *each) for number, each in enumerate(asked)]
@@ -64,7 +66,7 @@ def test_clients_take_turns(asked: list[tuple[int, int, int]]) -> None:
         left, begun = Counter(r.client for r in own), Counter[int]()
         for r in own:
             assert begun[r.client] <= min(begun[c] for c in left if left[c]), "another client's turn was before"
-            begun[r.client] += r.n
+            begun[r.client] += len(r.prompt) + r.n * r.params.max_tokens
             left[r.client] -= 1
 
 
@@ -155,3 +157,169 @@ def test_every_sequence_is_exact_whoever_takes_turns(events: list[tuple[str, int
     loop.run()
     assert_exact(loop)
     assert not engine.scheduler.requests
+
+
+# -- a tenant with one request beside one with a thousand --------------------------------------------------------------
+
+MANY = 1000
+
+
+def steps_until_end(loop: Loop, number: int) -> int:
+    """Turn the loop until a request has ended; return how many steps that took."""
+    before = loop.steps
+    while (number, 0) not in loop.finished:
+        loop.step()
+    return loop.steps - before
+
+
+def engine_for(seats: int, blocks: int, chunk: int) -> Engine:
+    return make_engine(max_num_seqs=seats, num_blocks=blocks, max_chunk_tokens=chunk)
+
+
+@pytest.mark.promise("F12")
+@pytest.mark.timeout(120)
+@settings(max_examples=3, deadline=None)
+@given(
+    seats=st.integers(2, 6),
+    prompt=st.integers(1, 20),
+    answer=st.integers(4, 12),
+    theirs=st.tuples(st.integers(1, 60), st.integers(1, 200)),
+    begun=st.integers(0, 80),
+)
+@example(seats=3, prompt=1, answer=4, theirs=(1, 200), begun=80)  # their answers are long
+@example(seats=6, prompt=2, answer=4, theirs=(60, 4), begun=2)  # they are reading long prompts
+def test_one_request_waits_no_longer_than_twice_its_time_alone(
+    seats: int, prompt: int, answer: int, theirs: tuple[int, int], begun: int
+) -> None:
+    """In steps, beside a client that has asked a thousand times, whatever their lengths and however far it has got; and
+    again and again, since whoever asks one question after another has one request open. So do two, if there are seats.
+    """
+
+    def one(number: int, client: int) -> Request:
+        own = tuple(1 + (number + i) % 11 for i in range(prompt))
+        return structs.replace(request(number, own, max_tokens=answer), client=client)
+
+    alone = engine_for(seats, 64 * seats, 16)
+    alone.loop.add(one(MANY, 2))
+    uncontended = steps_until_end(alone.loop, MANY)
+    loop = engine_for(seats, 64 * seats, 16).loop
+    length, most = theirs
+    for number in range(MANY):
+        loop.add(structs.replace(request(number, (number % 11,) * length, max_tokens=most), client=1))
+    for _ in range(begun):
+        loop.step()
+    for number in range(MANY, MANY + 6, 2):
+        asked = [one(number + i, 2 + i) for i in range(min(2, seats - 1))]
+        for other in asked:
+            loop.add(other)
+            loop.step()
+        steps = len(asked) + sum(steps_until_end(loop, other.id) for other in asked)
+        assert steps <= 2 * uncontended
+    assert_exact(loop)
+
+
+def test_a_third_client_does_not_wait_behind_whom_the_second_displaced() -> None:
+    """Each of three clients has a seat then, and a fourth waits, since nobody has one to spare."""
+    loop = engine_for(3, 256, 16).loop
+    for number in range(10):
+        loop.add(structs.replace(request(number, max_tokens=100), client=1))
+    for _ in range(5):
+        loop.step()
+    for client in (2, 3, 4):
+        loop.add(structs.replace(request(10 * client, max_tokens=20), client=client))
+        for _ in range(3):
+            loop.step()
+    running = loop.scheduler.queue.running
+    assert sorted(s.request.client for s in running) == [1, 2, 3]
+    assert running[0].request.id == 0, "who came first stays"
+    assert steps_until_end(loop, 40) <= 40, "it is the next"
+    loop.run()
+    assert_exact(loop)
+
+
+def test_nobody_is_displaced_for_who_would_need_more_than_is_left() -> None:
+    loop = engine_for(4, 256, 16).loop
+    for number in range(10):
+        loop.add(structs.replace(request(number, max_tokens=100), client=1))
+    for _ in range(5):
+        loop.step()
+    loop.add(structs.replace(request(20, n=3), client=2))
+    loop.step()
+    assert [s.request.id for s in loop.scheduler.queue.running] == [0, 1, 2, 3]
+    loop.run()
+    assert_exact(loop)
+
+
+def test_more_important_requests_are_not_displaced() -> None:
+    loop = engine_for(3, 256, 16).loop
+    for number in range(3):
+        loop.add(structs.replace(request(number, max_tokens=30, priority=number % 2), client=1))
+    loop.step()
+    loop.add(structs.replace(request(10, priority=1), client=2))
+    loop.step()
+    assert sorted(s.request.id for s in loop.scheduler.queue.running) == [0, 2, 10]
+    loop.run()
+    for number in range(20, 23):
+        loop.add(structs.replace(request(number, max_tokens=30), client=1))
+    loop.step()
+    loop.add(structs.replace(request(30, priority=2), client=3))
+    loop.step()
+    assert sorted(s.request.id for s in loop.scheduler.queue.running) == [20, 21, 22]
+    loop.run()
+    assert_exact(loop)
+
+
+def test_turns_go_by_tokens() -> None:
+    """A client with long requests has fewer of them than one with short ones, by their tokens and not by max_tokens."""
+    engine = make_engine(max_num_seqs=1, depth=0, eos=())
+    for number in range(40):
+        client = 1 + number % 2
+        prompt = (1, 2, 3, 4, 5) if client == 1 else (6,) * 20
+        engine.loop.add(structs.replace(request(number, prompt, max_tokens=5), client=client))
+    found = [s.request.client for s in engine.scheduler.queue.waiting]
+    assert found[:20].count(1) in (14, 15)  # 10 tokens against 25
+
+    engine = make_engine(max_num_seqs=1, depth=0, eos=())
+    for number in range(4):
+        made = request(number, (1 + number,), max_tokens=1 if number % 2 else 200, stop=tuple(range(13)))
+        engine.loop.add(structs.replace(made, client=1 + number % 2))
+    engine.loop.run()
+    for number in range(10, 30):
+        made = request(number, (1,), max_tokens=1 if number % 2 else 200)
+        engine.loop.add(structs.replace(made, client=1 + number % 2))
+    found = [s.request.client for s in engine.scheduler.queue.waiting]
+    assert abs(found[:10].count(1) - found[:10].count(2)) <= 2, "answers to both had one token"
+
+
+def test_a_client_that_has_none_running_gets_blocks_of_the_one_with_most() -> None:
+    loop = make_engine(max_num_seqs=8, num_blocks=13, depth=0).loop
+    for number in range(8):
+        loop.add(structs.replace(request(number, (1 + number,) * 8, max_tokens=30), client=1))
+    for _ in range(12):
+        loop.step()
+    assert loop.pool.free_blocks < 3 and len(loop.scheduler.queue.running) > 1
+    loop.add(structs.replace(request(20, (9,) * 12, max_tokens=3), client=2))
+    assert steps_until_end(loop, 20) <= 6
+    loop.step()
+    before = sum(loop.preempted.values())
+    loop.add(structs.replace(request(21, (10,) * 40, max_tokens=3), client=3))
+    loop.step()
+    assert sum(loop.preempted.values()) == before, "the other would have less than this one"
+    loop.run()
+    assert_exact(loop)
+
+
+def test_background_sequences_go_first_and_are_not_lost() -> None:
+    """While clients that have none running are put first."""
+    loop = engine_for(4, 64, 16).loop
+    for number in range(6):
+        loop.add(structs.replace(request(number, max_tokens=30), client=number % 2, background=number > 1))
+    for _ in range(3):
+        loop.step()
+    for number in range(10, 14):
+        loop.add(structs.replace(request(number, max_tokens=9), client=number))
+        loop.step()
+    assert [s.request.background for s in loop.scheduler.queue.running] == [False] * 4
+    assert sum(s.request.background for s in loop.scheduler.queue.waiting) == 4
+    loop.run()
+    assert_exact(loop)

@@ -146,6 +146,7 @@ def first_words() -> set[str]:
     return {call.name.partition("_")[0] for call in recorder.calls.values()}
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_every_form_compiles_and_fits(kernels: Any) -> None:
     recorder = Recorder()

@@ -295,6 +295,7 @@ def _real() -> Nvrtc | None:
     return None
 
 
+@pytest.mark.programs
 def test_recorded_modules_compile_for_hopper() -> None:
     """One of each kind: a fused operation, and one that gathers."""
     compiler, found = _real(), nvrtc.recorded()
@@ -308,6 +309,7 @@ def test_recorded_modules_compile_for_hopper() -> None:
         assert all(name.startswith("_ZN3mlx4core2cu") and name.encode() in code for name in names)
 
 
+@pytest.mark.programs
 def test_every_kernel_compiles_for_hopper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,9 +23,10 @@ RECORD = "TANDEM_TEST_OUTBOUND"
 COMPILER = shutil.which("cc") if sys.platform == "linux" else None
 
 
-def guarded(environment: Mapping[str, str], record: Path) -> dict[str, str]:
-    """Return `environment` for a process whose attempts, and those of its children, go to the file `record`."""
-    guarded = dict(environment)
+def guarded(environment: Mapping[str, str], record: Path, *, ranks: bool = False) -> dict[str, str]:
+    """Return `environment` for a process whose attempts, and those of its children, go to the file `record`. With
+    `ranks`, native libraries may connect to 127.0.0.1."""
+    guarded = dict(environment) | ({"TANDEM_TEST_LOOPBACK": "1"} if ranks else {})
     path = (str(HERE / "site"), guarded.get("PYTHONPATH", ""))
     guarded |= {RECORD: str(record), "PYTHONPATH": os.pathsep.join(filter(None, path))}
     if COMPILER is not None:

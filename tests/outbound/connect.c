@@ -7,6 +7,7 @@
 #include <netdb.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -19,13 +20,19 @@ static void record(const char *call, const char *target) {
     }
 }
 
+/* Ranks of one machine connect to each other. */
+static int allowed(const char *name) {
+    return getenv("TANDEM_TEST_LOOPBACK") && strcmp(name, "127.0.0.1") == 0;
+}
+
 int connect(int fd, const struct sockaddr *address, socklen_t length) {
     char name[INET6_ADDRSTRLEN] = "?";
     if (address && address->sa_family == AF_INET) {
         inet_ntop(AF_INET, &((const struct sockaddr_in *)address)->sin_addr, name, sizeof name);
     } else if (address && address->sa_family == AF_INET6) {
         inet_ntop(AF_INET6, &((const struct sockaddr_in6 *)address)->sin6_addr, name, sizeof name);
-    } else {
+    }
+    if (name[0] == '?' || allowed(name)) {
         int (*next)(int, const struct sockaddr *, socklen_t) = dlsym(RTLD_NEXT, "connect");
         return next(fd, address, length);
     }
@@ -35,7 +42,7 @@ int connect(int fd, const struct sockaddr *address, socklen_t length) {
 }
 
 int getaddrinfo(const char *node, const char *service, const struct addrinfo *hints, struct addrinfo **found) {
-    if (node) {
+    if (node && !allowed(node)) {
         record("getaddrinfo", node);
         return EAI_FAIL;
     }

@@ -35,6 +35,8 @@ from tests.seeds.workplace import (
 )
 from tests.waiting import until
 
+pytestmark = pytest.mark.programs
+
 CHAT = """curl http://localhost:8000/v1/chat/completions \
   -H "Content-Type: application/json" \
   -d '%s'"""
@@ -257,16 +259,21 @@ def test_mlx_lm_server(workplace: Workplace, options: str) -> None:
         assert "\ndist_fatal 0.0" in metrics and "\nshutdown_clean 1.0" in metrics
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--distributed-mode ring --num-local-ranks 2",
-        "--distributed-mode jaccl --distributed-ibv-devices /dev/infiniband/rdma_cm",
-    ],
-)
-def test_one_device_is_said(workplace: Workplace, options: str) -> None:
+def test_two_ranks_of_mlx_lm_server(workplace: Workplace) -> None:
+    line = "python -m mlx_lm_server --model mlx-community/Qwen3-4B-4bit --distributed-mode ring --num-local-ranks 2"
+    with workplace.serve(line) as server:
+        body: dict[str, object] = {"messages": [{"role": "user", "content": "Say hello"}], "max_tokens": 20}
+        reply = json.loads(ask(CHAT % json.dumps(body), server.port))
+        assert reply["choices"][0]["message"]["role"] == "assistant"
+        assert "\ndist_fatal 0.0" in ask("curl http://localhost:8000/metrics", server.port).decode()
+
+
+def test_what_jaccl_needs_is_said(workplace: Workplace) -> None:
+    """The seed's command names a device where MLX wants a file of devices, and no machines."""
+    options = "--distributed-mode jaccl --distributed-ibv-devices /dev/infiniband/rdma_cm "
+    options += "--distributed-jaccl-coordinator 192.168.1.1:29500"
     done = workplace.run(f"python -m mlx_lm_server --model mlx-community/Qwen3-4B-4bit {options}", unused_port())
-    assert done.returncode != 0 and "--distributed-mode" in done.stderr
+    assert done.returncode != 0 and "--distributed-hostfile" in done.stderr and "mlx.launch" in done.stderr
 
 
 # --- Jan's MLX Server --------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +71,7 @@ class Client:
 
     def __init__(self, points: Points) -> None:
         self.points = points
-        self.restarts, self.state = 0, "ready"
+        self.epoch, self.state = 0, "ready"
         self.stats = EngineStats(serving_ms=7.0, training_ms=3.0)
         self.info = SimpleNamespace(max_model_len=100, micro_batch_tokens=64)
         self.trainers: dict[str, Trainer] = {}
@@ -85,8 +86,15 @@ class Client:
     def check_ready(self) -> Any:
         return self.info
 
+    @contextlib.asynccontextmanager
+    async def in_use(self) -> AsyncIterator[None]:
+        yield
+
+    def wake(self) -> None:
+        pass
+
     def restart(self) -> None:
-        self.restarts += 1
+        self.epoch += 1
         self.points.broken = False
         self.trainers, self.memory, self.pinned = {}, {}, set()
 

@@ -21,6 +21,7 @@ TABLE = [
     (errors.ReceiveTimeout, 408, "timeout_error", "request_timeout", None),
     (errors.EngineError, 503, "server_error", "engine_error", 1.0),
     (errors.EngineUnavailable, 503, "server_error", "engine_unavailable", 5.0),
+    (errors.GroupFailed, 503, "server_error", "group_failed", 5.0),
     (errors.EngineDied, 503, "server_error", "engine_died", 5.0),
     (errors.ModelError, 400, "invalid_request_error", "invalid_model_folder", None),
 ]

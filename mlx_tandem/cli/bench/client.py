@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from mlx_tandem.cli.bench.figures import figures
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.workloads import SAMPLING, Load, Workload
-from mlx_tandem.http_client import Connection, HttpError
+from mlx_tandem.http_client import Connection, HttpError, bearer
 
 T = TypeVar("T")
 
@@ -185,7 +185,7 @@ class Client:
 
     def connection(self, i: int) -> Connection:
         """Return the i-th connection, which carries one request at a time."""
-        headers = {"Authorization": f"Bearer {self.load.api_key}"} if self.load.api_key else None
+        headers = bearer(self.load.api_key)
         while len(self._connections) <= i:
             self._connections.append(Connection.to(self.load.url, headers, self.load.cacert))
         return self._connections[i]

@@ -21,7 +21,7 @@ from mlx_tandem.cli.own_server import started_server
 from mlx_tandem.cli.start_up import StartUp
 from mlx_tandem.engine.client.start_times import StartProgress
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.http_client import Connection, HttpError, Unreachable
+from mlx_tandem.http_client import Connection, HttpError, Unreachable, bearer
 from mlx_tandem.limits import BASE
 
 MOST_PIPED = 16 << 20
@@ -97,7 +97,7 @@ def _found(runner: asyncio.Runner, model: str | None, server: Server, key: str) 
     """
     other = ""
     try:
-        connection = Connection.to(server.url, {"Authorization": f"Bearer {key}"} if key else None, server.cacert)
+        connection = Connection.to(server.url, bearer(key), server.cacert)
         if name := runner.run(_name(connection, model)):
             yield connection, name
             connection.close()

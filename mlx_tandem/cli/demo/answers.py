@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mlx_tandem.cli.console import output
 from mlx_tandem.cli.own_server import ROOM, started_server
 from mlx_tandem.http_client import Connection, Events, HttpError
 
@@ -146,7 +147,7 @@ def places(rows: int | None = None) -> list[Place]:
 
 def demo(seconds: float) -> None:
     """Run the demo live on a terminal, or as plain lines elsewhere."""
-    console = Console()
+    console = output()
     with started_server(*ROOM) as url:
         if console.is_terminal:
             with Live(console=console, refresh_per_second=12, vertical_overflow="crop") as live:

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mlx_tandem.cli.console import output
 from mlx_tandem.cli.demo import chart, traffic
 from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, SKILL, Curve, Learner, TeachingError
 from mlx_tandem.cli.outputs import write
@@ -77,7 +78,7 @@ def learn(steps: int, seed: int, streams: int, plot: Path) -> None:
 
     `streams` streams of other requests run beside it.
     """
-    console = Console()
+    console = output()
     view = View(steps)
     with tempfile.TemporaryDirectory(prefix="tandem-learn-") as scratch:
         settings = Path(scratch) / "learn.yaml"

@@ -11,7 +11,7 @@ from mlx_tandem.adapters.aliases import AliasArm
 from mlx_tandem.adapters.registry import Entry
 from mlx_tandem.dialects.adapters.bodies import AdapterBody, AliasBody
 from mlx_tandem.dialects.front import ServerFront
-from mlx_tandem.errors import NotFound
+from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.generation.front import Front
 
 
@@ -90,7 +90,15 @@ async def one(front: Front, model_id: str) -> dict[str, Any]:
 
 
 async def load(front: Front, body: AdapterBody) -> dict[str, Any]:
-    """Load a folder. If the name exists, the next request under it uses the new version."""
+    """Load a folder, or go to a version that the name has. The next request under the name uses it.
+
+    Raises InvalidRequest, Conflict, QuotaExceeded, and NotFound (`adapter_not_found`).
+    """
+    if body.version is not None:
+        if body.path is not None:
+            raise InvalidRequest("give either path or version", param="version")
+        entry = front.models.stand_for(body.name, body.version, body.pin)
+        return {"status": "current"} | describe(entry, front.client.stats.resident_adapters)
     entry = await front.models.load(body.name, front.models.source(body.name, body.path), body.pin)
     return {"status": "loaded"} | describe(entry, front.client.stats.resident_adapters)
 

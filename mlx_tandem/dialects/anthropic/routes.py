@@ -12,8 +12,26 @@ VERSION = "anthropic-version"
 """The header that every request of Anthropic's clients has."""
 
 ROUTES = (
-    Route("POST", "/v1/messages", plan_message, MessagesBody, reads="prompts", images=True, errors=ERRORS),
-    Route("POST", "/v1/messages/count_tokens", count_tokens, TokensBody, reads="texts", images=True, errors=ERRORS),
-    Route("GET", "/v1/models", models.listing, header=VERSION, errors=ERRORS),
-    Route("GET", "/v1/models/{model:path}", models.one, header=VERSION, errors=ERRORS),
+    Route(
+        "POST",
+        "/v1/messages",
+        plan_message,
+        MessagesBody,
+        reads="prompts",
+        images=True,
+        errors=ERRORS,
+        scope="inference",
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        TokensBody,
+        reads="texts",
+        images=True,
+        errors=ERRORS,
+        scope="inference",
+    ),
+    Route("GET", "/v1/models", models.listing, header=VERSION, errors=ERRORS, scope="any"),
+    Route("GET", "/v1/models/{model:path}", models.one, header=VERSION, errors=ERRORS, scope="any"),
 )

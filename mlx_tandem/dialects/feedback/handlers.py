@@ -12,6 +12,7 @@ from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.openai.collect import check_metadata
 from mlx_tandem.dialects.route import Received
 from mlx_tandem.errors import InvalidRequest, UnsupportedMedia
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.training.feedback import exports, texts
 from mlx_tandem.training.feedback.exports import Told, Unusable
 from mlx_tandem.training.feedback.opinions import ALL, Feedback, Stored
@@ -26,8 +27,10 @@ SAYS = ("thumb", "score", "preferred", "corrected", "comment")
 async def give(front: ServerFront, body: FeedbackBody) -> dict[str, Any]:
     """Keep what somebody says of a completion, in place of what was said of the same choice before.
 
-    Raises NotFound for a completion that is not remembered, InvalidRequest, and StorageError.
+    Raises NotFound for a completion that is not remembered, Forbidden for a key from which nothing may be learned,
+    InvalidRequest, and StorageError.
     """
+    CALLER.get().check_learning()
     _check(body)
     found = front.completions.get(body.completion_id, "completion_id")
     for name in ("choice", "preferred"):

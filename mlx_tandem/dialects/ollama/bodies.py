@@ -62,7 +62,7 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None  # true by default
     options: Options | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
-    keep_alive: float | str | None = None  # no effect: models stay in memory
+    keep_alive: float | str | None = None  # how long the engine stays in memory after this
     truncate: bool | None = None  # no effect: a prompt that is too long is refused
     shift: bool | None = None  # no effect: an answer ends where the context ends
     format: Literal["", "json"] | dict[str, Any] | None = None  # json: any object; an object: a JSON schema
@@ -100,7 +100,7 @@ class EmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
     truncate: bool | None = None  # true by default: the beginning of a text that is too long is read
     dimensions: Annotated[int, bounds("dimensions")] | None = None
     options: Options | None = None  # no effect
-    keep_alive: float | str | None = None  # no effect
+    keep_alive: float | str | None = None
 
 
 class EmbeddingsBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -109,7 +109,7 @@ class EmbeddingsBody(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     options: Options | None = None  # no effect
-    keep_alive: float | str | None = None  # no effect
+    keep_alive: float | str | None = None
 
 
 class ShowBody(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_tandem.dialects.idling import keep_alive_seconds
 from mlx_tandem.dialects.ollama.bodies import EmbedBody, EmbeddingsBody
 from mlx_tandem.dialects.ollama.names import select
 from mlx_tandem.dialects.openai.bodies import input_prompts
@@ -27,7 +28,7 @@ async def plan_embed(front: Front, body: EmbedBody) -> Plan | Empty:
 
     Unless `truncate` is false, only the beginning of a text that is too long is read.
     """
-    began = time.monotonic()
+    began, kept = time.monotonic(), keep_alive_seconds(body.keep_alive)
     model = await select(front, body.model)
     label = front.models.label(model.ref)
     if not body.input:
@@ -40,18 +41,19 @@ async def plan_embed(front: Front, body: EmbedBody) -> Plan | Empty:
         prompts = [prompt[: front.longest_prompt()] for prompt in prompts]
     options = EmbeddingOptions(front.pooling, True, body.dimensions)
     prompted = embedding_request(front.client.check_ready(), prompts, model.ref, options)
-    return Plan(prompted, model, EmbedRenderer(label, options, began, load_seconds))
+    return Plan(prompted, model, EmbedRenderer(label, options, began, load_seconds), keep_alive=kept)
 
 
 async def plan_embeddings(front: Front, body: EmbeddingsBody) -> Plan | Empty:
     """Return the plan of a request for the vector of one text. Raises InvalidRequest and NotFound."""
+    kept = keep_alive_seconds(body.keep_alive)
     model = await select(front, body.model)
     if not body.prompt:
         return {"embedding": []}
     prompts = await input_prompts(front, body.prompt, "prompt")
     options = EmbeddingOptions(front.pooling, normalize=False)
     prompted = embedding_request(front.client.check_ready(), prompts, model.ref, options)
-    return Plan(prompted, model, EmbeddingsRenderer(options))
+    return Plan(prompted, model, EmbeddingsRenderer(options), keep_alive=kept)
 
 
 class EmbedRenderer(Renderer):

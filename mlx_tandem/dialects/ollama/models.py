@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 from typing import Any
 
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.ollama.bodies import ShowBody
 from mlx_tandem.dialects.ollama.names import plain
 from mlx_tandem.dialects.openai import models as openai
@@ -15,7 +17,7 @@ VERSION = "0.12.6"
 """The version of Ollama whose API this is. Clients refuse to talk to older ones."""
 
 NEVER = "9999-12-31T23:59:59Z"
-"""The time at which a model leaves memory."""
+"""The time at which a model leaves memory that is kept for good."""
 
 
 def version(front: Front) -> dict[str, Any]:
@@ -28,10 +30,13 @@ def tags(front: Front) -> dict[str, Any]:
     return {"models": [_listed(front, entry) for entry in openai.listing(front)["data"]]}
 
 
-def running(front: Front) -> dict[str, Any]:
-    """Return the models that are in memory."""
-    info = front.client.info
-    more = {"expires_at": NEVER, "context_length": None if info is None else info.max_model_len}
+def running(front: ServerFront) -> dict[str, Any]:
+    """Return the models that are in memory, with the time at which they leave it if nobody uses them until then."""
+    if front.client.state == "idle":
+        return {"models": []}
+    info, left = front.client.info, front.idling.left
+    leaves = NEVER if left == float("inf") else _at(time.time() + left)
+    more = {"expires_at": leaves, "context_length": None if info is None else info.max_model_len}
     found = [_listed(front, entry) for entry in openai.listing(front)["data"] if entry["loaded"]]
     return {"models": [entry | more | {"size_vram": entry["size"]} for entry in found]}
 
@@ -112,7 +117,12 @@ def _capabilities(front: Front) -> list[str]:
 
 def _time(entry: dict[str, Any]) -> str:
     """Return the time at which a model was made."""
-    return datetime.fromtimestamp(entry["created"], UTC).isoformat().replace("+00:00", "Z")
+    return _at(entry["created"])
+
+
+def _at(seconds: float) -> str:
+    """Return the time so many seconds after 1970 as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _in_words(parameters: int) -> str:

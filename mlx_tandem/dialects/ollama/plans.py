@@ -6,6 +6,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.dialects.idling import keep_alive_seconds
 from mlx_tandem.dialects.ollama.bodies import ChatBody, Common, GenerateBody, Options, refuse_unsupported
 from mlx_tandem.dialects.ollama.messages import chat_form, images
 from mlx_tandem.dialects.ollama.names import select
@@ -28,7 +30,7 @@ Loaded = dict[str, Any]
 """The reply to a request that only asks to load the model."""
 
 
-async def plan_chat(front: Front, body: ChatBody) -> Plan | Loaded:
+async def plan_chat(front: ServerFront, body: ChatBody) -> Plan | Loaded:
     """Return the plan of a chat, or the reply without one for no messages. Raises InvalidRequest and NotFound."""
     refuse_unsupported(body)
     if not body.messages:
@@ -38,7 +40,7 @@ async def plan_chat(front: Front, body: ChatBody) -> Plan | Loaded:
     return replace(await _plan(front, body, asked, ChatRenderer), skipped=tuple(turns.skipped))
 
 
-async def plan_completion(front: Front, body: GenerateBody) -> Plan | Loaded:
+async def plan_completion(front: ServerFront, body: GenerateBody) -> Plan | Loaded:
     """Return the plan of a completion, or the reply without one for no prompt. Raises InvalidRequest and NotFound."""
     refuse_unsupported(body)
     if not body.prompt:
@@ -58,7 +60,7 @@ async def plan_completion(front: Front, body: GenerateBody) -> Plan | Loaded:
 
 async def _plan(front: Front, body: Common, asked: ChatRequest | str, renderer: type[OllamaRenderer]) -> Plan:
     """Return the plan for a conversation, or for a text that is the prompt as it is."""
-    began = time.monotonic()
+    began, kept = time.monotonic(), keep_alive_seconds(body.keep_alive)
     model = await select(front, body.model)
     load_seconds = time.monotonic() - began
     if isinstance(asked, str):
@@ -80,7 +82,7 @@ async def _plan(front: Front, body: Common, asked: ChatRequest | str, renderer: 
     prompted = await prompted_chat(front, model, chat, params, text, constraint)
     shapes = None if logprobs is None else ChatLogprobs(front.tokenizer)
     reply = renderer(front.models.label(model.ref), began, load_seconds, shapes)
-    return Plan(prompted, model, reply, body.stream is not False)
+    return Plan(prompted, model, reply, body.stream is not False, keep_alive=kept)
 
 
 def _sampling(front: Front, options: Options, prompt: int) -> Sampling:
@@ -125,9 +127,24 @@ def _thinking(body: Common) -> Thinking:
     return Thinking(body.think)
 
 
-async def _loaded(front: Front, body: Common, renderer: type[OllamaRenderer]) -> Loaded:
-    """Return the reply to a request to load the model."""
+async def _loaded(front: ServerFront, body: Common, renderer: type[OllamaRenderer]) -> Loaded:
+    """Return the reply to a request to load the model, or with `keep_alive` 0 to unload it once nobody uses it.
+
+    Raises InvalidRequest for the latter on a server that keeps its model.
+    """
+    kept = keep_alive_seconds(body.keep_alive)
     model = await select(front, body.model)
+    unloads = kept == 0
+    if unloads and not front.idling.is_on:
+        raise InvalidRequest(
+            "keep_alive is 0, and this server keeps its model in memory: start it with --idle-unload-s",
+            param="keep_alive",
+            code="unsupported_parameter",
+        )
+    if not unloads:
+        async with front.client.in_use():
+            pass
+    front.idling.keep(kept)
     name = front.models.label(model.ref)
     said = renderer(name, 0.0, 0.0).said("", "", ())
-    return {"model": name, "created_at": now(), **said, "done": True, "done_reason": "load"}
+    return {"model": name, "created_at": now(), **said, "done": True, "done_reason": "unload" if unloads else "load"}

@@ -43,6 +43,7 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None
     prediction: Prediction | None = None
     user: str | None = None  # keeps a caller on the same arm of an alias
+    ttl: Annotated[float, bounds("ttl")] | None = None  # seconds for which the engine is kept in memory after this
     lora_adapter: str | None = None  # the adapter, for callers who name the base in `model`
     # Fields for learning.
     collect_trajectory: bool | None = None

@@ -14,6 +14,7 @@ from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.openai.bodies import Common
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.adapters.model_names import Selection
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.strict_json import check_nested, dumps
 from mlx_tandem.training.draws import check_same
 from mlx_tandem.training.live.recorder import Collect, Collecting, Continued, Talk
@@ -58,6 +59,8 @@ def collect_fields(
     keep, shown = bool(body.collect_trajectory) or going is not None, body.scoring_function is not None
     if not keep and not shown:
         return None
+    if keep:
+        CALLER.get().check_learning()
     field = "trajectory_id" if going is not None else "collect_trajectory" if keep else "scoring_function"
     collecting = _collecting(front, model, going, field, keep=keep)
     training, rewards = collecting.config.rl_training, collecting.learner.rewards

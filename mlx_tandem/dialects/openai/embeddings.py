@@ -36,6 +36,7 @@ class EmbeddingsBody(Struct, kw_only=True, forbid_unknown_fields=True):
     normalize: bool | None = None
     truncate_prompt_tokens: Annotated[int, bounds("truncate_prompt_tokens")] | None = None
     priority: Annotated[int, bounds("priority")] | None = None
+    ttl: Annotated[float, bounds("ttl")] | None = None
 
 
 async def plan_embeddings(front: ServerFront, body: EmbeddingsBody) -> Plan:
@@ -51,7 +52,8 @@ async def plan_embeddings(front: ServerFront, body: EmbeddingsBody) -> Plan:
     info = front.client.check_ready()
     prompted = embedding_request(info, prompts, model.ref, options, priority=body.priority or 0)
     label = front.models.label(model.ref)
-    return Plan(prompted, model, EmbeddingsRenderer(label, options, is_text=body.encoding_format == "base64"))
+    renderer = EmbeddingsRenderer(label, options, is_text=body.encoding_format == "base64")
+    return Plan(prompted, model, renderer, keep_alive=body.ttl)
 
 
 class EmbeddingsRenderer(Renderer):

@@ -1,4 +1,4 @@
-"""The table of all parameters that OpenAI, vLLM, mlx-lm and llama.cpp have for chats and text completions.
+"""The table of all parameters that OpenAI, vLLM, mlx-lm, llama.cpp and LM Studio have for chats and text completions.
 
 A supported parameter is a field of a body in `bodies.py`. For every other parameter, null and the values without effect
 are accepted, and all other values are refused by name. docs/http-api.md shows this table together with the fields that
@@ -17,7 +17,7 @@ BODIES: dict[Route, type[Common]] = {"chat": ChatBody, "completions": Completion
 CHAT: tuple[Route, ...] = ("chat",)
 COMPLETIONS: tuple[Route, ...] = ("completions",)
 
-SCHEMAS = {"O": "OpenAI", "V": "vLLM", "M": "mlx-lm", "L": "llama.cpp"}
+SCHEMAS = {"O": "OpenAI", "V": "vLLM", "M": "mlx-lm", "L": "llama.cpp", "S": "LM Studio"}
 """The API that each letter of `Parameter.schemas` stands for."""
 
 
@@ -189,6 +189,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("return_progress", "L", no_effect=(False,)),
     Parameter("sse_ping_interval", "L", no_effect=(float,)),
     Parameter("priority", "V"),
+    Parameter("ttl", "S"),
     Parameter("service_tier", "O", no_effect=(str,)),
     Parameter("store", "O", no_effect=(bool,)),
     Parameter("safety_identifier", "O", no_effect=(str,)),

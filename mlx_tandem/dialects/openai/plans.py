@@ -157,7 +157,7 @@ def _plan(
         reasoning=not isinstance(body, ChatBody) or body.include_reasoning is not False,
         legacy=isinstance(body, ChatBody) and body.functions is not None,
     )
-    return Plan(prompted, model, renderer(front, prompted, shown), stream, collect)
+    return Plan(prompted, model, renderer(front, prompted, shown), stream, collect, body.ttl)
 
 
 async def _grammar(front: ServerFront, constraint: Constraint | None) -> Grammar | None:

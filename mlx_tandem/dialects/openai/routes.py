@@ -21,6 +21,7 @@ ROUTES = tuple(
             reads="prompts",
             images=True,
             prepare=accepting("chat"),
+            scope="inference",
         ),
         Route(
             "POST",
@@ -29,9 +30,10 @@ ROUTES = tuple(
             CompletionBody,
             reads="prompts",
             prepare=accepting("completions"),
+            scope="inference",
         ),
-        Route("POST", f"{prefix}/embeddings", plan_embeddings, EmbeddingsBody, reads="prompts"),
-        Route("GET", f"{prefix}/models", models.listing),
-        Route("GET", f"{prefix}/models/{{model:path}}", models.one),
+        Route("POST", f"{prefix}/embeddings", plan_embeddings, EmbeddingsBody, reads="prompts", scope="inference"),
+        Route("GET", f"{prefix}/models", models.listing, scope="any"),
+        Route("GET", f"{prefix}/models/{{model:path}}", models.one, scope="any"),
     )
 )

@@ -11,9 +11,13 @@ ROUTES = tuple(
     route
     for prefix in ("/v1", "")
     for route in (
-        Route("POST", f"{prefix}/responses", plan_response, ResponseBody, reads="prompts", images=True),
-        Route("GET", f"{prefix}/responses/{{response_id}}", retrieve, query=RetrieveQuery),
-        Route("GET", f"{prefix}/responses/{{response_id}}/input_items", input_items, query=ItemsQuery),
-        Route("DELETE", f"{prefix}/responses/{{response_id}}", delete),
+        Route(
+            "POST", f"{prefix}/responses", plan_response, ResponseBody, reads="prompts", images=True, scope="inference"
+        ),
+        Route("GET", f"{prefix}/responses/{{response_id}}", retrieve, query=RetrieveQuery, scope="inference"),
+        Route(
+            "GET", f"{prefix}/responses/{{response_id}}/input_items", input_items, query=ItemsQuery, scope="inference"
+        ),
+        Route("DELETE", f"{prefix}/responses/{{response_id}}", delete, scope="inference"),
     )
 )

@@ -18,12 +18,14 @@ _CHECKPOINT = f"{_RUN}/checkpoints/{{kind}}/{{name}}"
 
 def _post(path: str, handler: Callable[..., Any], body: type[Struct], method: str = "POST") -> Route:
     """Return a route that takes a JSON body."""
-    return Route(method, f"{PREFIX}{path}", handler, body, prepare=b.known(body), errors=ERRORS)
+    return Route(method, f"{PREFIX}{path}", handler, body, prepare=b.known(body), errors=ERRORS, scope="training")
 
 
 def _get(path: str, handler: Callable[..., Any], *, pages: bool = False, method: str = "GET") -> Route:
     """Return a route without a body. With `pages` its query says which entries of a list are wanted."""
-    return Route(method, f"{PREFIX}{path}", handler, query=b.PageQuery if pages else None, errors=ERRORS)
+    return Route(
+        method, f"{PREFIX}{path}", handler, query=b.PageQuery if pages else None, errors=ERRORS, scope="training"
+    )
 
 
 ROUTES = (
@@ -41,7 +43,9 @@ ROUTES = (
     _post("/load_weights", handlers.load_weights, b.LoadBody),
     _post("/get_info", handlers.get_info, b.ModelIdBody),
     _post("/unload_model", handlers.unload_model, b.ModelIdBody),
-    Route("POST", f"{PREFIX}/forward_backward", handlers.forward_backward, reads="bytes", errors=ERRORS),
+    Route(
+        "POST", f"{PREFIX}/forward_backward", handlers.forward_backward, reads="bytes", errors=ERRORS, scope="training"
+    ),
     _post("/optim_step", handlers.optim_step, b.StepBody),
     _post("/save_weights", handlers.save_weights, b.SaveBody),
     _post("/save_weights_for_sampler", handlers.save_weights_for_sampler, b.SaveSamplerBody),

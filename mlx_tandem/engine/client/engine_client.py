@@ -6,17 +6,15 @@ and for each token an append to a list and a note of its time.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from mlx_tandem.engine.client.calls import Answer, Calls, error_of
+from mlx_tandem.engine.client.caller import Caller
+from mlx_tandem.engine.client.calls import Answer, error_of
 from mlx_tandem.engine.client.process import Launch
-from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.engine.client.stream import Stream
-from mlx_tandem.engine.client.supervisor import WHY_NOT, Supervisor
+from mlx_tandem.engine.client.supervisor import WHY_NOT
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.messages import (
     Accepted,
@@ -25,7 +23,6 @@ from mlx_tandem.engine.messages import (
     Failed,
     FollowAdapter,
     ForwardBackward,
-    Inbound,
     KnowAdapter,
     LoadAdapter,
     OpenTrainer,
@@ -33,7 +30,6 @@ from mlx_tandem.engine.messages import (
     Output,
     Preempted,
     PublishTrainer,
-    Report,
     SaveTrainer,
     SettleTrainer,
     Started,
@@ -41,36 +37,17 @@ from mlx_tandem.engine.messages import (
     UnloadAdapter,
 )
 from mlx_tandem.errors import EngineUnavailable, TandemError
-from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineInfo, Request
-
-REPORT_SECONDS = 1.0
-"""Seconds to wait for the engine's report before its last one is used."""
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Request
 
 
-class EngineClient(Supervisor):
-    """The client of a supervised engine, with the requests and calls that have not ended."""
+class EngineClient(Caller):
+    """The client of a supervised engine, with the requests that have not ended."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        *,
-        stall_seconds: float = 60.0,
-        backoff_seconds: float = 0.5,
-        on_ready: Callable[[], Awaitable[None]] | None = None,
-        on_progress: Callable[[StartProgress], None] | None = None,
-        times: KeptTimes | None = None,
-    ):
-        super().__init__(
-            launch,
-            stall_seconds=stall_seconds,
-            backoff_seconds=backoff_seconds,
-            on_ready=on_ready,
-            on_progress=on_progress,
-            times=times,
-        )
-        self._ids = itertools.count(1)
-        self._calls = Calls()
+    def __init__(self, launch: Launch, **options: Any):
+        """Begin without a process. `options` are those of `Supervisor`."""
+        super().__init__(launch, **options)
         self._streams: dict[int, Stream] = {}
+        self._held: dict[int, Request] = {}  # requests that wait for the engine to wake up, by their ids
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -79,51 +56,42 @@ class EngineClient(Supervisor):
         """Number of requests that have not ended."""
         return len(self._streams)
 
-    def next_ids(self, count: int) -> range:
-        """Return `count` consecutive request ids that nobody has used, for one stream."""
-        first = next(self._ids)
-        for _ in range(count - 1):
-            next(self._ids)
-        return range(first, first + count)
-
-    def check_ready(self) -> EngineInfo:
-        """Return the description of the running engine. Raises EngineUnavailable unless requests are accepted now."""
-        if self.state != "ready" or self.info is None:
-            raise EngineUnavailable(WHY_NOT[self.state])
-        return self.info
+    def adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """Return the names of the adapters of requests that run, and of other adapters, whose requests only wait."""
+        running = {stream.adapter for stream in self._streams.values() if stream.started is not None} - {""}
+        return running, {stream.adapter for stream in self._streams.values()} - {""} - running
 
     def submit(self, *requests: Request) -> Stream:
         """Send requests with consecutive ids and the same `n`; return one stream with the deltas of all of them.
 
-        Raises EngineUnavailable unless requests are accepted now.
+        Requests to an idle engine wake it and are sent when it is ready. Raises EngineUnavailable unless requests are
+        accepted now.
         """
         self.check_ready()
-        assert self._link is not None
         stream = Stream(self, requests)
         for request in requests:
             self._streams[request.id] = stream
-        self._link.send(*map(Submit, requests))
+        if self.state == "ready":
+            assert self._link is not None
+            self._link.send(*map(Submit, requests))
+        else:
+            self._held.update((request.id, request) for request in requests)
+            self.wake()
         return stream
 
     def cancel(self, request: int, choice: int | None = None) -> None:
         """Tell the engine that nobody waits for a request, or for one choice of it, any more."""
         if choice is None:
-            self._streams.pop(request, None)
+            self.forget(request)
+            if self._held.pop(request, None) is not None:
+                return
         if self._link is not None:
             self._link.send(Cancel(request, choice))
 
     def forget(self, request: int) -> None:
         """Drop the stream of a request whose end it has seen."""
         self._streams.pop(request, None)
-
-    async def refresh(self) -> None:
-        """Update `stats` and `occupancy`, so that they include everything that the engine has done and was sent before.
-
-        They stay as they are if there is no engine, or if the engine does not reply within REPORT_SECONDS, for example
-        during a long step.
-        """
-        with contextlib.suppress(TandemError, TimeoutError):
-            await asyncio.wait_for(self._call(Report), REPORT_SECONDS)
+        self._used_at = time.monotonic()
 
     async def load_adapter(self, source: AdapterSource, pin: bool = False) -> AdapterInfo:
         """Have the engine read and check a folder, and return what it holds. Raises the error that
@@ -135,12 +103,16 @@ class EngineClient(Supervisor):
 
     def know_adapter(self, info: AdapterInfo, source: AdapterSource, pin: bool = False) -> None:
         """Tell a new engine of a version that an earlier one had loaded; it is read when a request needs it."""
-        if self._link is None or self.info is None:
+        if self.state == "idle":
+            return  # It is told about all of them when it wakes up.
+        if self._link is None or not self.has_engine:
             raise EngineUnavailable(WHY_NOT[self.state])
         self._link.send(KnowAdapter(info, source, pin))
 
     async def unload_adapter(self, digest: str) -> None:
         """Have the engine forget a version once its last row has ended."""
+        if self.state == "idle":
+            return  # There is none that knows it.
         await self._call(lambda call: UnloadAdapter(call, digest))
 
     # -- learning -----------------------------------------------------------------------------------------------
@@ -197,15 +169,6 @@ class EngineClient(Supervisor):
         """Write the adapter, and with `optimizer` its state, into an empty folder, and return once they are on disk."""
         await self._call(lambda call: SaveTrainer(call, trainer, folder, optimizer))
 
-    async def _call(self, message: Callable[[int], Inbound]) -> Any:
-        """Send a message that has one answer, and return the answer. Raises the error that the engine reports."""
-        if self._link is None or self.info is None:
-            raise EngineUnavailable(WHY_NOT[self.state])
-        call = next(self._ids)
-        with self._calls.open(call) as answer:
-            self._link.send(message(call))
-            return await answer
-
     # -- messages of the engine ---------------------------------------------------------------------------------
 
     def _on_messages(self, messages: list[Any]) -> None:
@@ -239,10 +202,27 @@ class EngineClient(Supervisor):
             else:
                 self._on_news(message)
 
-    def _fail_all(self, error: TandemError) -> None:
-        """End all streams and calls with an error."""
-        streams = set(self._streams.values())
-        self._streams.clear()
+    @property
+    def is_used(self) -> bool:
+        """Whether anybody uses the engine or waits for it."""
+        return bool(self._streams) or super().is_used
+
+    def _begin(self) -> None:
+        """Send the requests that have waited for the engine, which is ready now, and let others who wait go on."""
+        assert self._link is not None
+        held, self._held = list(self._held.values()), {}
+        self._link.send(*map(Submit, held))
+        super()._begin()
+
+    def _fail_sent(self, error: TandemError) -> None:
+        """End the streams and calls that an engine has got; those that wait for one go on waiting."""
+        streams = {stream for request, stream in self._streams.items() if request not in self._held}
+        self._streams = {request: stream for request, stream in self._streams.items() if request in self._held}
         for stream in streams:
             stream.fail(error)
-        self._calls.fail(error)
+        super()._fail_sent(error)
+
+    def _fail_all(self, error: TandemError) -> None:
+        """End all streams and calls with an error."""
+        self._held.clear()
+        super()._fail_all(error)

@@ -40,6 +40,7 @@ class Stream:
         "_requests",
         "_unaccepted",
         "_waiter",
+        "adapter",
         "first",
         "first_token_at",
         "last_token_at",
@@ -50,6 +51,7 @@ class Stream:
     def __init__(self, owner: Owner, requests: Sequence[Request]):
         self._owner = owner
         self.first = requests[0].id  # the ids of the others follow it
+        self.adapter = "" if requests[0].adapter is None else requests[0].adapter.name  # empty: the base model
         self._requests = len(requests)
         self._n = requests[0].n
         self._live = [True] * (self._requests * self._n)

@@ -20,7 +20,7 @@ class RecordForm:
 
     Attributes:
         groups: Indices of the cache groups whose blocks it holds, one after the other.
-        sizes: Bytes of a block of each of these groups.
+        sizes: Bytes of a block of each of these groups, on all ranks that compute the model together.
     """
 
     groups: tuple[int, ...]
@@ -42,11 +42,14 @@ class RecordForm:
         return [(group, payload[end - size : end]) for group, end, size in ends]
 
 
-def forms_of(groups: Sequence[CacheGroup]) -> tuple[RecordForm, RecordForm]:
-    """Return the forms of the records of blocks and of states. A form without bytes has no records."""
-    return _form(groups, snapshots=False), _form(groups, snapshots=True)
+def forms_of(groups: Sequence[CacheGroup], ranks: int = 1) -> tuple[RecordForm, RecordForm]:
+    """Return the forms of the records of blocks and of states. A form without bytes has no records.
+
+    `ranks` is how many ranks compute the model together, each with blocks as `groups` say.
+    """
+    return _form(groups, ranks, snapshots=False), _form(groups, ranks, snapshots=True)
 
 
-def _form(groups: Sequence[CacheGroup], *, snapshots: bool) -> RecordForm:
+def _form(groups: Sequence[CacheGroup], ranks: int, *, snapshots: bool) -> RecordForm:
     own = [i for i, group in enumerate(groups) if group.snapshots == snapshots]
-    return RecordForm(tuple(own), tuple(groups[i].block_bytes for i in own), b"state" if snapshots else b"")
+    return RecordForm(tuple(own), tuple(groups[i].block_bytes * ranks for i in own), b"state" if snapshots else b"")

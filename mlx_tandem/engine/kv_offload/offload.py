@@ -27,9 +27,11 @@ class KVOffload:
         write_through: bool = False,
         step_bytes: int = STEP_BYTES,
         read_seconds: float = READ_SECONDS,
+        ranks: int = 1,
     ):
+        """Create an offload without a drive. `ranks`: how many ranks compute the model together."""
         self._write_through = write_through
-        self.link = Link(*forms_of(groups), step_bytes)
+        self.link = Link(*forms_of(groups, ranks), step_bytes)
         self.saves = KVSaves(self.link, [group.pool for group in groups], caches, write_through=write_through)
         self.reads = KVReads(self.link, caches, read_seconds)
 

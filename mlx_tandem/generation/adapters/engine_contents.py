@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from mlx_tandem.adapters.registry import Registry
+from mlx_tandem.adapters.registry import Entry, Registry
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import EngineError
 from mlx_tandem.log import log
+from mlx_tandem.types import AdapterInfo, AdapterSource
 
 
 class EngineContents:
@@ -18,6 +19,14 @@ class EngineContents:
         self.lost: set[str] = set()
         self._registry = registry
         self._client = client
+
+    def publish(self, name: str, source: AdapterSource | None, info: AdapterInfo, pin: bool = False) -> Entry:
+        """Register this content as the current version of `name`, and tell the engine about all versions of it."""
+        ref = self._registry.publish(name, source, info, pin)
+        for version in self._registry.versions(name):
+            self.tell(version.ref.digest)
+        log("adapter loaded", adapter=ref.label, digest=ref.digest, rank=info.rank, bytes=info.nbytes)
+        return self._registry.entry(ref.label)
 
     def tell(self, digest: str) -> None:
         """Tell the engine the folders of this content, and whether it has to stay in memory."""

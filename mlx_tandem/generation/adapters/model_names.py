@@ -50,6 +50,8 @@ NAMED = 8
 _BASE_STATUS: dict[State, Status] = {
     "starting": "loading",
     "ready": "loaded",
+    "idle": "available_not_loaded",
+    "waking": "loading",
     "restarting": "loading",
     "draining": "loaded",
     "dead": "error_loading",
@@ -224,7 +226,7 @@ class Models:
             self.registry.entry(ref.label).source = source
             self._reread.add(ref.label)
         elif not self.registry.was_removed(name) and not self.registry.is_read(name):
-            self._publish(name, source, info)
+            self._contents.publish(name, source, info)
         else:
             await self._contents.let_go(info.digest)
 
@@ -279,18 +281,24 @@ class Models:
         except TandemError:
             await self._contents.let_go(info.digest)
             raise
-        entry = self._publish(name, source, info, pin)
+        entry = self._contents.publish(name, source, info, pin)
         if limited:
             self._quota.note(entry.ref)
         return entry
 
-    def _publish(self, name: str, source: AdapterSource, info: AdapterInfo, pin: bool = False) -> Entry:
-        """Register this content as the current version of `name`, and tell the engine about all versions of it."""
-        ref = self.registry.publish(name, source, info, pin)
-        for version in self.registry.versions(name):
-            self._contents.tell(version.ref.digest)
-        log("adapter loaded", adapter=ref.label, digest=ref.digest, rank=info.rank, bytes=info.nbytes)
-        return self.registry.entry(ref.label)
+    def stand_for(self, name: str, number: int, pin: bool = False) -> Entry:
+        """Make `name` stand for the version with this number again. Running requests keep their versions.
+
+        Raises Conflict for a name that is taken, QuotaExceeded, and NotFound naming `version`.
+        """
+        self.rules.check_adapter(name)
+        try:
+            entry = self.registry.entry(f"{name}@{number}")
+        except NotFound as e:
+            raise NotFound(e.message, param="version", code="adapter_not_found") from None
+        if pin:
+            self._quota.check_pin(name, entry.info)
+        return self._contents.publish(name, entry.source, entry.info, pin)
 
     async def unload(self, name: str) -> list[AdapterRef]:
         """Forget a name and all its versions, and return those. Running requests finish.
@@ -339,7 +347,7 @@ class Models:
         for entry in self.registry.holders(info.digest):
             if entry.name == trained:
                 entry.source = source
-        self._publish(name, source, info)
+        self._contents.publish(name, source, info)
 
     def shelve(self, trained: str, versions: Mapping[int, AdapterSource]) -> None:
         """Set the shelf of a trained adapter: the checkpoints that hold versions of it. Each is read on use."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.config import Config
 from mlx_tandem.errors import QuotaExceeded
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.types import AdapterInfo, AdapterRef
 
 
@@ -23,16 +24,24 @@ class AdapterQuota:
         self._most_pinned = lora.max_cpu_loras
         self._most_pinned_bytes = int(lora.max_cpu_lora_gb * 1e9)
         self._registry = registry
-        self._registered: set[str] = set()  # labels of versions
+        self._registered: dict[str, str] = {}  # by the label of each version: the tenant that registered it
 
     def check(self, name: str, digest: str = "") -> None:
         """Raise QuotaExceeded if registering content with this digest under `name` would exceed the limit of versions.
 
-        An empty `digest` means that the content is not known yet.
+        An empty `digest` means that the content is not known yet. The tenant of the caller has a limit of its own.
         """
-        if len(self._registered) < self._most or any(e.name == name for e in self._registry.holders(digest)):
+        if any(e.name == name for e in self._registry.holders(digest)) or not (digest or name not in self._registry):
             return
-        if digest or name not in self._registry:
+        caller = CALLER.get()
+        most = caller.limits.adapters
+        if most and sum(tenant == caller.tenant for tenant in self._registered.values()) >= most:
+            raise QuotaExceeded(
+                f"{most} versions of adapters are registered by the tenant '{caller.tenant}', the most for the key "
+                f"'{caller.name}' (its limit adapters): remove some first",
+                param="name",
+            )
+        if len(self._registered) >= self._most:
             raise QuotaExceeded(
                 f"{self._most} versions of adapters are registered by requests, as many as this server takes "
                 "(--max-registered-adapters): remove some first",
@@ -56,8 +65,9 @@ class AdapterQuota:
 
     def note(self, ref: AdapterRef) -> None:
         """Count a version that a request has registered. A second call for the same version has no effect."""
-        self._registered.add(ref.label)
+        self._registered.setdefault(ref.label, CALLER.get().tenant)
 
     def forget(self, refs: Iterable[AdapterRef]) -> None:
         """Stop counting these versions."""
-        self._registered.difference_update(ref.label for ref in refs)
+        for ref in refs:
+            self._registered.pop(ref.label, None)

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import mlx.core as mx
 
 from mlx_tandem.model.backend.base import Backend, Target
@@ -12,11 +16,27 @@ from mlx_tandem.model.backend.cpu import CPU
 from mlx_tandem.model.backend.cuda import CUDA
 from mlx_tandem.model.backend.metal import METAL
 
-__all__ = ["Backend", "Target", "current"]
+__all__ = ["Backend", "Target", "current", "planning_for"]
+
+_planned: ContextVar[Backend | None] = ContextVar("_planned", default=None)
+
+
+@contextmanager
+def planning_for(other: Backend) -> Iterator[None]:
+    """Have `current` return the back end of another machine inside the block, where nothing may be computed."""
+    token = _planned.set(other)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def current() -> Backend:
-    """Return the back end of MLX's default device. Tests put another one in the place of this function."""
+    """Return the back end of MLX's default device, or the one that a plan is for. Tests put another one in the place of
+    this function.
+    """
+    if (planned := _planned.get()) is not None:
+        return planned
     if mx.default_device().type == mx.DeviceType.cpu:
         return CPU
     return METAL if mx.metal.is_available() else CUDA

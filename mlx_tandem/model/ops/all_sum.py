@@ -2,7 +2,7 @@
 
 MLX's own sum over two H200s takes 25 to 45 µs of a step, longer than most products of few rows: it ends the graph of
 operations that is being dispatched, and begins another one. A kernel that exchanges its numbers with the other GPUs by
-itself stays within the graph (docs/decisions/tensor-parallel.md). So a rank's part of a sum goes unsummed to the kernel
+itself stays within the graph (docs/decisions/ranks.md). So a rank's part of a sum goes unsummed to the kernel
 that adds and norms it (`residual.py`), which writes it into the memory of the others, waits for theirs and adds up.
 
 A block of threads has one row. In each rank's memory there are places for each row: two for each sender, which take

@@ -39,7 +39,7 @@ def refusal(config: ModelConfig, settings: Mapping[str, Any], *, installed: bool
         return f"images need the extra `vision`: {installing('vision')}"
     if config.random_weights:
         return "images are not served with random weights"
-    return "" if config.images else "images are turned off (--no-images)"
+    return "" if config.images else "images are turned off (--no-images, or several ranks)"
 
 
 PACKAGE = "mlx_vlm"

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.http_client import Connection, HttpError, NotSuited
+from mlx_tandem.http_client import Connection, HttpError, NotSuited, bearer
 from mlx_tandem.log import log
 from mlx_tandem.printable import printable
 from mlx_tandem.training.cluster.wire import (
@@ -84,9 +84,7 @@ class LeaderClient:
     def __init__(self, address: str, key: str):
         """Prepare requests to the leader at `address`. An empty key is not sent. Raises InvalidRequest."""
         self.url = check_url(address)
-        self._headers = {"Connection": "close", "Accept": "application/json"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._headers = {"Connection": "close", "Accept": "application/json", **bearer(key)}
 
     async def base(self) -> Base:
         """Return the leader's base."""

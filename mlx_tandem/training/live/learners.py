@@ -100,6 +100,15 @@ class Learners:
         for each in self:
             await each.bring_up()
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether no learner has anything to do."""
+        return all(each.learner.is_resting() for each in self)
+
+    async def save_for_idle(self) -> bool:
+        """Save what the next engine needs to go on from here; return False if that was not possible."""
+        return all([await each.learner.save_for_idle() for each in self])
+
     async def settled(self) -> None:
         """Wait until all tasks in the background have ended."""
         for each in self:

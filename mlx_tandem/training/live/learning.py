@@ -23,6 +23,7 @@ from mlx_tandem.errors import Conflict, InvalidRequest, NotFound, TandemError, r
 from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.prompt_text import said
 from mlx_tandem.generation.prompted import CLIENT, Prompted
 from mlx_tandem.generation.reward_models import RewardModels
 from mlx_tandem.log import log
@@ -31,7 +32,7 @@ from mlx_tandem.training.atropos.feed import Feed
 from mlx_tandem.training.atropos.hub import Hub, OwnTrainer
 from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.live.jobs import Jobs
-from mlx_tandem.training.live.reporting import Reporting, said
+from mlx_tandem.training.live.reporting import Reporting
 from mlx_tandem.training.live.tasks import Tasks
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
@@ -369,7 +370,7 @@ class Learning(Serving, Tasks):
             await self.learner.bring_up()
             await self.list_checkpoints()
         except TandemError as e:
-            if self._front.client.info is None:
+            if not self._front.client.has_engine:
                 raise  # The engine has ended, and its client starts another one.
             if not self._was_up:
                 raise TandemError(e.message, param=e.param, code=e.code) from e

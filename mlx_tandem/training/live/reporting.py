@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem.config import Config
-from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.training.metrics.recorder import Recorder, openers
 from mlx_tandem.training.metrics.writer import Sample
 from mlx_tandem.training.online.serving import UpdateReport
@@ -42,23 +39,6 @@ class KeptSample(Struct, frozen=True):
     prompt: str
     completion: str
     reward: float | None
-
-
-def said(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """Return the text of a prompt for people: that of its messages, without the roles that the chat template writes.
-
-    A role is the text that the template writes between two special tokens, alone or on the first line.
-    """
-    parts = []
-    for is_special, ids in groupby(prompt, tokenizer.special_ids.__contains__):
-        text = "" if is_special else _ROLE.sub("", tokenizer.decode(list(ids)).strip())
-        if text := _NO_THOUGHT.sub("", text).strip():
-            parts.append(text)
-    return "\n".join(parts)
-
-
-_ROLE = re.compile(r"\A(system|developer|user|human|assistant|model|tool|ipython)(\n|$)")
-_NO_THOUGHT = re.compile(r"<think>\s*</think>")
 
 
 class Reporting:

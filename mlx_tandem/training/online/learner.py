@@ -69,19 +69,19 @@ class Learner:
         self.reference = ReferencePolicy(config.rl_training, client, self.trainer, self.ledger)
         self.saver = Saver(config, client, serving, self.ledger, self.versions, self.trainer, self.judging, self.states)
         self._was_up = False
-        self._epoch = -1  # client.restarts of the engine that the trainer lives in
+        self._epoch = -1  # client.epoch of the engine that the trainer lives in
         self._is_open = False
         self._behind: Behind | None = None
 
     @property
     def is_up(self) -> bool:
         """Whether the trainer is where the ledger says, in the engine that runs now."""
-        return self._is_open and self._epoch == self.client.restarts
+        return self._is_open and self._epoch == self.client.epoch
 
     @property
     def astray(self) -> bool:
         """Whether the trainer still has to be recovered although its engine runs."""
-        return not self._is_open and self._epoch == self.client.restarts
+        return not self._is_open and self._epoch == self.client.epoch
 
     @property
     def ref(self) -> AdapterRef | None:
@@ -101,7 +101,7 @@ class Learner:
         Both are exactly where the last ones were, unless updates since the newest state have to be computed again for
         that, which `catch_up` does.
         """
-        self._is_open, self._behind, self._epoch = False, None, self.client.restarts
+        self._is_open, self._behind, self._epoch = False, None, self.client.epoch
         self.saver.saved = ""
         if not self.ledger.is_open:
             reports = await self.ledger.open(lambda manifest: takeover.take_over(self.ledger, manifest))

@@ -42,6 +42,7 @@ class Loop:
         self.reason = ""
         """Why it stopped by itself."""
         self.task: asyncio.Task[None] | None = None
+        self._waits = False
         self._wake = asyncio.Event()
         self._config, self._training = config, config.rl_training
         self._client, self._learner, self._alone = client, learner, alone
@@ -80,11 +81,19 @@ class Loop:
             else:
                 self.look_back()
             if self.running and not again:
+                self._waits = True
                 await self._wake.wait()
+                self._waits = False
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing is due until somebody calls `wake`."""
+        return self.task is None or self.task.done() or (self._waits and not self._wake.is_set())
 
     async def _turn(self) -> bool:
         """Do whatever is due; return False when nothing is."""
         while not (self._client.state == "ready" and (self._learner.is_up or self._learner.astray)):
+            self._client.wake()
             await asyncio.sleep(POLL_SECONDS)
         compared = await self._compare()
         return await self._alone(self._advance) or compared or await self._sample()

@@ -79,6 +79,8 @@ class OnlineLearner:
         self.export = partial(_export, self._learner, self._alone)
         self.adopt = partial(_adopt, self._learner, self._alone)
         self.teach = partial(_teach, self)
+        self.is_resting = partial(_is_resting, self)
+        self.save_for_idle = partial(_save_for_idle, self._learner, self._alone)
         self._work: set[asyncio.Task[Any]] = set()
         self.folder = self._learner.ledger.folder
         self._closed = False
@@ -294,7 +296,8 @@ class OnlineLearner:
     # -- one thing at a time --------------------------------------------------------------------------------------
 
     async def _alone(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return await asyncio.shield(self._begin(work))
+        async with self._client.in_use():
+            return await asyncio.shield(self._begin(work))
 
     def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
         async def run() -> T:
@@ -415,3 +418,22 @@ async def _check_there(learner: Learner, to: str | None) -> None:
 def _check_trains(learner: Learner) -> None:
     if not learner.trains:
         raise Conflict("nothing is trained here: the mode is inference_only", param="mode")
+
+
+def _is_resting(online: OnlineLearner) -> bool:
+    """Return whether nothing is done to the trainer, and nothing is due."""
+    return online._loop.is_resting and not online._work and not online._lock.locked()
+
+
+async def _save_for_idle(learner: Learner, alone: Alone) -> bool:
+    """Save what the next engine needs to go on from here; return False if that is not possible.
+
+    It is not while an update is under way, or while the trainer is not where it should be.
+    """
+    ledger = learner.ledger
+    if not learner.is_up or ledger.pending is not None:
+        return False
+    if ledger.unsaved and learner.trains:
+        await alone(learner.saver.try_to_keep)
+        return not ledger.unsaved
+    return True

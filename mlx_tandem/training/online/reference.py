@@ -73,8 +73,8 @@ class ReferencePolicy:
             folder, digest = "", await self._trainer.initial()
         else:
             folder, digest = str(self._ledger.checkpoints.path(accepted.checkpoint)), accepted.digest
-        if self._open != (digest, self._client.restarts):
+        if self._open != (digest, self._client.epoch):
             await self._client.open_trainer(
                 self._trainer.spec(self._name), folder=folder, digest="" if folder else digest
             )
-            self._open = (digest, self._client.restarts)
+            self._open = (digest, self._client.epoch)

@@ -148,7 +148,7 @@ class Database:
                 same = False
         if not (same and self._held()):
             raise StorageError(
-                f"{self.path} was removed or replaced while it was in use, so nothing is learned from new answers: "
+                f"{self.path} was removed or replaced while it was in use, so nothing more is kept: "
                 "bring the folder back as it was, or restart the server"
             )
 

@@ -89,7 +89,7 @@ class TrainedModel:
 
     async def _opened(self, spec: TrainerSpec, *, folder: str = "", digest: str = "") -> None:
         """Open the trainer. It has to be closed even if nobody waits for the answer."""
-        self._asked = self._client.restarts
+        self._asked = self._client.epoch
         await self._client.open_trainer(spec, folder=folder, digest=digest)
         self._engine = self._asked
         self._missing = ""
@@ -98,7 +98,7 @@ class TrainedModel:
         """Raise an error if the engine has not got the trainer."""
         if self._engine < 0:
             raise InvalidRequest("this model was unloaded, or could not be opened", param="model_id")
-        if self._engine != self._client.restarts:
+        if self._engine != self._client.epoch:
             raise EngineError(
                 "the engine has restarted, and this model's trainer is gone with it: go on from a checkpoint"
             )
@@ -193,7 +193,7 @@ class TrainedModel:
         try:
             if inflight is not None:
                 await self._versions.release(inflight)
-            if self._asked == self._client.restarts:
+            if self._asked == self._client.epoch:
                 self._asked = self._engine = -1
                 await self._client.close_trainer(self.id)
         except TandemError as e:

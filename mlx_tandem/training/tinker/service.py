@@ -116,6 +116,11 @@ class Tinker:
             max((session.silent for session in self._sessions.values()), default=0.0),
         )
 
+    @property
+    def is_used(self) -> bool:
+        """Whether clients hold anything that only the engine has, or wait for it."""
+        return bool(self._sessions or self._tasks)
+
     # -- sessions -----------------------------------------------------------------------------------------------
 
     async def create_session(self, owner: str) -> Session:
@@ -175,7 +180,7 @@ class Tinker:
 
         No lease ends while the engine is not ready, since clients cannot show signs of life then.
         """
-        if self._front.client.state != "ready":
+        if self._front.client.state not in ("ready", "idle"):
             for session in self._sessions.values():
                 session.touch()
         for session in [s for s in self._sessions.values() if s.silent > self._config.lease_s]:

@@ -26,7 +26,7 @@ class Versions:
         self._numbers = itertools.count(1)
         self._holders: Counter[str] = Counter()  # by digest
         self._read: OrderedDict[AdapterSource, AdapterRef] = OrderedDict()  # the one that was used last is at the end
-        self._engine = client.restarts
+        self._engine = client.epoch
         self._reading = asyncio.Lock()
 
     async def publish(self, trainer: str, name: str) -> AdapterRef:
@@ -40,8 +40,8 @@ class Versions:
 
     async def _kept(self, source: AdapterSource, name: str) -> AdapterRef:
         """Return the version of a folder, which is read unless it is kept. The caller holds the lock."""
-        if self._engine != self._client.restarts:  # the engine has ended, and what it had read with it
-            self._engine = self._client.restarts
+        if self._engine != self._client.epoch:  # the engine has ended, and what it had read with it
+            self._engine = self._client.epoch
             self._read.clear()
             self._holders.clear()
         ref = self._read.get(source)

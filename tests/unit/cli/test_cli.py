@@ -22,8 +22,9 @@ from mlx_tandem import demo, limits
 from mlx_tandem.cli import main
 from mlx_tandem.cli.app import app
 from mlx_tandem.cli.help import ELSEWHERE
-from mlx_tandem.cli.options import OPTIONS, split_arms, split_pairs
-from mlx_tandem.cli.serve import adapters_line
+from mlx_tandem.cli.option_values import split_arms, split_pairs
+from mlx_tandem.cli.options import OPTIONS
+from mlx_tandem.cli.serve import adapters_line, with_own_adapters
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
 from mlx_tandem.files import FolderLock
@@ -45,6 +46,21 @@ HEAVY = (
     "yaml",
     "asyncio",
 )
+
+
+def test_the_built_in_model_is_served_with_the_adapters_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    config = build(None, {})
+    root = with_own_adapters(config).adapter_root
+    assert root == str(tmp_path / "mlx-tandem" / "adapters") and Path(root).is_dir()
+    given = msgspec.structs.replace(config, adapter_root=str(tmp_path))
+    assert with_own_adapters(given) == given
+    other = build(None, {"model": str(tmp_path)})
+    assert with_own_adapters(other) == other
+    monkeypatch.setenv("XDG_DATA_HOME", "/dev/null")
+    assert with_own_adapters(config) == config, "a folder that cannot be made"
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -97,6 +113,20 @@ def test_version() -> None:
     assert tandem_process("--version").stdout.startswith("mlx-tandem 0.")
 
 
+@pytest.mark.parametrize("words", ["models ./{}", "adapters inspect ./{}"])
+def test_a_terminal_without_utf8_gets_what_it_can_show(words: str, tmp_path: Path) -> None:
+    """The name of the folder has characters that its encoding does not have."""
+    kind = demo.MODEL_PATH if words.startswith("models") else demo.ADAPTER_PATHS["shout"]
+    (tmp_path / "modèles").mkdir()
+    (tmp_path / "modèles" / "é").symlink_to(kind)
+    name = "modèles" if words.startswith("models") else "modèles/é"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "mlx_tandem", *words.format(name).split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+
+
 def leaves(struct: type, place: str = "") -> set[str]:
     found = set()
     for field in msgspec.structs.fields(struct):
@@ -108,10 +138,9 @@ def leaves(struct: type, place: str = "") -> set[str]:
 def test_every_setting_of_serving_is_an_option_and_every_option_a_setting() -> None:
     assert set(OPTIONS.values()) <= leaves(Config)
     in_the_file_only = leaves(Config) - set(OPTIONS.values())
-    assert {place.partition(".")[0] for place in in_the_file_only} == {"cluster", "engine", "feedback", "rl_training"}
-    assert all(
-        place.startswith(("cluster.", "engine.duty.", "feedback.", "rl_training.")) for place in in_the_file_only
-    )
+    groups = ("batches.", "cluster.", "engine.duty.", "feedback.", "rl_training.")
+    assert {place.partition(".")[0] + "." for place in in_the_file_only} == {*groups, "engine."} - {"engine.duty."}
+    assert all(place.startswith(groups) for place in in_the_file_only)
     known = dict(commands())
     for command, own in ((known["serve",], {"dry_run"}), (known["train", "rl"], set())):
         assert {p.name for p in command.params} == set(OPTIONS) | {"folder", "config", "daemon"} | own
@@ -176,8 +205,8 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         ("server: {block_size: 3}", "did you mean 'cache.block_size'?"),
         (
             "zzzzqq: 1",
-            "known are: model, cache, disk, scheduler, speculation, lora, duty, engine, server, adapters, "
-            "adapter_root, aliases, ab_tests, rl_training, tinker, cluster, feedback, checkpointing",
+            "known are: model, cache, disk, scheduler, speculation, lora, duty, parallel, engine, server, adapters, "
+            "adapter_root, aliases, ab_tests, rl_training, tinker, cluster, feedback, batches, checkpointing",
         ),
         ("server: {port: 70000}", "'server.port' is 70000: it must lie between 0 and 65535"),
         ("cache: {memory_fraction: .nan}", "'cache.memory_fraction' is nan"),
@@ -360,7 +389,7 @@ def test_words_of_other_programs_lead_to_what_exists(word: str) -> None:
     [
         ("sevre", "'sevre'; did you mean 'tandem serve'?"),
         ("chatt", "'chatt'; did you mean 'tandem chat'?"),
-        ("status", "'status'; did you mean 'tandem ps'?"),
+        ("servers", "'servers'; did you mean 'tandem ps'?"),
         ("run", "'run'; did you mean 'tandem chat'?"),
         ("adapters list", "'list'; did you mean 'tandem adapters ls'?"),
         ("adapters remove", "'remove'; did you mean 'tandem adapters unload'?"),
@@ -371,7 +400,7 @@ def test_words_of_other_programs_lead_to_what_exists(word: str) -> None:
         ("learn xyz", "'xyz'; there are list, show, export, watch."),
         ("org/model", "'org/model': 'tandem serve org/model' serves a model."),
         (".", "'.': 'tandem serve .' serves a model."),
-        ("quantum", "'quantum'; there are serve, chat, stop, restart, ps, logs, models, doctor, adapters,"),
+        ("quantum", "'quantum'; there are serve, chat, launch, top, status, stop, restart, ps, logs, models,"),
     ],
 )
 def test_a_word_that_is_no_command_leads_to_the_nearest(words: str, said: str) -> None:

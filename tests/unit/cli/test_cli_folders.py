@@ -123,6 +123,10 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "doctor --only python",
         "doctor --only python --json",
         "serve --help",
+        "--help",
+        "--version",
+        "config show",
+        "service install --dry-run",
     ],
 )
 def test_a_closed_pipe_ends_a_command_quietly(learned: Path, words: str) -> None:
@@ -236,7 +240,7 @@ class Training(BaseHTTPRequestHandler):
 def test_a_rollback_asks_on_a_terminal_and_wants_yes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     went = 'POST /v1/training/rollback {"to": "5"}'
     with ThreadingHTTPServer(("127.0.0.1", 0), Training) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         words = ("checkpoints", "rollback", "5", "--url", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
         done = tandem(*words)
@@ -292,7 +296,7 @@ def test_a_server_s_text_does_not_steer_the_terminal(
     monkeypatch.setattr(Training, "says", says)
     monkeypatch.setattr(Training, "asked", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), Training) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         done = tandem(*words.split(), "--url", f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
     assert done.returncode == 0

@@ -46,6 +46,7 @@ def serve(command: Any, verifiers: str, monkeypatch: pytest.MonkeyPatch) -> Run:
         raise SystemExit(0)
 
     monkeypatch.setattr("mlx_tandem.cli.serve.serve", record)
+    monkeypatch.setattr("mlx_tandem.cli.launching.go", lambda *_: None)  # it would become mlx.launch
 
     def run(line: str) -> Config:
         with pytest.raises(SystemExit) as end:
@@ -64,6 +65,9 @@ def value(config: Config, place: str) -> Any:
 
 
 EVERY = {f for panel in options.PANELS.values() for o in panel for f in o.flags.replace("/", " ").split()}
+
+HOSTS = str(Path(__file__).parents[2] / "parallel" / "hosts.json")
+"""A file of two machines, as mlx.launch takes it."""
 
 SETTINGS = [  # what a user of the other server writes, and what it comes to here
     ("--model m", "engine.model.path", "m"),
@@ -135,6 +139,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--served-model-name a --served-model-name b m", "server.served_model_names", ("a", "b")),
     ("--api-key k", "server.api_key", "k"),
     ("--api-key-file f", "server.api_key_file", "f"),
+    ("--keys f", "server.keys_file", "f"),
     ("--allowed-host a --allowed-host b", "server.allowed_hosts", ("a", "b")),
     ("--uds t.sock", "server.uds", "t.sock"),
     ("--ssl-certfile c.pem", "server.ssl_certfile", "c.pem"),
@@ -199,6 +204,8 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--request-timeout-s 9", "server.request_timeout_s", 9.0),
     ("--first-token-timeout-s 9", "server.first_token_timeout_s", 9.0),
     ("--stream-keepalive-s 9", "server.stream_keepalive_s", 9.0),
+    ("--batch-dir b", "batches.dir", "b"),
+    ("--idle-unload-s 900", "server.idle_unload_s", 900.0),
     ("--receive-timeout-s 9", "server.receive_timeout_s", 9.0),
     ("--write-timeout-s 9", "server.write_timeout_s", 9.0),
     ("--drain-seconds 9", "server.drain_seconds", 9.0),
@@ -259,6 +266,18 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--enable-tinker --tinker-dir t", "tinker.dir", "t"),
     ("--enable-tinker --tinker-lease-s 9", "tinker.lease_s", 9.0),
     ("--enable-rl-training --keep-n-checkpoints 9", "checkpointing.keep_n_checkpoints", 9),
+    ("--tensor-parallel-size 2", "engine.parallel.ranks", 2),
+    ("--num-local-ranks 2 --distributed-mode ring", "engine.parallel.mode", "ring"),
+    ("--num-local-ranks 2", "engine.parallel.local_ranks", 2),
+    ("--num-local-ranks 2 --distributed-sharding tensor", "engine.parallel.ranks", 2),
+    ("--num-local-ranks 2 --distributed-strict --no-distributed-strict", "engine.parallel.strict", False),
+    (f"--tensor-parallel-size 2 --distributed-hostfile {HOSTS}", "engine.parallel.hostfile", HOSTS),
+    ("--tensor-parallel-size 2 --distributed-ibv-devices d", "engine.parallel.ibv_devices", "d"),
+    (
+        "--tensor-parallel-size 2 --distributed-jaccl-coordinator 192.168.1.1:29500",
+        "engine.parallel.jaccl_coordinator",
+        "192.168.1.1:29500",
+    ),
     ("--share-model --host 0.0.0.0 --api-key k", "cluster.share", True),
     ("--share-model --host 0.0.0.0 --api-key k --federate 3", "cluster.trainers", 3),
     ("--connect-to node1:8000", "cluster.connect_to", "node1:8000"),

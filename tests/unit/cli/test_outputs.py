@@ -37,12 +37,15 @@ FILES = {  # an option that names an output file, and a command of it that would
     "train reward --json-out": "train reward pairs.jsonl --json-out {}.json",
     "serve --metrics-file": "serve --port 0 --enable-rl-training --metrics-file {}",
     "train rl --metrics-file": "train rl --port 0 --metrics-file {}",
+    "config init --out": "config init --out {}",
 }
 FOLDERS = {
     "serve --checkpoint-dir": "serve --port 0 --enable-rl-training --checkpoint-dir {}",
     "train rl --checkpoint-dir": "train rl --port 0 --checkpoint-dir {}",
     "serve --tinker-dir": "serve --port 0 --enable-tinker --tinker-dir {}",
     "train rl --tinker-dir": "train rl --port 0 --enable-tinker --tinker-dir {}",
+    "serve --batch-dir": "serve --port 0 --batch-dir {}",
+    "train rl --batch-dir": "train rl --port 0 --batch-dir {}",
     "serve --cluster-dir": "serve --port 0 --host 0.0.0.0 --api-key k --share-model --cluster-dir {}",
     "train rl --cluster-dir": "train rl --port 0 --connect-to localhost:1 --cluster-dir {}",
     "serve --ssd-cache-dir": "serve --port 0 --ssd-cache-dir {}",
@@ -50,6 +53,9 @@ FOLDERS = {
     "train sft --adapter-out": "train sft lessons.jsonl --adapter-out {}",
     "train reward --adapter-out": "train reward pairs.jsonl --adapter-out {}",
 }
+OF_OTHERS = ("config init", "config show", "service install")
+"""Commands that have the options of `tandem serve` and use none of their files and folders."""
+
 READ = {"adapter-root", "config", "valid", "init-from", "api-key-file", "validation-prompts", "ssl-certfile"}
 READ |= {"ssl-keyfile", "chat-template", "generation-config", "cacert", "adapter", "model"}
 READ |= {"draft-model-path", "environment-python"}
@@ -74,10 +80,12 @@ def options(command: Any, *words: str) -> Iterator[tuple[str, Any]]:
 def test_every_option_that_names_a_file_is_known_here() -> None:
     """An option that a new command writes to has to be added to one of the tables above."""
     command = typer.main.get_command(app)
+    served = {param.opts[0] for words, param in options(command) if words == "serve"}
     found = {
         f"{words} {param.opts[0]}"
         for words, param in options(command)
-        if param.opts[0].removeprefix("--") not in READ
+        if not (words in OF_OTHERS and param.opts[0] in served)
+        and param.opts[0].removeprefix("--") not in READ
         and not param.hidden
         and re.search(r"\b(path|file|folder)\b", param.get_help_record(typer.Context(command))[0], re.IGNORECASE)
     }
@@ -131,6 +139,8 @@ def test_what_is_written_at_once_is_refused_in_one_line(where: Path) -> None:
     adapter = demo.ADAPTER_PATHS["shout"]
     assert "cannot be written" in refused(f"adapters convert {adapter} file/new --to peft", "file/new")
     assert "not an empty folder" in refused(f"adapters convert {adapter} folder --to peft", "folder: ")
+    assert "cannot be used" in refused(f"adapters merge {adapter} {demo.MODEL_PATH} file/new", "file/new")
+    assert "not an empty folder" in refused(f"adapters merge {adapter} {demo.MODEL_PATH} folder", "folder: ")
     assert "in the format mlx-lm already" in refused(f"adapters convert {adapter} new --to mlx-lm", "--to")
 
 
@@ -223,3 +233,11 @@ def test_a_socket_is_refused_before_the_work() -> None:
         listening.bind(f"{folder}/s")  # whose path has to be short
         with pytest.raises(files.StorageError, match=os.strerror(errno.ENXIO)):
             files.check_writable(Path(folder, "s"))
+
+
+def test_every_console_of_standard_output_knows_a_closed_pipe() -> None:
+    """Others of rich end the process with a status of 1."""
+    cli = Path(files.__file__).parent / "cli"
+    for file in cli.rglob("*.py"):
+        made = re.findall(r"\bConsole\((.*)\)", file.read_text(encoding="utf-8"))
+        assert file == cli / "console.py" or all("stderr=True" in words for words in made), file

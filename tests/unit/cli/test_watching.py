@@ -48,7 +48,7 @@ def test_advice_is_printed_again_when_it_says_something_else_and_not_for_other_n
 ) -> None:
     lines = Lines()
     for said in ("5 groups taught nothing, +0.1", "6 groups taught nothing, -2e-3", "ask for policy", "", "7 groups"):
-        lines.show(STATUS | {"advice": said}, {})
+        lines.show((STATUS | {"advice": said}, {}))
     assert capsys.readouterr().out.splitlines()[1:] == [
         "advice: 5 groups taught nothing, +0.1",
         "advice: ask for policy",

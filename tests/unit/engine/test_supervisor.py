@@ -47,6 +47,12 @@ class Supervised(Supervisor):
     def _fail_all(self, error: TandemError) -> None:
         raise AssertionError
 
+    def _fail_sent(self, error: TandemError) -> None:
+        raise AssertionError
+
+    def _begin(self) -> None:
+        raise AssertionError
+
 
 def supervised(lives: list[Life], monkeypatch: pytest.MonkeyPatch) -> Supervised:
     async def lived() -> Supervised:

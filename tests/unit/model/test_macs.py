@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from mlx_tandem.capacity.machines import SYSTEM
 from mlx_tandem.cli.bench.shapes import write_model
 from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig
 from mlx_tandem.errors import ModelError
@@ -39,10 +40,10 @@ def test_the_page_has_what_the_code_decides() -> None:
 @pytest.mark.parametrize(("mac", "served"), STARTS, ids=[mac.name for mac, _ in STARTS])
 def test_model_adapters_pool_and_system_fit(mac: object, served: tuple[str, int]) -> None:
     decided = macs.decide(mac, *served)
-    memory, total = decided.memory, mac.gib * macs.GIB  # type: ignore[attr-defined]
+    memory, total = decided.memory, mac.total  # type: ignore[attr-defined]
     assert memory.adapter_slots == memory.adapter_slots_wanted, "eight adapters of rank 16 have their slots"
     assert decided.pool_tokens >= 4096
-    assert decided.everything + macs.SYSTEM <= total
+    assert decided.everything + SYSTEM <= total
     assert decided.everything <= 0.75 * total
     assert decided.slice_ms <= max(decided.decode_ms, pace.LEAST_MS) or decided.micro_batch == pace.SIZES[0]
     assert decided.chunk >= 64, "a step of prompts is worth reading the weights for"

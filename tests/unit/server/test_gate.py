@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import compile_path
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.dialects.anthropic.errors import ERRORS
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.generation.prompted import OWNER
-from mlx_tandem.server.auth import PUBLIC, Gate
+from mlx_tandem.server.auth import Gate
+from mlx_tandem.server.keyring import Keyring
 
 KEY = "s3cret"
 BEARER, OWN = (b"authorization", b"Bearer s3cret"), (b"x-api-key", b"s3cret")
 WRONG, WRONG_OWN = (b"authorization", b"Bearer other"), (b"x-api-key", b"other")
 HOST = (b"host", b"localhost:8000")
+PUBLIC = ("/health", "/livez")
 
 
 def ask(
-    *headers: tuple[bytes, bytes], key: str = "", method: str = "POST", path: str = "/v1/completions", **server: Any
+    *headers: tuple[bytes, bytes],
+    key: str = "",
+    file: str = "",
+    method: str = "POST",
+    path: str = "/v1/completions",
+    **server: Any,
 ) -> tuple[int, Any]:
     """The status of a refusal and its code; or 200, and whether the request has shown the key."""
     passed: list[bool] = []
@@ -34,7 +43,8 @@ def ask(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    gate = Gate(app, key, ServerConfig(**server), metrics, {"/v1/messages": ERRORS.write})
+    public = [compile_path(path)[0] for path in PUBLIC]
+    gate = Gate(app, Keyring(key, file), ServerConfig(**server), metrics, {"/v1/messages": ERRORS.write}, public)
     scope = {"type": "http", "method": method, "path": path, "headers": list(headers)}
     asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
     if passed:
@@ -157,14 +167,14 @@ def test_a_key_that_begins_like_tinker_s_is_shown_as_it_is() -> None:
     assert ask((b"x-api-key", b"tml-own"), key="tml-own", path="/api/v1/asample") == (200, True)
 
 
-def owner_of(*headers: tuple[bytes, bytes], key: str = "") -> str:
+def owner_of(*headers: tuple[bytes, bytes], key: str = "", file: str = "") -> str:
     """Who owns what a request to Tinker's API makes."""
     found: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         found.append(OWNER.get())
 
-    gate = Gate(app, key, ServerConfig(allowed_hosts=("a",)), Metrics(), {})
+    gate = Gate(app, Keyring(key, file), ServerConfig(allowed_hosts=("a",)), Metrics(), {}, ())
     scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": [(b"host", b"a"), *headers]}
     asyncio.run(gate(scope, None, None))  # type: ignore[arg-type]
     return found[0]
@@ -174,3 +184,30 @@ def test_what_is_made_belongs_to_the_key() -> None:
     a, b = owner_of((b"x-api-key", b"tml-a")), owner_of((b"x-api-key", b"tml-b"))
     assert a == owner_of((b"x-api-key", b"tml-a")) != b and "tml" not in a
     assert owner_of(OWN, key=KEY) == owner_of((b"x-api-key", b"tml-s3cret"), key=KEY) == owner_of(BEARER, key=KEY) == ""
+
+
+def test_what_is_made_with_named_keys_belongs_to_their_tenant(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("- {name: a, key: a-key, tenant: t}\n- {name: b, key: b-key, tenant: t}\n- {name: c, key: c-key}\n")
+    file.chmod(0o600)
+    owners = [owner_of((b"x-api-key", b"tml-%c-key" % name), file=str(file), key=KEY) for name in b"abc"]
+    assert owners == ["t", "t", "c"]
+    assert owner_of(OWN, file=str(file), key=KEY) == ""
+
+
+def test_named_keys_in_two_headers(tmp_path: Path) -> None:
+    """One is enough; two of different callers stand for nobody, and neither does a header that comes twice."""
+    file = tmp_path / "keys"
+    file.write_text("- {name: a, key: a-key}\n- {name: b, key: b-key}\n")
+    file.chmod(0o600)
+    a, b = (b"authorization", b"Bearer a-key"), (b"x-api-key", b"b-key")
+    for headers, status in (((a,), 200), ((b,), 200), ((a, b), 401), ((a, WRONG_OWN), 200), ((a, a), 401)):
+        assert ask(HOST, *headers, file=str(file))[0] == status
+
+
+def test_a_connection_that_is_not_http_reaches_nothing() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("it was passed on")
+
+    gate = Gate(app, Keyring("", ""), ServerConfig(), Metrics(), {}, ())
+    asyncio.run(gate({"type": "websocket", "path": "/v1/models", "headers": []}, None, None))  # type: ignore[arg-type]

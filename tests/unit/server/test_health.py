@@ -40,6 +40,7 @@ def front(state: str = "ready", used: int = 0, **changes: Any) -> Any:
         stats=STATS,
         occupancy=Occupancy(31, 32, 30, 10),
         restarts=2,
+        unloads=9,
         progress=StartProgress("weights", 0.25, 1.5, None),
         failure=None,
         check_ready=lambda: INFO,
@@ -64,15 +65,18 @@ def front(state: str = "ready", used: int = 0, **changes: Any) -> Any:
         ("starting", "starting", {"progress"}),
         ("restarting", "restarting", {"progress"}),
         ("ready", "ok", {"engine", "memory"}),
+        ("idle", "idle", set()),
+        ("waking", "waking", {"progress"}),
         ("draining", "shutting_down", set()),
         ("dead", "dead", set()),
     ],
 )
 def test_what_each_state_tells(state: str, told: str, members: set[str]) -> None:
     status, body = health(front(state))
-    assert (status, body["status"]) == (200 if state == "ready" else 503, told)
+    assert (status, body["status"]) == (200 if state in ("ready", "idle", "waking") else 503, told)
     assert {"progress", "engine", "memory", "error"} & body.keys() == members
     assert (body["model"], body["adapters_loaded"], body["open_requests"], body["engine_restarts"]) == ("base", 3, 7, 2)
+    assert body["engine_unloads"] == 9
     if "progress" in members:
         assert body["progress"] == {"stage": "weights", "fraction": 0.25, "elapsed_s": 1.5, "left_s": None}
     failed = health(front(state, failure=EngineDied("it died")))[1]
@@ -192,7 +196,7 @@ def test_counters_of_the_front() -> None:
     }  # fmt: skip
 
     assert found == {
-        "state": "ready", "restarts": 2, "open_requests": 7, "open_choices": 8, "held_requests": 4,
+        "state": "ready", "restarts": 2, "unloads": 9, "open_requests": 7, "open_choices": 8, "held_requests": 4,
         "refused": {"max_queue_size": 3}, "max_queue_size": asked.config.server.max_queue_size, "prompt_tokens": 30,
         "generated_tokens": 300, "total_tokens_generated": 300, "requests_completed": 9, "adapters": {},
         "finished": {"stop": 6, "length": 8, "abort": 10, "error": 12},

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from mlx_tandem.log import log, log_exception
+from mlx_tandem.log import REQUESTS, log, log_exception, log_request
 from mlx_tandem.server.log_lines import FIRST, JsonLines, LogFormat, RateLimit, configure
 
 
@@ -49,7 +50,9 @@ class Errors(io.StringIO):
 @pytest.fixture
 def loggers() -> Iterator[None]:
     """What `configure` changes is as it was afterwards."""
-    before = [(logging.getLogger(n), *vars(logging.getLogger(n)).copy().items()) for n in ("mlx_tandem", "uvicorn")]
+    before = [
+        (logging.getLogger(n), *vars(logging.getLogger(n)).copy().items()) for n in ("mlx_tandem", "uvicorn", REQUESTS)
+    ]
     yield
     for logger, *attributes in before:
         for name, value in attributes:
@@ -57,16 +60,39 @@ def loggers() -> Iterator[None]:
         logger.handlers[:] = []
 
 
+ENDED = {
+    "request": "req-1",
+    "id": "req-1",
+    "model": "sql@1",
+    "outcome": "ok",
+    "prompt_tokens": 31,
+    "tokens": 9,
+    "seconds": 0.25,
+    "first_token_ms": 45.2,
+    "tokens_per_second": 87.3,
+    "finish": ["stop"],
+}
+
+
 def written(
-    monkeypatch: pytest.MonkeyPatch, *, terminal: bool, log_format: LogFormat = "auto", level: int = logging.INFO
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    terminal: bool,
+    log_format: LogFormat = "auto",
+    level: int = logging.INFO,
+    colours: bool = False,
+    columns: int = 120,
 ) -> list[str]:
     """What some events are written as."""
+    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
     errors = Errors(terminal)
     monkeypatch.setattr(sys, "stderr", errors)
-    monkeypatch.setattr("os.get_terminal_size", lambda fd: (_ for _ in ()).throw(OSError))
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: os.terminal_size((columns, 24)))
+    monkeypatch.setenv("TERM", "xterm")
     configure(level, log_format=log_format)
     log("adapter loaded", adapter="sql@1", digest="c1" * 32, rank=16, bytes=1_646_592)
-    log("request ended", logging.DEBUG, request="req-1", id="req-1", tokens=9, steps=9, finish=["stop", None])
+    log_request("request ended", **ENDED)
+    log_request("request refused", status=404, code="model_not_found", method="POST", route="/v1/completions")
     log("update refused", logging.WARNING, step=7, version=0, outcome="refused", reason="its weights\nare not finite")
     log("update published", step=8, tokens=6, **{f"number_{i}": i / 3 for i in range(20)}, mean_reward=0.5, dropped={})
     try:
@@ -82,16 +108,36 @@ def test_a_terminal_gets_one_short_line_an_event(monkeypatch: pytest.MonkeyPatch
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
     told = [line[9:] for line in lines]
     assert told[0] == "adapter loaded: sql@1, rank 16, 1.6 MB"
-    assert told[1] == r"warning: update refused: step 7, version 0, reason its weights\nare not finite"
-    assert told[2].startswith("update published: step 8, mean reward 0.5, tokens 6, number 0 0, number 1 0.333")
-    assert len(lines[2]) < 120
-    assert told[3:] == ["error: request failed: req-2, error ValueError"]
+    assert told[1] == "sql@1 ok: 31 tokens in, 9 out, first after 45 ms, 87 tok/s"
+    assert told[2] == "refused 404 model_not_found: POST /v1/completions"
+    assert told[3] == r"warning: update refused: step 7, version 0, reason its weights\nare not finite"
+    assert told[4].startswith("update published: step 8, mean reward 0.5, tokens 6, number 0 0, number 1 0.333")
+    assert len(lines[4]) < 120
+    assert told[5:] == ["error: request failed: req-2, error ValueError"]
+
+
+@pytest.mark.usefixtures("loggers")
+def test_a_narrow_terminal_gets_the_beginning_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = written(monkeypatch, terminal=True, columns=40)
+    assert lines[1][9:] == "sql@1 ok: 31 tokens in, 9 out"
+
+
+@pytest.mark.usefixtures("loggers")
+def test_colours_are_for_terminals_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = written(monkeypatch, terminal=True, colours=True)
+    assert lines[1].startswith("\x1b[2m") and lines[1].endswith(
+        "m sql@1 ok: 31 tokens in, 9 out, first after 45 ms, 87 tok/s"
+    )
+    assert "\x1b[33mwarning: update refused" in lines[3] and "\x1b[31merror: request failed" in lines[5]
+    plain = [re.sub(r"\x1b\[\d+m", "", line)[9:] for line in lines]
+    assert plain == [line[9:] for line in written(monkeypatch, terminal=True)]
+    assert "\x1b" not in "".join(written(monkeypatch, terminal=False, log_format="text", colours=True))
 
 
 @pytest.mark.usefixtures("loggers")
 def test_more_details_have_requests_and_the_places_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = written(monkeypatch, terminal=True, level=logging.DEBUG)
-    assert lines[1][9:] == "request ended: req-1, tokens 9, steps 9, finish stop"
+    assert lines[1][9:].startswith("request ended: req-1, model sql@1, ")
     assert re.fullmatch(r"    \S+test_log\.py:\d+ written", lines[-1])
 
 
@@ -107,6 +153,7 @@ def test_programs_get_json_and_either_can_be_asked_for(
     assert all(line.startswith("{") is is_json for line in lines)
     if is_json:
         assert json.loads(lines[0])["digest"] == "c1" * 32, "all fields"
+        assert "sql@1 ok" not in "".join(lines) and "req-1" not in "".join(lines), "a line for each request is for -v"
 
 
 def test_fields_that_a_short_line_always_has_say_which_and_why() -> None:

@@ -155,10 +155,13 @@ def test_each_family_of_the_engine_has_its_own_number(front: ServerFront, monkey
         front.client, "occupancy", Occupancy(running=31, waiting=32, used_blocks=30, free_blocks=10, deferred=33)
     )
     monkeypatch.setattr(front.client, "restarts", 41)
+    monkeypatch.setattr(front.client, "unloads", 42)
+    monkeypatch.setattr(front.client, "state", "idle")
     cache = front.images.cache
     cache.nbytes, cache.hits, cache.misses = 44, 45, 46
     expected = {
-        "tandem_engine_restarts_total": 41, "tandem_engine_ready": 0, "tandem_open_requests": 0, "tandem_adapters": 0,
+        "tandem_engine_restarts_total": 41, "tandem_engine_unloads_total": 42, "tandem_engine_ready": 1,
+        "tandem_engine_idle": 1, "tandem_open_requests": 0, "tandem_adapters": 0,
         "tandem_steps_total": 13, "tandem_step_failures_total": 15, "tandem_step_milliseconds": 1.5,
         "tandem_rows_total": 22, "tandem_lora_rows_total": 21, "tandem_compiled_steps": 19,
         "tandem_cached_blocks": 11, "tandem_prefix_cache_evictions_total": 12,

@@ -20,8 +20,9 @@ import pytest
 from mlx_tandem import demo
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.prompt_text import said
 from mlx_tandem.generation.tokenizer import Tokenizer
-from mlx_tandem.training.live.reporting import KEPT_SAMPLES, NUMBERS, Reporting, said
+from mlx_tandem.training.live.reporting import KEPT_SAMPLES, NUMBERS, Reporting
 from mlx_tandem.training.metrics import recorder
 from mlx_tandem.training.metrics.jsonl import JsonLines
 from mlx_tandem.training.metrics.recorder import Recorder, openers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.model.kernels.inplace import Order, Store, after
+from mlx_tandem.model.targets import Cut
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,10 @@ class Uploads:
     be launched. Copying arrays that exist already takes a twentieth of that.
     """
 
-    def __init__(self, dtype: mx.Dtype):
+    def __init__(self, dtype: mx.Dtype, cuts: Mapping[str, Cut] | None = None):
+        """Create an empty store. `cuts` has by path which parts of linears are this rank's; the others are whole."""
         self._dtype = dtype
+        self._cuts = cuts or {}
         self._ready: OrderedDict[str, Arrays] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -112,7 +115,12 @@ class Uploads:
         return arrays or self._made(weights)
 
     def _made(self, weights: AdapterWeights) -> Arrays:
-        return {path: (self._array(a), self._array(b)) for path, (a, b) in weights.tensors.items()}
+        made = {}
+        for path, (a, b) in weights.tensors.items():
+            cut = self._cuts.get(path)
+            own_a, own_b = (a, b) if cut is None else cut.of(a, b)
+            made[path] = self._array(own_a), self._array(own_b)
+        return made
 
     def _array(self, x: npt.NDArray[np.float32]) -> mx.array:
         # No operation of MLX is used here: operations belong to a thread's stream, and unevaluated arrays cannot

@@ -98,7 +98,6 @@ class LoraState:
         self.max_rank = config.max_lora_rank
         here = backend.current()
         self.dtype = mx.float32 if here.products.only_float32_is_fast else dtype
-        self.uploads = Uploads(self.dtype)
         self.rank = 0  # of the stacked arrays
         self._fused, self._few, self._tiled = fused, few, tiled
         # Kernels and merged linears know an input by its shape and identity.
@@ -110,6 +109,7 @@ class LoraState:
         self._head = find_head(model)
         if self._head is not None:
             self._targets[self._head.path] = self._head
+        self.uploads = Uploads(self.dtype, {p: t.cut for p, t in self._targets.items() if t.cut is not None})
         self._blocks = [m for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP))]
         self._stacks: dict[str, Stack] = {}  # by path, in the model's order
         self.order = Order()  # orders all uses of arrays that kernels write: these, and those of the KV pool
@@ -404,6 +404,11 @@ class LoraState:
         """Forget the order of the block that `enter_block` entered last."""
         if self._bound is not None and self._bound.sorted_slots:
             self._bound.sorted_slots.pop()
+
+
+def in_folders(lora: LoraState) -> dict[str, LinearShape]:
+    """Return every linear that an adapter may target and the head, with the shapes that folders have for them."""
+    return {path: target.whole for path, target in lora._targets.items()}
 
 
 def use_kernels(lora: LoraState, fused: GroupedDeltas) -> None:

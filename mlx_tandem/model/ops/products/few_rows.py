@@ -21,7 +21,7 @@ from mlx_tandem.model import backend
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.checking import TOLERANCE, Choice, Rejected, checked, floats
 from mlx_tandem.model.kernels.dialect import Make
-from mlx_tandem.model.modules import clone, mix_in
+from mlx_tandem.model.modules import clone, kind_of, mix_in
 from mlx_tandem.model.ops.products.measure import HOST_SHARE, Call, Kind, Meter, input_of
 from mlx_tandem.model.ops.products.merged import Merged, TransposedLinear
 from mlx_tandem.model.ops.products.skinny import EIGHTHS, Form, Skinny, eighths, fits, forms
@@ -167,7 +167,7 @@ def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
     modules = list({id(m): m for _, m in reversed(model.named_modules()) if id(m) not in parts}.values())
     kinds = (nn.Linear,) if any("lm_head" in m for m in model.modules()) else (nn.Linear, nn.Embedding)
     modules += [one.linear for one in merged]
-    own = [m for m in modules if type(m) in kinds or isinstance(m, TransposedLinear)]
+    own = [m for m in modules if kind_of(m) in kinds or isinstance(m, TransposedLinear)]
     return [m for m in own if fits(m["weight"], m.get("bias"))]
 
 

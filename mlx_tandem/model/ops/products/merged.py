@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem.model.modules import clone, mix_in
+from mlx_tandem.model.modules import clone, kind_of, mix_in
 from mlx_tandem.model.targets import Group
 
 MOST_TOKENS = 512
@@ -219,7 +219,7 @@ def use_views(model: nn.Module, merged: Iterable[Merged]) -> list[Merged]:
 
 def _view(module: nn.Module) -> nn.Module:
     """Make a module multiply by a view if it is an unquantised linear; return it."""
-    if type(module) is nn.Linear:
+    if kind_of(module) is nn.Linear:
         own: Any = module
         own._view = TransposedView(own["weight"])
         mix_in(module, TransposedLinear)

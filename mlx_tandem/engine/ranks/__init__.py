@@ -1,0 +1,1 @@
+"""Several ranks that compute one model: the first leads, the others do the same steps in the same order."""
