@@ -29,7 +29,11 @@ Get = Callable[[str], Awaitable[dict[str, Any]]]
 
 
 class Gone(Exception):
-    """The server cannot be watched, or no longer; the message says why."""
+    """The server cannot be watched, or no longer; the message says why. `status` is that of its answer; 0: none."""
+
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
+        self.status = status
 
 
 @contextlib.asynccontextmanager
@@ -48,7 +52,7 @@ async def asking(url: str, key: str, cacert: str | None, accepted: tuple[int, ..
         async with asyncio.timeout(ANSWER_SECONDS):
             code, answer = await connection.json("GET", path)
         if (code >= 300 and code not in accepted) or not isinstance(answer, dict):
-            raise Gone(f"{url} answered with {code}: {message_of(answer)}")
+            raise Gone(f"{url} answered with {code}: {message_of(answer)}", code)
         return answer
 
     try:

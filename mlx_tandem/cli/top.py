@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_tandem.cli import watching
 from mlx_tandem.cli.demo import chart
-from mlx_tandem.cli.live import asking
+from mlx_tandem.cli.live import Get, Gone, asking
 from mlx_tandem.printable import printable
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ HEALTH, METRICS, STATUS = "/health", "/v1/engine/metrics", "/v1/training/status"
 
 ONCE_SECONDS = 0.5
 """Seconds between the two looks from whose difference a single picture has its rates."""
+
+FORBIDDEN = 403
+"""Status of an answer to a key that lacks the scope for it."""
 
 NOT_READY = 503
 """Status of /health while no requests are accepted."""
@@ -87,19 +90,31 @@ async def looks(url: str, key: str, interval: float, cacert: str | None) -> Asyn
     async with asking(url, key, cacert, (NOT_READY,)) as get:
         while True:
             health = await get(HEALTH)
+            if "model" not in health:  # a key without the scope is told the status only
+                raise Gone(f"{url} is {health['status']}, and says no more to this key, which lacks the scope metrics")
             if "engine" not in health:
                 before = {}
                 yield Look(url, health)
             else:
-                metrics, status, now = await get(METRICS), await get(STATUS), monotonic()
+                metrics, learning, now = await get(METRICS), await _learning(get), monotonic()
                 engine, seconds = metrics["engine"], now - at
                 prompts, rate = (_rate(engine, before, f"{kind}_tokens", seconds) for kind in ("prompt", "generated"))
                 if before:
                     rates.append(rate)
-                learning = status if status.get("training_enabled") else {}
                 yield Look(url, health, metrics, learning, _loads(metrics), prompts, rate, tuple(rates))
                 before, at = engine, now
             await asyncio.sleep(interval)
+
+
+async def _learning(get: Get) -> Mapping[str, Any]:
+    """Return the state of learning; nothing where there is none, or where the key lacks the scope training."""
+    try:
+        status = await get(STATUS)
+    except Gone as e:
+        if e.status != FORBIDDEN:
+            raise
+        return {}
+    return status if status.get("training_enabled") else {}
 
 
 async def once(url: str, key: str, cacert: str | None) -> Look:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.log import log_exception
 
 TICK_SECONDS = 0.25
@@ -67,9 +68,10 @@ class Idling:
     def keep(self, seconds: float | None) -> None:
         """Keep the engine for so many seconds after its last use from now on until it is unloaded.
 
-        Infinite means that it is kept for good. None, and every value on a server that never unloads, changes nothing.
+        Infinite means that it is kept for good. None, every value on a server that never unloads, and every value from
+        a key without the scope admin change nothing: other keys use the same engine.
         """
-        if seconds is not None and self.is_on:
+        if seconds is not None and self.is_on and "admin" in CALLER.get().scopes:
             self._limit = seconds
             self._changed.set()
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from mlx_tandem.errors import NotFound, TooLarge
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.limits import MAX_MESSAGES, MAX_STORED_BYTES, MAX_STORED_RESPONSES
 from mlx_tandem.strict_json import dumps
 
@@ -38,13 +39,14 @@ class Conversation:
 class Stored:
     """One response as JSON: its body, all items of the conversation up to its end, and its own items by their ids.
 
-    `deltas` says in which pieces it was streamed; it is empty if it was not.
+    `deltas` says in which pieces it was streamed; it is empty if it was not. `owner` is the tenant it was made for.
     """
 
     body: bytes
     conversation: Conversation
     items: Mapping[str, bytes]
     deltas: bytes = b""
+    owner: str = ""
 
     @property
     def input(self) -> tuple[bytes, ...]:
@@ -60,33 +62,41 @@ class Stored:
 class ResponseStore:
     """The newest responses, at most `MAX_STORED_RESPONSES` in at most `MAX_STORED_BYTES`. It belongs to one event loop.
 
-    Nothing is decoded before its size is known.
+    Nothing is decoded before its size is known. A caller sees the responses of its own tenant only; for others they do
+    not exist.
     """
 
     def __init__(self, most: int = MAX_STORED_RESPONSES, most_bytes: int = MAX_STORED_BYTES):
         self._most = most
         self._most_bytes = most_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
-        self._owners: dict[str, str] = {}  # the response of each item
+        self._responses: dict[str, str] = {}  # the response of each item
         self._bytes = 0
         self.turn = asyncio.Lock()
         """Held while a long conversation is put together, so that the loop can do other work between two of them."""
 
     def put(
-        self, id: str, body: bytes, conversation: Conversation, output: Sequence[Item], deltas: bytes = b""
+        self,
+        id: str,
+        body: bytes,
+        conversation: Conversation,
+        output: Sequence[Item],
+        deltas: bytes = b"",
+        owner: str = "",
     ) -> None:
-        """Keep a response, and forget the oldest ones that no longer fit. One that is too large is not kept.
+        """Keep a response for the tenant `owner`, and forget the oldest ones that no longer fit. One that is too large
+        is not kept.
 
         `conversation` ends with the items of the request. The logprobs of `output` are kept in `body` only, since no
         prompt has them.
         """
         kept = [_without_logprobs(item) for item in output]
         items = {item["id"]: dumps(item) for item in kept}
-        stored = Stored(body, conversation.followed_by(kept), items, deltas)
+        stored = Stored(body, conversation.followed_by(kept), items, deltas, owner)
         if stored.size > self._most_bytes:
             return
         self._stored[id] = stored
-        self._owners |= dict.fromkeys(items, id)
+        self._responses |= dict.fromkeys(items, id)
         self._bytes += stored.size
         while len(self._stored) > self._most or self._bytes > self._most_bytes:
             self._forget(next(iter(self._stored)))
@@ -118,9 +128,9 @@ class ResponseStore:
         return items
 
     def item(self, id: str) -> bytes | None:
-        """Return the JSON of an item of a response's output; None if no response has it."""
-        owner = self._owners.get(id)
-        return None if owner is None else self._stored[owner].items[id]
+        """Return the JSON of an item of a response's output; None if no response that the caller sees has it."""
+        found = self._stored.get(self._responses.get(id, ""))
+        return found.items[id] if found is not None and CALLER.get().sees(found.owner) else None
 
     def delete(self, id: str) -> None:
         """Forget a response. Raises NotFound."""
@@ -129,15 +139,16 @@ class ResponseStore:
 
     def _get(self, id: str, param: str) -> Stored:
         """Return a response. Raises NotFound naming `param`."""
-        if id not in self._stored:
+        found = self._stored.get(id)
+        if found is None or not CALLER.get().sees(found.owner):
             raise NotFound(f"the response {id[:64]!a} does not exist here, or no longer", param=param)
-        return self._stored[id]
+        return found
 
     def _forget(self, id: str) -> None:
         stored = self._stored.pop(id)
         self._bytes -= stored.size
         for item in stored.items:
-            del self._owners[item]
+            del self._responses[item]
 
 
 def _without_logprobs(item: Item) -> Item:

@@ -111,6 +111,10 @@ class Caller:
         if scope not in self.scopes:
             raise Forbidden(f"the key '{self.name}' lacks the scope {scope}, which {what} needs", code="missing_scope")
 
+    def sees(self, owner: str) -> bool:
+        """Return whether the caller sees what belongs to the tenant `owner`; with the scope admin it sees all."""
+        return self.tenant == owner or "admin" in self.scopes
+
     def check_request(self) -> None:
         """Raise Overloaded if as many requests are open, or came within this minute, as the key may send."""
         use, limits = self.use, self.limits

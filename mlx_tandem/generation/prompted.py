@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.types import AdapterRef, Grammar, Image, Pooling, Request, SamplingParams
@@ -46,7 +47,12 @@ class Prompted:
     images: tuple[Image, ...] = ()  # of the only prompt
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequest for a reward model that is asked to generate."""
+        """Raise InvalidRequest for a reward model that is asked to generate.
+
+        Raise Forbidden for a priority that would put the requests of one tenant before those of all others.
+        """
+        if self.priority < 0:
+            CALLER.get().check_scope("admin", "a priority under 0")
         for adapter in self.adapters if self.pooling is None else ():
             if adapter is not None and adapter.scores:
                 raise InvalidRequest(

@@ -213,6 +213,7 @@ class Keyring:
         """Return the caller with the key of this name, or the caller without a name; None if the key is gone."""
         if not name:
             return ANYONE
+        self._follow()
         there = (caller for caller, expires in self._known.values() if self._now() < expires)
         return next((caller for caller in there if caller.name == name), None)
 
@@ -221,8 +222,7 @@ class Keyring:
 
         There is none if no key is known, or if they stand for different callers.
         """
-        if self._path is not None and self._clock() - self._looked >= LOOK_SECONDS:
-            self._look(self._path)
+        self._follow()
         found: Caller | None = None
         expired = False
         for shown in keys:
@@ -241,6 +241,11 @@ class Keyring:
 
     def _blinded(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
+
+    def _follow(self) -> None:
+        """Look whether the file has changed, unless that was done just now."""
+        if self._path is not None and self._clock() - self._looked >= LOOK_SECONDS:
+            self._look(self._path)
 
     def _look(self, path: Path) -> None:
         """Read the file again if it is not the one that was seen last."""

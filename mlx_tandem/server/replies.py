@@ -115,7 +115,7 @@ class Reply:
             return
         if None not in assembler.reasons:
             tokens, ref = assembler.tokens, self._plan.model.ref
-            completions.remember(self._reply_id, ref, prompted.prompts, tokens, self._judged)
+            completions.remember(self._reply_id, ref, prompted.prompts, tokens, self._judged, self._caller.tenant)
 
     async def _count_scores(self, scores: Sequence[float | None]) -> None:
         """Count the scores of the choices in the A/B test of the alias that was asked."""

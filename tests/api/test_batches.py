@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
 from mlx_tandem import limits
 from mlx_tandem.config import BatchesConfig
 from mlx_tandem.dialects.batches import runner, service
+from mlx_tandem.dialects.batches.store import Store
 from mlx_tandem.engine.messages import Accepted, Cancel, Drain, Output, Submit
 from mlx_tandem.types import Delta
 from tests.api.scripted import Peer, ScriptedEngine, scripted_server
@@ -109,6 +111,17 @@ def test_what_is_wrong_with_lines_is_told_by_line_and_field(served: Served) -> N
     assert ended(client, begin(client))["errors"]["data"][0]["code"] == "empty_file"
 
 
+def test_a_line_is_read_as_a_request_over_http_is(served: Served) -> None:
+    """JSON has no such numbers, but its readers have, and a field that is not there would be served."""
+    client, _, _ = served
+    body = line("")["body"]
+    numbers = [float("nan"), float("inf"), 1 << 70]
+    batch = ended(client, begin(client, *(line(str(n), body=body | {"temperature": n}) for n in numbers)))
+    found = content(client, batch["error_file_id"])
+    assert [each["response"]["status_code"] for each in found] == [400] * 3
+    assert {each["response"]["body"]["error"]["param"] for each in found} == {"temperature"}
+
+
 def test_a_batch_has_a_bounded_number_of_lines(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_BATCH_LINES", 2)
     batch = ended(served[0], begin(served[0], line("a"), line("b"), line("c")))
@@ -183,6 +196,28 @@ def test_batches_go_on_at_the_next_start(tmp_path: Path) -> None:
         assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
         assert [each["custom_id"] for each in content(client, batch["output_file_id"])] == ["0", "1", "2"]
         assert ended(client, second)["status"] == "completed"
+
+
+def test_a_batch_keeps_its_file_and_one_that_cannot_go_on_does_not_stop_the_others(tmp_path: Path) -> None:
+    """A file expires while its batch waits, and another one is lost."""
+    settings = {"batches": BatchesConfig(dir=str(tmp_path))}
+    with scripted_server(settings=settings) as (client, _, _):
+        ids = [begin(client, line(name)) for name in ("lost", "expired", "good")]
+        lost, expired, _ = (client.get(f"/v1/batches/{id}").json()["input_file_id"] for id in ids)
+    store = Store(tmp_path)
+    record = store.file(expired)
+    assert record is not None
+    store.remove_file(expired)
+    store.add_file(structs.replace(record, expires=1.0), json.dumps(line("expired")).encode())
+    store.path(lost).unlink()
+    store.close()
+    with scripted_server(settings=settings) as (client, peer, _):
+        answer(peer)
+        answer(peer)
+        batches = [ended(client, id) for id in ids]
+        assert [batch["status"] for batch in batches] == ["failed", "completed", "completed"]
+        assert batches[0]["errors"]["data"][0]["code"] == "internal_error"
+        until(lambda: not store.path(expired).exists())
 
 
 def test_no_request_begins_while_users_need_the_cache(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 
 import httpx
 import pytest
@@ -355,6 +358,27 @@ def test_ollama_unloads_and_loads_by_an_empty_prompt(kept: Served) -> None:
     assert client.post("/api/chat", json={"model": "base"}).json()["done_reason"] == "load"
     readying.join()
     assert client.get("/health").json()["status"] == "ok"
+
+
+def test_a_key_that_may_only_ask_does_not_decide_how_long_the_engine_is_kept(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    scopes = {"asks": ["inference"], "rules": ["inference", "admin"]}
+    keys.write_text(json.dumps([{"name": name, "key": f"{name}-key", "scopes": own} for name, own in scopes.items()]))
+    keys.chmod(0o600)
+    with scripted_server(idle_unload_s=3600.0, keys_file=str(keys)) as (client, peer, _):
+        client.headers["x-api-key"] = "asks-key"
+        refused = client.post("/api/generate", json={"model": "base", "keep_alive": 0})
+        assert (refused.status_code, "lacks the scope admin" in refused.json()["error"]) == (403, True)
+        for path, body in (WAYS[0], ("/api/generate", {"model": "base", "prompt": "hi", "keep_alive": -1})):
+            answering = threading.Thread(target=answer, args=[peer])
+            answering.start()
+            assert client.post(path, json={**body, "stream": False}).status_code == 200
+            answering.join()
+            left = datetime.fromisoformat(client.get("/api/ps").json()["models"][0]["expires_at"]) - datetime.now(UTC)
+            assert 3000 < left.total_seconds() <= 3600, "as the settings say"
+        client.headers["x-api-key"] = "rules-key"
+        assert client.post("/api/generate", json={"model": "base", "keep_alive": 0}).status_code == 200
+        slept(client, peer)
 
 
 def test_a_server_that_keeps_its_engine_says_so() -> None:

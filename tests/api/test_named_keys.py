@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -14,6 +15,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlx_tandem.cli import top
+from mlx_tandem.cli.live import Gone
 from mlx_tandem.engine.messages import Output, Submit
 from mlx_tandem.types import Delta
 from tests.api.scripted import Peer, scripted_server
@@ -71,9 +74,10 @@ class Asking:
 
     def __init__(self, scripted: tuple[httpx.Client, Peer], name: str, path: str = "/v1/completions", **fields: object):
         client, self._peer = scripted
+        body = BODY if path == "/v1/completions" else {}
         self._replies: list[httpx.Response] = []
         self._thread = threading.Thread(
-            target=lambda: self._replies.append(client.post(path, json=BODY | fields, headers=shown(name)))
+            target=lambda: self._replies.append(client.post(path, json=body | fields, headers=shown(name)))
         )
         self._thread.start()
         self.request = self._peer.hear(Submit).request
@@ -133,6 +137,18 @@ def test_every_key_may_ask_what_there_is(scripted: tuple[httpx.Client, Peer]) ->
     assert client.get("/metrics", headers=own).status_code == client.get("/v1/models", headers=own).status_code == 200
 
 
+def test_a_key_for_counters_is_enough_to_watch_a_server(
+    scripted: tuple[httpx.Client, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tandem top` does without learning, which is of another scope."""
+    monkeypatch.setattr(top, "ONCE_SECONDS", 0.01)
+    url = str(scripted[0].base_url)
+    look = asyncio.run(top.once(url, f"{CANARY}ops", None))
+    assert look.metrics and not look.learning
+    with pytest.raises(Gone, match="is ok, and says no more to this key, which lacks the scope metrics"):
+        asyncio.run(top.once(url, f"{CANARY}ask", None))
+
+
 def test_the_document_names_the_scopes(scripted: tuple[httpx.Client, Peer]) -> None:
     client, _ = scripted
     paths = client.get("/openapi.json", headers=shown("ask")).json()["paths"]
@@ -154,6 +170,49 @@ def test_tenants_take_turns_and_their_keys_are_one_client(scripted: tuple[httpx.
         found.append(asking.request.client)
         asking.end()
     assert found[0] == found[1] != found[2]
+
+
+def test_a_response_is_there_for_its_tenant_only(scripted: tuple[httpx.Client, Peer]) -> None:
+    """To read, continue, quote and remove; whoever has all scopes sees it, too."""
+    client, _ = scripted
+    made = Asking(scripted, "ask", "/v1/responses", input="hi").end().json()
+    path = f"/v1/responses/{made['id']}"
+    quote = [{"type": "item_reference", "id": made["output"][0]["id"]}, {"role": "user", "content": "and?"}]
+    for method, where, body in (
+        ("GET", path, None),
+        ("GET", f"{path}?stream=true", None),
+        ("GET", f"{path}/input_items", None),
+        ("POST", "/v1/responses", {"input": "and?", "previous_response_id": made["id"]}),
+        ("POST", "/v1/responses", {"input": quote}),
+        ("DELETE", path, None),
+    ):
+        assert client.request(method, where, json=body, headers=shown("other")).status_code in (400, 404), where
+    for headers in (shown("asks-too"), {"x-api-key": "own"}):
+        assert client.get(path, headers=headers).json()["id"] == made["id"]
+    going_on = Asking(scripted, "asks-too", "/v1/responses", input="and?", previous_response_id=made["id"]).end()
+    assert going_on.status_code == 200
+    assert client.delete(path, headers=shown("asks-too")).status_code == 200
+
+
+def test_feedback_is_for_completions_of_the_own_tenant(scripted: tuple[httpx.Client, Peer]) -> None:
+    """The reply to feedback says what the completion was."""
+    client, _ = scripted
+    body = {"completion_id": Asking(scripted, "ask").end().json()["id"], "thumb": "up", "choice": 5}
+    refused = client.post("/v1/feedback", json=body, headers=shown("other"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "completion_not_found")
+    known = client.post("/v1/feedback", json=body, headers=shown("asks-too"))
+    assert (known.status_code, known.json()["error"]["param"]) == (400, "choice")
+
+
+def test_a_tenant_does_not_put_itself_before_all_others(scripted: tuple[httpx.Client, Peer]) -> None:
+    client, _ = scripted
+    for path, body in (
+        ("/v1/completions", BODY),
+        ("/inference/v1/generate", {"token_ids": [300], "sampling_params": {"max_tokens": 1}}),
+    ):
+        refused = client.post(path, json=body | {"priority": -1}, headers=shown("other"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope"), path
+    assert Asking(scripted, "other", priority=1).end().status_code == 200
 
 
 def test_open_requests_and_tokens_of_a_key_are_limited(scripted: tuple[httpx.Client, Peer]) -> None:

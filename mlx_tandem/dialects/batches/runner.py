@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -12,12 +13,11 @@ from msgspec import structs
 
 from mlx_tandem.dialects.batches import lines
 from mlx_tandem.dialects.batches.lines import Answer, Place
-from mlx_tandem.dialects.batches.records import Batch, FileRecord, Outcome, Status, new_id
+from mlx_tandem.dialects.batches.records import Batch, FileRecord, Outcome, Problem, Status, new_id
 from mlx_tandem.dialects.batches.store import Store
 from mlx_tandem.files import StorageError
 from mlx_tandem.generation.prompted import BACKGROUND
 from mlx_tandem.log import log
-from mlx_tandem.strict_json import dumps
 
 Post = Callable[[str, bytes, str], Awaitable[Answer]]
 """Answers a request to a path with this JSON body, as one over HTTP with the key of this name is answered."""
@@ -160,7 +160,9 @@ class Run:
         """Return the outcome of a request; None if it has to be sent again."""
         BACKGROUND.set(True)  # for this task only
         line = lines.read(await asyncio.to_thread(lines.read_at, self._path, self._places[number]))
-        answer = await self._around.post(line.url, dumps(line.body), self.batch.key)
+        # The same JSON as in the line: a number that is none, or too large, stays what it is, and is refused.
+        body = json.dumps(line.body, ensure_ascii=False).encode()
+        answer = await self._around.post(line.url, body, self.batch.key)
         if answer.status in LATER:
             self._deaths[number] += b'"engine_died"' in answer.body
             if self._deaths[number] < MOST_DEATHS:
@@ -176,6 +178,12 @@ class Run:
         self._running.clear()
 
     # -- after --------------------------------------------------------------------------------------------------
+
+    async def fail(self) -> None:
+        """End a batch that cannot go on for a reason that only the log has. What was answered is kept."""
+        self.batch.problems = (Problem(None, "the batch cannot go on; the log has more", None, "internal_error"),)
+        self._todo.clear()
+        await self._end("failed")
 
     async def _end(self, status: Status) -> None:
         """Write the files of the batch, and end it."""

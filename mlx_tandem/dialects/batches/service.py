@@ -34,16 +34,6 @@ ROOMY, FULL = 0.6, 0.9
 """Shares of the memory pressure threshold from which on no request of a batch begins, and those that run have to go."""
 
 
-def _sees_all() -> bool:
-    """Return whether whoever asks sees the files and batches of every tenant."""
-    return "admin" in CALLER.get().scopes
-
-
-def _is_seen(record: FileRecord | Batch) -> bool:
-    """Return whether whoever asks sees a file or a batch."""
-    return _sees_all() or record.owner == CALLER.get().tenant
-
-
 class Batches:
     """The files and batches of one server, on the front's event loop. Batches run one after the other.
 
@@ -102,23 +92,32 @@ class Batches:
                 log("batches wait for the drive", logging.WARNING, error=e.message)
                 again = False
             except Exception as e:
-                log_exception("a batch failed", e)
+                log_exception("batches do not go on", e)
                 again = False
             if not again:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), LOOK_SECONDS)
 
     async def _next(self, store: Store) -> bool:
-        """Remove expired files, and run the oldest batch that has not ended; return False if there is none."""
-        for record in await asyncio.to_thread(store.files):
-            if record.expires is not None and record.expires <= self._clock():
-                await asyncio.to_thread(store.remove_file, record.id)
-        waiting = await asyncio.to_thread(store.unfinished)
+        """Remove expired files that no batch needs, and run the oldest batch that has not ended; return False if there
+        is none.
+        """
+        async with self._turn:
+            waiting = await asyncio.to_thread(store.unfinished)
+            needed = {batch.input for batch in waiting}
+            for record in await asyncio.to_thread(store.files):
+                if self._has_expired(record) and record.id not in needed:
+                    await asyncio.to_thread(store.remove_file, record.id)
         if not waiting or self.post is None:
             return False
         self._run = Run(waiting[0], Surroundings(store, self.post, self._room, self._clock, self._most_bytes))
         try:
             await self._run.run()
+        except StorageError:
+            raise
+        except Exception as e:  # the batches behind it go on
+            log_exception("a batch failed", e)
+            await self._run.fail()
         finally:
             self._run = None
         return True
@@ -169,16 +168,20 @@ class Batches:
         """Return all files, the newest first. Raises StorageError."""
         store = await self._known()
         found = [] if store is None else await asyncio.to_thread(store.files)
-        there = (record for record in found if record.expires is None or record.expires > self._clock())
-        return [record for record in there if _is_seen(record)]
+        there = (record for record in found if not self._has_expired(record))
+        return [record for record in there if CALLER.get().sees(record.owner)]
 
     async def file(self, id: str, param: str = "file_id") -> FileRecord:
         """Return what is known of a file. Raises NotFound naming `param`."""
         store = await self._known()
         found = None if store is None else await asyncio.to_thread(store.file, id)
-        if found is None or not _is_seen(found) or (found.expires is not None and found.expires <= self._clock()):
+        if found is None or not CALLER.get().sees(found.owner) or self._has_expired(found):
             raise NotFound(f"there is no file {id[:80]!r}", param=param, code="file_not_found")
         return found
+
+    def _has_expired(self, record: FileRecord) -> bool:
+        """Return whether a file is removed at the next look."""
+        return record.expires is not None and record.expires <= self._clock()
 
     async def path(self, id: str) -> Path:
         """Return the place of a file. Raises NotFound."""
@@ -204,6 +207,7 @@ class Batches:
         await self.file(batch.input, "input_file_id")
         store = await self._opened()
         async with self._turn:
+            await self.file(batch.input, "input_file_id")  # it may have been removed before this turn
             if len(await asyncio.to_thread(store.unfinished)) >= limits.MAX_OPEN_BATCHES:
                 raise QuotaExceeded(
                     f"{limits.MAX_OPEN_BATCHES} batches have not ended: cancel one, or wait", code=QUOTA
@@ -219,14 +223,14 @@ class Batches:
             found: Batch | None = self._run.batch
         else:
             found = None if store is None else await asyncio.to_thread(store.batch, id)
-        if found is None or not _is_seen(found):
+        if found is None or not CALLER.get().sees(found.owner):
             raise NotFound(f"there is no batch {id[:80]!r}", param="batch_id", code="batch_not_found")
         return found
 
     async def batches(self, after: str | None, limit: int) -> list[Batch]:
         """Return the next batches after the one with the id `after`, or the first of all, the newest first."""
         store = await self._known()
-        owner = None if _sees_all() else CALLER.get().tenant
+        owner = None if "admin" in CALLER.get().scopes else CALLER.get().tenant
         return [] if store is None else await asyncio.to_thread(store.page, after, limit, owner)
 
     async def cancel(self, id: str) -> Batch:

@@ -32,7 +32,7 @@ async def give(front: ServerFront, body: FeedbackBody) -> dict[str, Any]:
     """
     CALLER.get().check_learning()
     _check(body)
-    found = front.completions.get(body.completion_id, "completion_id")
+    found = front.completions.get(body.completion_id, "completion_id", CALLER.get().sees)
     for name in ("choice", "preferred"):
         if (number := getattr(body, name)) is not None and number >= len(found.choices):
             raise InvalidRequest(f"{name} is {number}, but the choices are 0 to {len(found.choices) - 1}", param=name)

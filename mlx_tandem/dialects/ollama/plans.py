@@ -16,6 +16,7 @@ from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.dialects.turns import Turns
 from mlx_tandem.errors import InvalidRequest, renamed
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.generation.chats import Chat, ChatRequest, Thinking
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.grammar.fields import json_constraint
@@ -130,7 +131,8 @@ def _thinking(body: Common) -> Thinking:
 async def _loaded(front: ServerFront, body: Common, renderer: type[OllamaRenderer]) -> Loaded:
     """Return the reply to a request to load the model, or with `keep_alive` 0 to unload it once nobody uses it.
 
-    Raises InvalidRequest for the latter on a server that keeps its model.
+    Raises InvalidRequest for the latter on a server that keeps its model, and Forbidden for a key without the scope
+    admin.
     """
     kept = keep_alive_seconds(body.keep_alive)
     model = await select(front, body.model)
@@ -141,7 +143,9 @@ async def _loaded(front: ServerFront, body: Common, renderer: type[OllamaRendere
             param="keep_alive",
             code="unsupported_parameter",
         )
-    if not unloads:
+    if unloads:
+        CALLER.get().check_scope("admin", "unloading the model")
+    else:
         async with front.client.in_use():
             pass
     front.idling.keep(kept)

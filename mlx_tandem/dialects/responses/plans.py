@@ -20,6 +20,7 @@ from mlx_tandem.dialects.responses.renderer import Item, ResponseRenderer, new_i
 from mlx_tandem.dialects.responses.tools import offer
 from mlx_tandem.dialects.turns import Turns
 from mlx_tandem.errors import InvalidRequest, renamed
+from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.generation.chats import ChatRequest, Thinking
 from mlx_tandem.generation.grammar.constraint import Constraint
 from mlx_tandem.generation.grammar.fields import json_constraint
@@ -57,11 +58,11 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
         params = sampling_params(front, sampling, len(chat.prompt), "input", logprobs=logprobs, max_tokens=longest)
     prompted = await prompted_chat(front, model, chat, params, text_options(sampling), _constraint(body))
 
-    loop = asyncio.get_running_loop()
+    loop, owner = asyncio.get_running_loop(), CALLER.get().tenant
 
     def keep(id: str, whole: bytes, output: Sequence[Item], deltas: bytes) -> None:
         # A long reply is written on another thread, and the store belongs to the loop.
-        loop.call_soon_threadsafe(front.responses.put, id, whole, conversation, output, deltas)
+        loop.call_soon_threadsafe(front.responses.put, id, whole, conversation, output, deltas, owner)
 
     settings = _settings(body, front.models.label(model.ref), params)
     renderer = ResponseRenderer(

@@ -36,6 +36,7 @@ class Remembered:
     prompts: tuple[bytes, ...]
     choices: tuple[bytes, ...]
     judged: Judged | None = None  # where its score counts in an A/B test
+    owner: str = ""  # the tenant that it was made for
 
     @property
     def size(self) -> int:
@@ -69,10 +70,11 @@ class Completions:
         prompts: Sequence[Sequence[int]],
         choices: Sequence[Sequence[int]],
         judged: Judged | None = None,
+        owner: str = "",
     ) -> None:
         """Remember a completion, and forget those that are too old or for which there is no room any longer."""
         packs = (tuple(map(packed, prompts)), tuple(map(packed, choices)))
-        found = Remembered(id, self._clock(), adapter, *packs, judged)
+        found = Remembered(id, self._clock(), adapter, *packs, judged, owner)
         if found.size > self._most_bytes:
             return
         if id in self._known:
@@ -82,10 +84,13 @@ class Completions:
         while self._bytes > self._most_bytes or self._is_old(next(iter(self._known.values()))):
             self._forget(next(iter(self._known)))
 
-    def get(self, id: str, param: str) -> Remembered:
-        """Return a completion. Raises NotFound naming `param`, which says how long completions are remembered."""
+    def get(self, id: str, param: str, sees: Callable[[str], bool] = lambda owner: True) -> Remembered:
+        """Return a completion whose tenant `sees` accepts.
+
+        Raises NotFound naming `param`, which says how long completions are remembered.
+        """
         found = self._known.get(id)
-        if found is None or self._is_old(found):
+        if found is None or self._is_old(found) or not sees(found.owner):
             most = f"{self._most_bytes / (1 << 20):g} MiB"
             raise NotFound(
                 f"completion {id[:64]!a} is unknown or no longer remembered: the newest completions are remembered for "

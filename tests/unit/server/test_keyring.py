@@ -206,6 +206,17 @@ def wait(refused: pytest.ExceptionInfo[TandemError], limit: str) -> float:
     return refused.value.retry_after
 
 
+def test_a_key_that_is_gone_from_the_file_is_unknown_by_its_name(tmp_path: Path) -> None:
+    """Batches ask for keys by their names, also while nobody sends a request."""
+    clock = Clock()
+    ring = keyring(tmp_path / "keys", clock=clock, now=lambda: 0.0)
+    assert ring.named("b") is not None
+    (tmp_path / "keys").write_text(FILE[: FILE.index("- name: b")])
+    os.utime(tmp_path / "keys", (1, 1))
+    clock.now += LOOK_SECONDS
+    assert ring.named("b") is None and ring.named("a") is not None
+
+
 def test_retry_after_is_when_the_minute_has_room() -> None:
     clock = Clock()
     ci = caller(clock, requests_per_minute=3)
