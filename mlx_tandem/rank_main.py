@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 from msgspec import structs
@@ -24,8 +25,9 @@ from mlx_tandem.engine.ranks.follower import Inbox, follow
 from mlx_tandem.engine.ranks.leader import EXIT_GROUP
 from mlx_tandem.engine.ranks.local import KEY
 from mlx_tandem.engine.ranks.remote import reach
+from mlx_tandem.engine.ranks.weights import weights_digest
 from mlx_tandem.engine_main import EngineLines
-from mlx_tandem.errors import TandemError
+from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.types import MemoryBudget
 
 EXIT_ALONE = 1
@@ -49,15 +51,17 @@ def serve(channel: RankChannel[g.Order], rank: int, end: Callable[[int], None] =
         from mlx_tandem.model.build import build_share
         from mlx_tandem.model.choices import Choices
 
+        config = begin.config
+        if model:
+            config = structs.replace(config, model=structs.replace(config.model, path=model))
+
         def decided() -> tuple[Choices, MemoryBudget, StepLimits]:
             order = inbox.next()
             if not isinstance(order, g.Decided):
                 raise ChannelError(f"it sent {type(order).__name__} before anything was decided")
+            check_weights(order.weights, Path(config.model.path))
             return msgspec.json.decode(order.choices, type=Choices), order.budget, order.limits
 
-        config = begin.config
-        if model:
-            config = structs.replace(config, model=structs.replace(config.model, path=model))
         share = build_share(config, rank, inbox.adapters, decided)
         inbox.prepare = share.prepare
         channel.send(g.Loaded(share.memory()))
@@ -70,6 +74,12 @@ def serve(channel: RankChannel[g.Order], rank: int, end: Callable[[int], None] =
         log.exception("rank %d failed", rank)
         _say(channel, g.Failed(f"{type(e).__name__}: {e}"))
     return EXIT_GROUP
+
+
+def check_weights(wanted: str, folder: Path) -> None:
+    """Raise ModelError unless the weights of a folder have this digest, as those of the first rank have."""
+    if weights_digest(folder) != wanted:
+        raise ModelError(f"the weights in {folder} are not those of the first rank", param="model")
 
 
 def _say(channel: RankChannel[g.Order], last: g.Failed) -> None:

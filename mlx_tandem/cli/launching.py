@@ -20,8 +20,9 @@ from typing import Any
 from mlx_tandem.cli import hub
 from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import fail, say
+from mlx_tandem.cli.keys import variable
 from mlx_tandem.cli.parallel import machines
-from mlx_tandem.cli.settings import SettingsError, build
+from mlx_tandem.cli.settings import KEYS_VARIABLE, SettingsError, build
 from mlx_tandem.config import Config
 from mlx_tandem.engine.ranks.launched import launched
 from mlx_tandem.engine.ranks.leader import EXIT_GROUP
@@ -54,6 +55,7 @@ def go(
         if config.engine.parallel.ranks == 1:
             return
         if rank is None:
+            _check_keys(options)
             command = launch_command(config, words)
             say(shlex.join(command))
             os.execv(command[0], command)
@@ -62,6 +64,19 @@ def go(
         fail(str(e))
     hub.close()
     raise SystemExit(_follow(engine.parallel.mode, rank, str(model.folder)))
+
+
+def _check_keys(options: Mapping[str, object]) -> None:
+    """End the process with one line where the server on the first machine would not have its keys, or all machines
+    would show them.
+    """
+    key, file, keys = (options.get(name) for name in ("api_key", "api_key_file", "keys"))
+    is_lost = (key is None and file is None and variable()) or (keys is None and os.environ.get(KEYS_VARIABLE))
+    if key or is_lost:
+        fail(
+            "a key on the command line is seen on every machine, and variables such as TANDEM_API_KEY do not reach "
+            "them: use --api-key-file or --keys, with a file on the first machine"
+        )
 
 
 def ports_from(config: Config) -> int:

@@ -54,6 +54,10 @@ OTHER_NAMES = {
 """Other names of settings that a file may use."""
 
 
+KEYS_VARIABLE = "TANDEM_KEYS_FILE"
+"""Environment variable that names the file of named keys."""
+
+
 class SettingsError(Exception):
     """A setting that cannot be used; the message names its place."""
 
@@ -77,7 +81,7 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
         _put(tree, "engine.duty.inference", 1.0 - share)
     if said := keys.source(_text(options, "api_key"), _text(options, "api_key_file")):
         tree.setdefault("server", {}).update(zip(("api_key", "api_key_file"), said, strict=True))
-    if options.get("keys") is None and (named := os.environ.get("TANDEM_KEYS_FILE")):
+    if options.get("keys") is None and (named := os.environ.get(KEYS_VARIABLE)):
         _put(tree, "server.keys_file", named)
     if options.get("host") is None and (host := os.environ.get("TANDEM_HOST")):
         _put(tree, "server.host", host)

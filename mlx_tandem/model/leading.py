@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.plan import Bytes, DeviceError, StepPlan, StepResult
 from mlx_tandem.engine.ranks import messages as g
 from mlx_tandem.engine.ranks.leader import Leader
+from mlx_tandem.engine.ranks.weights import weights_digest
 from mlx_tandem.errors import GroupFailed
 from mlx_tandem.model import sharding
 from mlx_tandem.model.choices import Choices
@@ -134,7 +136,8 @@ def lead(
     """
     assert isinstance(runner, LeadingRunner)
     runner.leader = leader
-    leader.decide(g.Decided(msgspec.json.encode(choices), memory, limits))
+    weights = weights_digest(Path(config.model.path))
+    leader.decide(g.Decided(msgspec.json.encode(choices), memory, limits, weights))
     shapes = shapes_of(config, model, limits)
     leader.join(shapes, lambda: connect(config, model, shapes))
     log.info("%d ranks compute together by %s", leader.size, config.parallel.mode)

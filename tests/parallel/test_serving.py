@@ -50,7 +50,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         speculation=SpeculationConfig("ngram"),
         disk=DiskCacheConfig(dir=str(tmp_path_factory.mktemp("kv")), policy="write_through"),
     )
-    with serving(replace(config, engine=engine)) as running:
+    with serving(replace(config, engine=engine, server=replace(config.server, idle_unload_s=3600.0))) as running:
         yield running
 
 
@@ -107,6 +107,17 @@ def is_there(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.restarts
+def test_all_ranks_end_with_an_engine_that_is_idle_and_come_back_with_it(ranks: RunningServer) -> None:
+    right = answers(ranks, ASKED[1:2])
+    old = [ranks.engine_pid(), *ranks.rank_pids()]
+    assert ranks.client.post("/api/generate", json={"model": "base", "keep_alive": 0}).status_code == 200
+    until(lambda: ranks.client.get("/health").json()["status"] == "idle")
+    until(lambda: not any(map(is_there, old)))
+    assert answers(ranks, ASKED[1:2]) == right
+    assert len(ranks.rank_pids()) == 1 and {ranks.engine_pid(), *ranks.rank_pids()}.isdisjoint(old)
 
 
 @pytest.mark.restarts

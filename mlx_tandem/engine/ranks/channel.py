@@ -76,11 +76,11 @@ class RankChannel(Generic[M]):
         except OSError as e:
             raise ChannelError(f"it cannot be reached ({e})") from e
 
-    def receive(self) -> M:
-        """Wait for the next message and return it. Raises ChannelError."""
+    def receive(self, most: int = MAX_FRAME) -> M:
+        """Wait for the next message, of at most `most` bytes, and return it. Raises ChannelError."""
         length, number, seal = _HEADER.unpack(self._exactly(_HEADER.size))
-        if length > MAX_FRAME:
-            raise ChannelError(f"it sent a message of {length} bytes, over the limit of {MAX_FRAME}")
+        if length > most:
+            raise ChannelError(f"it sent a message of {length} bytes, over the limit of {most}")
         body = self._exactly(length)
         if seal != self._received.seal(body) or number != self._received.number:
             raise ChannelError("a message between ranks was lost or changed, or is of somebody else")
@@ -101,6 +101,10 @@ class RankChannel(Generic[M]):
                 raise ChannelError("it ended")
             got += size
         return bytes(data)
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """Raise ChannelError from now on where nothing comes, or nothing is taken, for so long; None: never."""
+        self._socket.settimeout(seconds)
 
     def close(self) -> None:
         """End the connection, also for a thread that receives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -13,6 +14,8 @@ from mlx_tandem.engine.plan import Runner
 from mlx_tandem.engine.ranks import messages as g
 from mlx_tandem.engine.ranks.channel import ChannelError, RankChannel
 from mlx_tandem.engine.ranks.leader import EXIT_GROUP, digest_of
+
+log = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 1.0
 """Seconds between two signs of life."""
@@ -70,6 +73,10 @@ class Inbox:
         except ChannelError as e:
             self._end(EXIT_GROUP)
             self._orders.put(e)
+        except Exception as e:  # this rank would give signs of life, and take no order any more
+            log.exception("an order could not be taken")
+            self._end(EXIT_GROUP)
+            self._orders.put(ChannelError(f"its order could not be taken ({type(e).__name__})"))
 
     def _live(self) -> None:
         never = threading.Event()

@@ -45,12 +45,14 @@ class Begin(Struct, frozen=True, tag=True):
 class Decided(Struct, frozen=True, tag=True):
     """What the leading rank has chosen for all ranks, once it has its share of the weights.
 
-    `choices` are JSON, as the drive has them, `budget` divides every rank's memory, and `limits` bound a step.
+    `choices` are JSON, as the drive has them, `budget` divides every rank's memory, `limits` bound a step, and
+    `weights` is the digest of the first rank's weights (`ranks/weights.py`).
     """
 
     choices: bytes
     budget: MemoryBudget
     limits: StepLimits
+    weights: str
 
 
 class Join(Struct, frozen=True, tag=True):

@@ -23,6 +23,12 @@ from mlx_tandem.errors import GroupFailed, ModelError
 MEET_SECONDS = 60.0
 """Seconds in which the other ranks have to reach the leading one once MLX has connected them."""
 
+HELLO_SECONDS = 5.0
+"""Seconds in which somebody who has connected has to say who it is. Ranks say it at once."""
+
+MOST_HELLO = 256
+"""Most bytes of the first message of a rank."""
+
 Meet = Callable[[bytes], bytes]
 """Connects this process with the other ranks by MLX, and returns what the first of them says; the others say b""."""
 
@@ -71,11 +77,13 @@ class LaunchedRanks:
             sock, _ = server.accept()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel: RankChannel[g.Answer] = RankChannel(sock, key, g.Answer)
+            channel.wait_at_most(HELLO_SECONDS)
             try:
-                first = channel.receive()
-            except ChannelError:  # somebody without the key
+                first = channel.receive(MOST_HELLO)
+            except ChannelError:  # somebody without the key, or who says nothing
                 channel.close()
                 continue
+            channel.wait_at_most(None)
             if isinstance(first, g.Hello) and 0 < first.rank < self._ranks:
                 found[first.rank] = Follower(first.rank, channel)
         return [found[rank] for rank in sorted(found)]

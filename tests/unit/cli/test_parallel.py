@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from mlx_tandem.cli.launching import go
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import ParallelConfig
 
@@ -74,6 +76,10 @@ def test_settings_that_follow() -> None:
         ({"num_local_ranks": 3}, "2 by --tensor-parallel-size and 3 by --num-local-ranks: they must be the same"),
         ({"distributed_mode": "jaccl"}, "--distributed-mode jaccl connects machines"),
         ({"distributed_mode": "mpi"}, "--distributed-mode mpi connects machines"),
+        (
+            {"idle_unload_s": 5.0, "distributed_mode": "ring", "distributed_hostfile": str(HOSTS)},
+            "--idle-unload-s is not served by ranks on several machines",
+        ),
         ({"distributed_hostfile": "/nowhere"}, "/nowhere is no file of hosts as mlx.launch takes it"),
     ],
 )
@@ -81,6 +87,24 @@ def test_what_several_ranks_refuse(options: Mapping[str, object], said: str) -> 
     with pytest.raises(SettingsError) as refused:
         parallel(tensor_parallel_size=2, **options)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "variable"),
+    [({"api_key": "k"}, ""), ({}, "TANDEM_API_KEY"), ({}, "VLLM_API_KEY"), ({}, "TANDEM_KEYS_FILE")],
+)
+def test_keys_that_would_not_reach_the_first_machine_are_refused(
+    options: Mapping[str, object], variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the server there would ask for no key."""
+    ran: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: ran.extend(words))
+    asked = {"model": "m", "distributed_mode": "ring", "distributed_hostfile": str(HOSTS)}
+    if variable:
+        monkeypatch.setenv(variable, "k")
+    with pytest.raises(SystemExit):
+        go(None, {**asked, **options}, "tandem", None, ["serve", "m"])
+    assert not ran and "do not reach them: use --api-key-file or --keys" in capsys.readouterr().err
 
 
 def test_a_mode_alone_says_no_number() -> None:

@@ -7,19 +7,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan, StepResult
 from mlx_tandem.engine.ranks import messages as g
+from mlx_tandem.engine.ranks import remote
 from mlx_tandem.engine.ranks.channel import _HEADER, MAX_FRAME, ChannelError, RankChannel
 from mlx_tandem.engine.ranks.follower import Inbox, follow
 from mlx_tandem.engine.ranks.leader import EXIT_GROUP, PIECE_BYTES, Follower, Leader, digest_of
 from mlx_tandem.engine.ranks.local import environment, hosts, unused_ports
+from mlx_tandem.engine.ranks.weights import weights_digest
 from mlx_tandem.errors import GroupFailed, ModelError
+from mlx_tandem.rank_main import check_weights
 from mlx_tandem.types import AdapterInfo, SamplingParams
 
 KEY = b"k" * 32
@@ -252,6 +257,59 @@ def test_a_led_rank_does_what_it_is_told_in_order(ends: Ends) -> None:
 def _follow(inbox: Inbox, share: Share) -> None:
     with pytest.raises(ChannelError):
         follow(inbox, share)  # type: ignore[arg-type]
+
+
+def test_an_adapter_that_cannot_be_taken_ends_the_rank(ends: Ends) -> None:
+    """Else it would give signs of life and take no order any more."""
+    ended: list[int] = []
+    inbox = Inbox(ends.follower, ended.append)
+
+    def refuse(weights: AdapterWeights) -> None:
+        raise MemoryError("no room")
+
+    inbox.prepare = refuse
+    leader = Leader([Follower(1, ends.leader)], silence_seconds=30.0, die=lambda status: None)
+    leader.offer(weights("small", 4))
+    with pytest.raises(ChannelError, match="MemoryError"):
+        inbox.next()
+    assert ended == [EXIT_GROUP]
+    leader.close()
+
+
+def test_strangers_do_not_keep_ranks_from_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One says nothing, and one announces more than a rank has to say."""
+    monkeypatch.setenv("MLX_JACCL_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setattr(remote, "HELLO_SECONDS", 0.05)
+    there: list[Any] = []
+
+    def meet(meeting: bytes) -> bytes:
+        told = msgspec.msgpack.decode(meeting, type=remote.Meeting)
+        there.extend(socket.create_connection((told.host, told.port)) for _ in range(2))
+        there[1].sendall(_HEADER.pack(MAX_FRAME, 1, bytes(16)))
+        there.append(remote.reach(meeting, 1))
+        return b""
+
+    found: list[Follower] = []
+    thread = threading.Thread(target=lambda: found.extend(remote.LaunchedRanks("jaccl", 2, meet).start()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert [each.number for each in found] == [1]
+    there[2].send(g.Alive())
+    assert isinstance(found[0].channel.receive(), g.Alive)
+    for each in (*there, found[0].channel):
+        each.close()
+
+
+def test_weights_of_another_model_are_noticed(tmp_path: Path) -> None:
+    """Of the same shape, and with the same names of files."""
+    ones, others = tmp_path / "ones", tmp_path / "others"
+    for folder, number in ((ones, 1), (others, 2)):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes([0]) * 100 + bytes([number]) * 1_000_000)
+    (ones / "README.md").write_text("more")
+    check_weights(weights_digest(ones), ones)
+    with pytest.raises(ModelError, match="others are not those of the first rank"):
+        check_weights(weights_digest(ones), others)
 
 
 def test_a_rank_gets_the_variables_of_its_mode(monkeypatch: pytest.MonkeyPatch) -> None:
