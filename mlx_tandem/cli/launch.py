@@ -80,7 +80,7 @@ def _claude(target: Target, folder: Path) -> Launch:
 
 def _codex(target: Target, folder: Path) -> Launch:
     lines = [
-        f"model = {json.dumps(target.model)}",
+        f"model = {_toml(target.model)}",
         'model_provider = "tandem"',
         f"model_context_window = {target.context}",
         "check_for_update_on_startup = false",
@@ -93,7 +93,7 @@ def _codex(target: Target, folder: Path) -> Launch:
         "",
         "[model_providers.tandem]",
         'name = "tandem"',
-        f"base_url = {json.dumps(target.url + '/v1')}",
+        f"base_url = {_toml(target.url + '/v1')}",
         'wire_api = "responses"',
         *([f'env_key = "{KEY}"'] if target.key else []),
     ]
@@ -103,6 +103,11 @@ def _codex(target: Target, folder: Path) -> Launch:
         {"CODEX_HOME": str(folder)} | ({KEY: target.key} if target.key else {}),
         {"tandem.config.toml": "\n".join(lines) + "\n"},
     )
+
+
+def _toml(text: str) -> str:
+    """Return a text as TOML has it, in which no character is written as two, as JSON does."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _opencode(target: Target, folder: Path) -> Launch:
@@ -127,8 +132,19 @@ def _opencode(target: Target, folder: Path) -> Launch:
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             KEY: target.key or NO_KEY,
         },
-        {"opencode.json": json.dumps(settings, indent=2) + "\n"},
+        {"opencode.json": _as_it_is(json.dumps(settings, indent=2)) + "\n"},
     )
+
+
+def _as_it_is(settings: str) -> str:
+    """Return the JSON of OpenCode's settings in a form into which OpenCode puts nothing but the key.
+
+    OpenCode puts variables and files into its settings wherever {env:NAME} or {file:PATH} is written there, and the
+    name of the model is what the server says.
+    """
+    for begin in ("{env:", "{file:"):
+        settings = settings.replace(begin, f"\\u007b{begin[1:]}")
+    return settings.replace(f"\\u007benv:{KEY}}}", f"{{env:{KEY}}}")
 
 
 def _aider(target: Target, folder: Path) -> Launch:

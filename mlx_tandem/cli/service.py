@@ -141,6 +141,9 @@ def _quoted(word: str) -> str:
 
 def install(service: Service, *, dry_run: bool) -> None:
     """Write the file of a service and start it. With `dry_run` print the file and the commands, and do nothing."""
+    for what in (*service.words, service.folder):
+        if not what.isprintable():
+            fail(f"{what!a} has a line break or another control character, which the file of a service cannot hold")
     keeper = manager(service.name)
     text = agent(service) if sys.platform == "darwin" else unit(service)
     if dry_run:

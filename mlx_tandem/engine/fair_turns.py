@@ -21,6 +21,9 @@ from mlx_tandem.engine.sequence import Sequence
 ROOM = 64
 """Fewest clients in memory before those are forgotten that have no turn to come."""
 
+MOST = 4096
+"""Most clients in memory after some were forgotten, since a client may say that it is another one each time."""
+
 SHARE_OF_NEWEST = 0.1
 """Weight of the newest answer in the moving average of the length of a client's answers, 0 to 1."""
 
@@ -96,12 +99,15 @@ class FairTurns:
             own.newest[client] = min(own.newest[client], own.next[client])
 
     def _forget(self) -> None:
-        """Forget the clients whose next turn is in the round that is being served, which is that of any new client.
+        """Forget the clients whose next turn is in the round that is being served, which is that of any new client, and
+        of more than MOST those with the fewest tokens to wait for.
 
         There is room for twice as many as are left, so that this is rare.
         """
+        ahead = [turn - own.served for own in self._classes.values() for turn in own.next.values()]
+        least = max(sorted(ahead)[-MOST], 0) if len(ahead) > MOST else 0
         for priority, own in list(self._classes.items()):
-            own.next = {client: turn for client, turn in own.next.items() if turn > own.served}
+            own.next = {client: turn for client, turn in own.next.items() if turn - own.served > least}
             own.newest = {client: own.newest[client] for client in own.next}
             if not own.next:
                 self._served = max(self._served, own.served)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_tandem.cli.launch import PROGRAMS as PROGRAMS_OF
+from mlx_tandem.cli.launch import Target
 from tests.serving import RunningServer
 from tests.unit.cli_tools import tandem
 
@@ -86,3 +89,15 @@ def test_a_program_starts_with_its_settings_and_this_user_alone_reads_them(
     (file,) = folder.iterdir()
     assert (file.stat().st_mode & 0o077, folder.stat().st_mode & 0o077) == (0, 0)
     assert KEY not in file.read_text()
+
+
+def test_the_name_of_a_model_is_only_a_name(tmp_path: Path) -> None:
+    """It is the server's, and OpenCode would put variables and files of the user into its settings, and send them."""
+    name = 'a "quoted" \\ name\n[mcp_servers.x]\x7f 🦙 {env:HOME} {file:~/.ssh/id_rsa}'
+    target = Target("http://127.0.0.1:1", name, 1024, KEY)
+    (text,) = PROGRAMS_OF["opencode"].prepare(target, tmp_path).files.values()
+    assert json.loads(text)["model"] == f"tandem/{name}" and name in json.loads(text)["provider"]["tandem"]["models"]
+    assert re.findall(r"{(?:env|file):[^}]*}", text) == ["{env:TANDEM_API_KEY}"]
+    (text,) = PROGRAMS_OF["codex"].prepare(target, tmp_path).files.values()
+    found = tomllib.loads(text)
+    assert found["model"] == name and "mcp_servers" not in found

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from mlx_tandem.engine import fair_turns
 from mlx_tandem.engine.fair_turns import ROOM, FairTurns
 from mlx_tandem.types import Request
 from tests.engine.harness import Loop
@@ -88,6 +89,19 @@ def test_clients_that_have_no_turn_to_come_are_forgotten() -> None:
     for client in range(4 * ROOM):
         turns.take((False, 0), client, 1)
     assert turns._clients >= 4 * ROOM, "those who wait are not forgotten"
+
+
+def test_clients_who_ask_once_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for nothing begins at once, so no turn is ever past. One with much to wait for is not forgotten."""
+    monkeypatch.setattr(fair_turns, "MOST", 100)
+    turns = FairTurns()
+    for _ in range(3):
+        turns.take((False, 0), -1, 1000)
+    for client in range(5000):
+        priority = (False, client % 7)
+        turns.begun(priority, turns.take(priority, client, 5))
+    assert turns._clients <= 200 and len(turns._answers) <= 400
+    assert turns.take((False, 0), -1, 1000) == 3000
 
 
 def test_requests_that_were_cancelled_took_no_turn() -> None:

@@ -27,7 +27,7 @@ def fields(body: bytes) -> tuple[dict[str, str], dict[str, tuple[str, bytes]]]:
     first = _BOUNDARY.match(body)
     if first is None:
         raise InvalidRequest("the body is not multipart/form-data: it does not begin with a boundary")
-    parts = body.split(b"\r\n--" + first[1].rstrip())
+    parts = body.split(b"\r\n--" + first[1].rstrip(), MOST_PARTS + 1)
     if len(parts) > MOST_PARTS + 1:
         raise InvalidRequest(f"the form has over {MOST_PARTS} parts")
     if len(parts) < 2 or not parts[-1].startswith(b"--"):
@@ -58,7 +58,11 @@ def _names(head: bytes) -> tuple[str, str | None]:
         if key.strip().lower() == "content-disposition":
             message = Message()
             message["content-disposition"] = value.strip()
-            name, file = message.get_param("name", header="content-disposition"), message.get_filename()
+            name = message.get_param("name", header="content-disposition")
+            try:
+                file = message.get_filename()
+            except UnicodeError:  # of an encoding that cannot say what is there
+                raise InvalidRequest("a part of the form has a filename in no usable encoding", param="file") from None
             if isinstance(name, str) and name:
                 return name, file
     raise InvalidRequest("a part of the form has no name")

@@ -42,6 +42,14 @@ def asked(home: Path) -> list[str]:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="systemd is Linux's")
 
 
+def test_a_line_break_does_not_become_a_line_of_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "a\nb").mkdir()
+    monkeypatch.chdir(home / "a\nb")
+    done = tandem("service", "install", "--port", "9001")
+    assert (done.returncode, "a line break or another control character" in done.stderr) == (1, True)
+    assert not (home / ".config").exists() and not asked(home)
+
+
 def test_a_service_is_installed_shown_and_removed(home: Path) -> None:
     file = home / ".config/systemd/user/mlx-tandem.service"
     dry = tandem("service", "install", "--dry-run", *WORDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,28 @@ def test_files_of_forms_come_back_as_they_were(content: bytes) -> None:
         (form((NAMED, b"x" * 1025)), "'purpose' has over 1024 bytes"),
         (form(("Content-Type: text/plain", b"x")), "has no name"),
         (form((NAMED + "\r\nX: " + "y" * 5000, b"x")), "no headers, or too long ones"),
+        *(
+            (
+                form((f"Content-Disposition: form-data; name=file; filename*={encoding}''%ff", b"x")),
+                "no usable encoding",
+            )
+            for encoding in ("idna", "punycode", "undefined")
+        ),
     ],
 )
 def test_what_is_no_form_is_refused(body: bytes, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         multipart.fields(body)
+
+
+def test_a_form_of_very_many_parts_takes_no_more_memory_than_it_is_long() -> None:
+    body = b"--b\r\nxx" + b"\r\n--bxx" * 100_000
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match="over 16 parts"):
+        multipart.fields(body)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 2 * len(body)
 
 
 @given(st.binary(max_size=300))
