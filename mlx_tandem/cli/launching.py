@@ -1,6 +1,4 @@
-"""Ranks on several machines: the command runs itself on all of them by `mlx.launch`, and on all but the first as a rank
-that is led.
-"""
+"""Ranks on several machines: `mlx.launch` runs the same command on each. On all but the first it becomes a led rank."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from mlx_tandem.cli.console import fail, say
 from mlx_tandem.cli.parallel import machines
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Config
-from mlx_tandem.engine.ranks.launched import launched
+from mlx_tandem.engine.ranks.launched import launched_rank
 from mlx_tandem.engine.ranks.leader import EXIT_GROUP
 from mlx_tandem.engine.ranks.local import PROGRAM
 
@@ -43,7 +41,7 @@ def go(
 
     words: the command line after the program's name, which every machine runs.
     """
-    rank = launched()
+    rank = launched_rank()
     if rank is not None:
         _end_with_launcher()
     if rank == 0:
