@@ -36,8 +36,8 @@ def go(
     defaults: Mapping[str, object] | None,
     words: Sequence[str],
 ) -> None:
-    """Return on the first rank, or where one rank serves. On others run a led rank, and where nothing was launched yet
-    replace this process by `mlx.launch`; the process ends then.
+    """Return on the first rank, and where the settings name no other machines. On other ranks run a led rank. Where
+    nothing was launched yet, replace this process by `mlx.launch`. The process ends in both cases.
 
     words: the command line after the program's name, which every machine runs.
     """
@@ -52,6 +52,8 @@ def go(
         if config.engine.parallel.ranks == 1:
             return
         if rank is None:
+            if not config.engine.parallel.hostfile:
+                return
             command = launch_command(config, words)
             say(shlex.join(command))
             os.execv(command[0], command)

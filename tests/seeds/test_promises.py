@@ -1,8 +1,9 @@
 """Everything that the documents of four other servers promise, with what shows it here; the table is promises.tsv.
 
-A row has what was promised, in our words, and a verdict: it works; it differs or is refused, and docs/migrating.md says
-so in the words of the last column; it has no effect, which is said at start and on that page; or it is a figure of another
-machine. The fourth column shows it in one of these ways, and the fifth is a regular expression for what comes of it:
+A row has what was promised, in our words, and a verdict: it works; it differs or is refused, and docs/migrating.md
+says so in the words of the last column; it has no effect, which is said at start and on that page; or it is a figure
+of another machine. The fourth column shows it in one of these ways, and the fifth is a regular expression for what
+comes of it:
 
 ask SERVER METHOD PATH BODY: the status and the body of an answer of that server, which has been started as printed
 said SERVER: what that server prints until it is ready
