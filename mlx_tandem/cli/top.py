@@ -37,7 +37,7 @@ BASE = "base"
 
 
 @dataclass(frozen=True)
-class Load:
+class AdapterLoad:
     """What an adapter, or the base, does and has done."""
 
     open_requests: int
@@ -54,7 +54,7 @@ class Look:
     health: Mapping[str, Any]
     metrics: Mapping[str, Any] = field(default_factory=dict)
     learning: Mapping[str, Any] = field(default_factory=dict)
-    loads: Mapping[str, Load] = field(default_factory=dict)
+    loads: Mapping[str, AdapterLoad] = field(default_factory=dict)
     prompt_tokens_per_s: float = 0.0
     tokens_per_s: float = 0.0
     rates: Sequence[float] = ()
@@ -116,15 +116,15 @@ def _rate(now: Mapping[str, Any], before: Mapping[str, Any], name: str, seconds:
     return float(max(now[name] - before.get(name, now[name]), 0) / seconds)
 
 
-def _loads(metrics: Mapping[str, Any]) -> dict[str, Load]:
+def _loads(metrics: Mapping[str, Any]) -> dict[str, AdapterLoad]:
     """Return the load of the base and of each adapter's versions, the greatest first."""
     loads = {
-        name: Load(counters["open"], counters["requests"], counters["generated_tokens"])
+        name: AdapterLoad(counters["open"], counters["requests"], counters["generated_tokens"])
         for name, counters in metrics["adapters"].items()
     }
     open_requests, ended = metrics["open_requests"], sum(metrics["finished"].values())
     others = list(loads.values())
-    base = Load(
+    base = AdapterLoad(
         max(open_requests - sum(load.open_requests for load in others), 0),
         max(open_requests + ended - sum(load.requests for load in others), 0),
         max(metrics["generated_tokens"] - sum(load.tokens for load in others), 0),

@@ -125,8 +125,9 @@ def test_a_batch_that_is_cancelled_ends_what_runs_and_keeps_what_was_answered(se
     assert batch["status"] == "cancelled"
     assert batch["request_counts"] == {"total": 12, "completed": 1, "failed": 11}
     assert {each["error"]["code"] for each in content(client, batch["error_file_id"])} == {"batch_cancelled"}
-    seen = {type(peer.hear(object)) for _ in range(8)}
-    assert Cancel in seen, "what ran in the engine was ended there, too"
+    # What ran in the engine is ended there, too. How many requests were sent before that depends on the time.
+    while not isinstance(peer.hear(object), Cancel):
+        pass
     again = client.post(f"/v1/batches/{id}/cancel")
     assert (again.status_code, again.json()["error"]["param"]) == (409, "batch_id")
     until(lambda: client.get("/v1/engine/metrics").json()["open_requests"] == 0)
