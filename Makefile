@@ -69,9 +69,9 @@ quick: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/unit/test_architecture.py
+	@$(BIN)/mypy & types=$$!; \
+	    $(BIN)/lint-imports && $(BIN)/python -m pytest -q tests/unit/test_architecture.py; rules=$$?; \
+	    wait $$types && exit $$rules
 
 format: $(STAMP)
 	$(BIN)/ruff format .

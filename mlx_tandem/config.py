@@ -113,8 +113,8 @@ class ParallelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ranks: int = 1  # how many
     mode: Literal["off", "ring", "jaccl", "nccl", "mpi"] = "off"  # what carries the sums; off: by the device, if any
     sharding: Literal["tensor", "pipeline"] = "tensor"  # tensor: each layer is divided; pipeline is refused
-    local_ranks: int = 0  # ranks that this command starts on this machine; 0: all
-    strict: bool = True  # False: serve on one device where the ranks cannot be connected
+    local_ranks: int = 0  # how many of the ranks are on this machine; 0: all
+    strict: bool = True  # False: serve on one device where this MLX does not have the mode
     hostfile: str = ""  # file with the hosts of the ranks; empty: all ranks are on this machine
     ibv_devices: str = ""  # of jaccl: file with the devices between the ranks
     jaccl_coordinator: str = ""  # of jaccl: address and port of the first rank

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mlx_tandem.engine.cost import CostModel
     from mlx_tandem.engine.grammars.masks import Grammars
     from mlx_tandem.engine.proposers.draft_model import DraftModel
-    from mlx_tandem.engine.ranks.leader import Leader
+    from mlx_tandem.engine.ranks.leader import RankLeader
     from mlx_tandem.engine.scheduler import Scheduler
     from mlx_tandem.kv.disk.opening import Opening
     from mlx_tandem.kv.groups import CacheGroup
@@ -98,7 +98,7 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
         return _serve(channel, own, own_process, leader)
 
 
-def _serve(channel: EngineChannel, config: EngineConfig, own_process: bool, leader: Leader | None) -> int:
+def _serve(channel: EngineChannel, config: EngineConfig, own_process: bool, leader: RankLeader | None) -> int:
     """Build the engine and run its loop, as `serve` says."""
     # The device is opened here and not at import: a process that starts an engine may never use it itself.
     from mlx_tandem.model import device
@@ -154,7 +154,7 @@ class Notes(logging.Handler):
             self._send()
 
 
-def _built(channel: EngineChannel, config: EngineConfig, own_process: bool, leader: Leader | None) -> EngineCore:
+def _built(channel: EngineChannel, config: EngineConfig, own_process: bool, leader: RankLeader | None) -> EngineCore:
     """Return an engine. An unforeseen error is raised with its text, in which no prompt can be yet."""
     try:
         return _build(channel, config, own_process, leader)
@@ -174,7 +174,7 @@ def _kept_choices() -> Kept | None:
     return None
 
 
-def _build(channel: EngineChannel, config: EngineConfig, own_process: bool, leader: Leader | None) -> EngineCore:
+def _build(channel: EngineChannel, config: EngineConfig, own_process: bool, leader: RankLeader | None) -> EngineCore:
     from mlx_tandem.adapters.slots import SlotTable
     from mlx_tandem.adapters.store import AdapterStore
     from mlx_tandem.engine.adapters import Adapters
@@ -232,7 +232,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool, lead
     return core
 
 
-def _on_turn(config: EngineConfig, own_process: bool, leader: Leader | None) -> Callable[[], None]:
+def _on_turn(config: EngineConfig, own_process: bool, leader: RankLeader | None) -> Callable[[], None]:
     """Return what the loop calls in each turn."""
     pat = _Watchdog(config.stall_seconds).pat if own_process else lambda: None
     if leader is None:
@@ -246,7 +246,7 @@ def _on_turn(config: EngineConfig, own_process: bool, leader: Leader | None) -> 
 
 
 def _build_model(
-    channel: EngineChannel, config: EngineConfig, weights: dict[str, AdapterWeights], leader: Leader | None
+    channel: EngineChannel, config: EngineConfig, weights: dict[str, AdapterWeights], leader: RankLeader | None
 ) -> Built:
     """Load the engine's model and make its runner, and send the progress to the front."""
     from mlx_tandem.model.build import build
@@ -401,7 +401,7 @@ def _adapter_reader(
     info: EngineInfo,
     uploads: Uploads,
     room: SlotRoom,
-    leader: Leader | None,
+    leader: RankLeader | None,
 ) -> Callable[[AdapterSource], AdapterWeights]:
     """Return a function that reads an adapter, prepares its upload, and sends it to the other ranks, if there are any.
 

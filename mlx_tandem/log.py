@@ -18,11 +18,6 @@ def log(event: str, level: int = logging.INFO, **fields: object) -> None:
     _logger.log(level, event, extra={"fields": fields})
 
 
-def is_logged(level: int) -> bool:
-    """Return whether events of this level are logged, for those whose fields take time."""
-    return _logger.isEnabledFor(level)
-
-
 def log_request(event: str, **fields: object) -> None:
     """Log the end or the refusal of one request, where the log has a line for each."""
     _requests.debug(event, extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""What a model would take on a machine, and what its folder holds, without an engine.
+"""Computes what a model would take on a machine, and reads what its folder holds, without an engine.
 
 The thread that asks cannot use MLX afterwards.
 """

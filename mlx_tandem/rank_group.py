@@ -1,4 +1,4 @@
-"""The group of ranks of an engine: begins it for the first rank, on this machine or with ranks that were launched."""
+"""Begins the group of ranks of an engine, for the first rank: on this machine, or with ranks that were launched."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from mlx_tandem.config import EngineConfig, ParallelConfig
 from mlx_tandem.errors import ModelError
 
 if TYPE_CHECKING:
-    from mlx_tandem.engine.ranks.leader import Leader
+    from mlx_tandem.engine.ranks.leader import RankLeader
 
 log = logging.getLogger("mlx_tandem.ranks")
 
 
 @contextmanager
-def group(config: EngineConfig, wake: Callable[[], None]) -> Iterator[tuple[EngineConfig, Leader | None]]:
-    """Begin with the other ranks, and yield the settings with the ranks that there are, and their leader; None where
-    there is one rank. Other ranks of this machine end with the block. `wake` is called when the group has ended.
+def group(config: EngineConfig, wake: Callable[[], None]) -> Iterator[tuple[EngineConfig, RankLeader | None]]:
+    """Connect with the other ranks and yield the settings and the leader of the group; None as the leader of one rank.
+
+    Where this MLX lacks the mode and the settings are not strict, the settings are those of one rank. Other ranks of
+    this machine end with the block. `wake` is called when the group has ended.
 
     Raises:
         ModelError: MLX cannot carry sums in the way that is asked for.
@@ -31,15 +33,15 @@ def group(config: EngineConfig, wake: Callable[[], None]) -> Iterator[tuple[Engi
     if config.parallel.ranks == 1:
         yield config, None
         return
-    from mlx_tandem.engine.ranks.launched import launched
-    from mlx_tandem.engine.ranks.leader import Leader
+    from mlx_tandem.engine.ranks.launched import launched_rank
+    from mlx_tandem.engine.ranks.leader import RankLeader
     from mlx_tandem.engine.ranks.local import LocalRanks
     from mlx_tandem.engine.ranks.remote import LaunchedRanks
 
     mode, number = config.parallel.mode, config.parallel.ranks
     with ExitStack() as stack:
         # MLX reads the variables of a rank when it is loaded.
-        ranks = LocalRanks(mode, number) if launched() is None else None
+        ranks = LocalRanks(mode, number) if launched_rank() is None else None
         if ranks is not None:
             stack.enter_context(closing(ranks))
         from mlx_tandem.model.leading import available, meet
@@ -51,7 +53,7 @@ def group(config: EngineConfig, wake: Callable[[], None]) -> Iterator[tuple[Engi
             yield msgspec.structs.replace(config, parallel=ParallelConfig()), None
             return
         others = LaunchedRanks(mode, number, partial(meet, mode)) if ranks is None else ranks
-        leader = Leader(others.start(), silence_seconds=config.stall_seconds, wake=wake)
+        leader = RankLeader(others.start(), silence_seconds=config.stall_seconds, wake=wake)
         stack.enter_context(closing(leader))
         leader.begin(config)
         yield config, leader

@@ -1,5 +1,6 @@
-"""The process of a led rank: it loads its share of a model and does the leading rank's orders. The leading rank, or the
-same command on another machine, starts it.
+"""The process of a led rank: it loads its share of a model and carries out the leading rank's orders.
+
+The leading rank starts it on its own machine, and `tandem serve` on every other machine.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.types import MemoryBudget
 
 EXIT_ALONE = 1
-"""Exit status of a rank that has found no leading rank."""
+"""Exit status of a rank that has found no leading rank, or whose parent process has ended."""
 
 log = logging.getLogger("mlx_tandem.rank")
 
 
 def serve(channel: RankChannel[g.Order], rank: int, end: Callable[[int], None] = os._exit, *, model: str = "") -> int:
-    """Load the share of rank number `rank` and do the orders that come; return the exit status.
+    """Load the share of rank number `rank` and carry out the orders that come; return the exit status.
 
-    `end` is called with it as soon as the leading rank is gone, whatever is being computed. `model` is the model's
-    folder on this machine; empty: the one that the leading rank has.
+    `end` is called with that status as soon as the leading rank is gone, whatever is being computed. `model` is the
+    model's folder on this machine; empty: the one that the leading rank has.
     """
     inbox = Inbox(channel, end)
     try:
@@ -94,8 +95,10 @@ def _end_with_parent() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a rank; return the exit status. The leading rank's process has started it with a socket, `--fd`, or the same
-    command on this machine with `--mode`, by which MLX connects it.
+    """Run a rank; return the exit status.
+
+    The leading rank's process passes the number of a connected socket (`--fd`). `tandem serve` on another machine
+    passes the way in which MLX connects the ranks (`--mode`) and the model's folder there (`--model`).
     """
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)

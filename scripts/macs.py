@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mlx_tandem.capacity.machines import Machine, machine
 from mlx_tandem.capacity.speed import chunk_ms, decode_ms
-from mlx_tandem.capacity.work import Work
+from mlx_tandem.capacity.work import StepWork
 from mlx_tandem.cli.bench.shapes import Shape, write_model
 from mlx_tandem.config import DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.budget import StepLimits
@@ -110,7 +110,7 @@ def simulated(mac: Machine) -> AbstractContextManager[None]:
     return backend.planning_for(elsewhere(mac))
 
 
-def token_ms(mac: Machine, work: Work) -> float:
+def token_ms(mac: Machine, work: StepWork) -> float:
     """Return the milliseconds of a prompt's token beside others, without attention to those before it."""
     return chunk_ms(work, mac.chip, 2, 0) - chunk_ms(work, mac.chip, 1, 0)
 
@@ -119,7 +119,7 @@ def _limits(memory: MemoryBudget) -> StepLimits:
     return StepLimits(tokens=memory.chunk_tokens)
 
 
-def _cost(mac: Machine, work: Work) -> CostModel:
+def _cost(mac: Machine, work: StepWork) -> CostModel:
     """Return the cost model that warm-up would fit if steps took the predicted time."""
     cost = CostModel()
     points = ((8, 0), (64, 0), (256, 0), (8, 1024), (64, 1024), (256, 1024), (64, 6144))

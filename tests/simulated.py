@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -134,7 +135,7 @@ class Engine:
     """
 
     def __init__(self, point: Callable[[], None]) -> None:
-        self.restarts, self.state = 0, "ready"
+        self.epoch, self.state = 0, "ready"
         self.stats = EngineStats()
         self.info: Any = INFO
         self.memory: dict[str, Weights] = {}
@@ -149,8 +150,13 @@ class Engine:
 
     def revive(self) -> None:
         """Start another engine."""
-        self.restarts += 1
+        self.epoch += 1
         self.state, self.info = "ready", INFO
+
+    @asynccontextmanager
+    async def in_use(self, *, wakes: bool = True) -> AsyncIterator[None]:
+        """Do nothing: this engine is never unloaded."""
+        yield
 
     def check_ready(self) -> Any:
         """Return the description of the engine. Raises EngineUnavailable."""

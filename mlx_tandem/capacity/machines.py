@@ -10,9 +10,8 @@ from mlx_tandem.errors import InvalidRequest
 GIB = 1 << 30
 
 APPLE = "https://support.apple.com/specs"
-"""Apple's technical specifications, which state memory bandwidths; they state no throughput of arithmetic."""
-APPLE_GPU = "https://en.wikipedia.org/wiki/Apple_silicon"
-"""The float32 throughput of Apple's GPUs, by cores and clock."""
+"""Apple's technical specifications, which state memory bandwidths. They state no throughput of arithmetic: that of the
+GPUs follows from their cores and clock, as in https://en.wikipedia.org/wiki/Apple_silicon."""
 NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 """NVIDIA's data sheets: bandwidth, and throughput of dense products in bfloat16."""
 
@@ -59,7 +58,7 @@ FREE = {"a100": 84_400_000_000, "h100": 84_465_090_560, "h200": 149_557_477_376}
 """
 
 SYSTEM = 3 * GIB
-"""Bytes of a Mac that macOS and a browser are taken to use."""
+"""Bytes of a Mac's memory that macOS and a browser are assumed to use."""
 
 
 class Machine(NamedTuple):
@@ -71,7 +70,7 @@ class Machine(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """The name of the machine for people."""
         return f"{self.chip.title}, {self.gib} GB" if self.chip.maker == "apple" else self.chip.title
 
     @property

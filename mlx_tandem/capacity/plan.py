@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from mlx_tandem.capacity.machines import Chip, Machine
 from mlx_tandem.capacity.speed import decode_ms, prompt_seconds
-from mlx_tandem.capacity.work import Work
+from mlx_tandem.capacity.work import StepWork
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import MemoryBudget
 
@@ -19,14 +19,14 @@ PROMPTS = (1024, 8192)
 class Capacity(Struct, frozen=True):
     """What the code of a start decides for a model on some devices, which are counted as one."""
 
-    work: Work
+    work: StepWork
     memory: MemoryBudget
     longest: int  # tokens of a sequence
     machine: Machine | None  # None: this machine, whose device is in no table
     device: str
 
 
-class Step(Struct, frozen=True):
+class StepTime(Struct, frozen=True):
     """A step in which every row decodes."""
 
     rows: int
@@ -38,7 +38,7 @@ class Step(Struct, frozen=True):
     fits: bool  # whether the pool holds so many rows
 
 
-class Prompt(Struct, frozen=True):
+class PromptTime(Struct, frozen=True):
     """The time that a prompt takes alone."""
 
     tokens: int
@@ -51,17 +51,17 @@ class Speed(Struct, frozen=True):
     bandwidth_gb_s: float
     tflops: float
     source: str
-    decode: tuple[Step, ...]
-    prompts: tuple[Prompt, ...]
+    decode: tuple[StepTime, ...]
+    prompts: tuple[PromptTime, ...]
 
 
-class Plan(Struct, frozen=True):
+class CapacityPlan(Struct, frozen=True):
     """A plan. Bytes are those of one device; streams and tokens are those of all devices together."""
 
     model: str
     device: str
     devices: int
-    work: Work
+    work: StepWork
     limit: int
     limit_reason: str
     weights: int
@@ -83,7 +83,7 @@ class Plan(Struct, frozen=True):
     speed: Speed | None
 
 
-def check_group(work: Work, devices: int) -> None:
+def check_group(work: StepWork, devices: int) -> None:
     """Raise InvalidRequest unless the heads of a model can be divided over so many devices."""
     for name, heads in (("query", work.heads), ("key", work.kv_heads)):
         if heads % devices:
@@ -94,8 +94,8 @@ def check_group(work: Work, devices: int) -> None:
 
 
 def steps(
-    work: Work, chip: Chip, rows: Sequence[int], context: int, adapters: int, devices: int, most: int
-) -> tuple[Step, ...]:
+    work: StepWork, chip: Chip, rows: Sequence[int], context: int, adapters: int, devices: int, most: int
+) -> tuple[StepTime, ...]:
     """Return the decode steps of so many rows at `context` tokens each, of which the pool holds `most`."""
     found = []
     for count in rows:
@@ -103,10 +103,10 @@ def steps(
         used = min(adapters, count)
         adapted = decode_ms(work, chip, count, context, used, devices)
         tokens = 1e3 * count
-        found.append(Step(count, plain, tokens / plain, used, adapted, tokens / adapted, count <= most))
+        found.append(StepTime(count, plain, tokens / plain, used, adapted, tokens / adapted, count <= most))
     return tuple(found)
 
 
-def prompts(work: Work, chip: Chip, longest: int, devices: int) -> tuple[Prompt, ...]:
+def prompts(work: StepWork, chip: Chip, longest: int, devices: int) -> tuple[PromptTime, ...]:
     """Return the times of prompts that the model takes."""
-    return tuple(Prompt(n, prompt_seconds(work, chip, n, devices)) for n in PROMPTS if n <= longest)
+    return tuple(PromptTime(n, prompt_seconds(work, chip, n, devices)) for n in PROMPTS if n <= longest)

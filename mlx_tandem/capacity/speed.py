@@ -1,10 +1,11 @@
 """How long the steps of a model should take on a machine.
 
 A step that decodes reads the weights once, and the keys, values and states of its rows. To that come a fixed time for
-each layer, in which the device waits between operations, and the arithmetic of its rows. A prompt takes as long as a
-row and its own arithmetic. The shares and times below are fitted to measurements: those of NVIDIA's cards to this
-engine's (benchmarks/results), those of Apple's chips to what others have published of mlx-lm and llama.cpp
-(tests/unit/capacity/published.json). Nothing of this project has run on Metal.
+each layer, in which the device waits between operations, and the arithmetic of its rows. A step that reads a prompt
+takes as long as one that decodes one row, and the time of the prompt's arithmetic. The shares and times below are
+fitted to measurements: those of NVIDIA's cards to this engine's (benchmarks/results), those of Apple's chips to what
+others have published of mlx-lm and llama.cpp (tests/unit/capacity/published.json). Nothing of this project has run on
+Metal.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mlx_tandem.capacity.machines import Chip
-from mlx_tandem.capacity.work import Work
+from mlx_tandem.capacity.work import StepWork
 
 STATE_PASSES = 3.5
 """How often a step moves a row's recurrent states: read, gathered, computed and written back."""
@@ -45,7 +46,7 @@ SUMS_PER_LAYER = 2
 """Sums over the devices in a layer of a tensor-parallel group: after attention and after the MLP."""
 
 
-def decode_ms(work: Work, chip: Chip, rows: int, context: float, adapters: int = 0, devices: int = 1) -> float:
+def decode_ms(work: StepWork, chip: Chip, rows: int, context: float, adapters: int = 0, devices: int = 1) -> float:
     """Return the milliseconds of a step in which `rows` rows decode at `context` tokens each.
 
     `adapters`: how many adapters the rows have together, in turn; 0: all rows are the base's. `devices`: the size of
@@ -67,7 +68,7 @@ def decode_ms(work: Work, chip: Chip, rows: int, context: float, adapters: int =
     return read_ms + rows_ms + own / 1e3
 
 
-def chunk_ms(work: Work, chip: Chip, tokens: int, context: int, devices: int = 1) -> float:
+def chunk_ms(work: StepWork, chip: Chip, tokens: int, context: int, devices: int = 1) -> float:
     """Return the milliseconds of a step that reads so many tokens of a prompt, behind `context` others.
 
     A chunk of one token takes as long as a row that decodes.
@@ -83,6 +84,6 @@ def chunk_ms(work: Work, chip: Chip, tokens: int, context: int, devices: int = 1
     return decode_ms(work, chip, 1, context, devices=devices) + computed_ms + sums_us / 1e3
 
 
-def prompt_seconds(work: Work, chip: Chip, tokens: int, devices: int = 1) -> float:
+def prompt_seconds(work: StepWork, chip: Chip, tokens: int, devices: int = 1) -> float:
     """Return the seconds until a prompt of so many tokens has been read, alone on the machine and in one step."""
     return chunk_ms(work, chip, tokens, 0, devices) / 1e3

@@ -17,7 +17,7 @@ class Attention(Struct, frozen=True):
         return self.token_bytes * (min(context, self.window) if self.window else context)
 
 
-class Work(Struct, frozen=True):
+class StepWork(Struct, frozen=True):
     """The work of one step of a model on one device."""
 
     model_type: str

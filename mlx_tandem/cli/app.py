@@ -146,7 +146,7 @@ def top(
 ) -> None:
     """Show live what a running server does: speed, requests, memory, adapters and learning; q or Ctrl-C ends it."""
     from mlx_tandem.cli.console import fail, output
-    from mlx_tandem.cli.live import Gone, Screen, follow
+    from mlx_tandem.cli.live import Screen, ServerGone, follow
     from mlx_tandem.cli.top import drawn, looks, show_once
 
     console = output()
@@ -157,7 +157,7 @@ def top(
         else:
             with Screen(console, drawn) as screen:
                 follow(looks(url, key, interval, cacert), screen.show)
-    except Gone as e:
+    except ServerGone as e:
         fail(str(e))
 
 

@@ -18,8 +18,8 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Caller:
-    """The differences when `tandem` is called by another program's name."""
+class CalledName:
+    """A name by which `tandem` can be called, with what differs under it."""
 
     also_called: str = ""  # a further name of the base, which that program's clients use for any model
     defaults: Mapping[str, object] = field(default_factory=dict)  # that program's, by path of the setting in config.py
@@ -47,8 +47,8 @@ class Caller:
 
 
 CALLERS = {
-    "tandem": Caller(),
-    "mola": Caller(
+    "tandem": CalledName(),
+    "mola": CalledName(
         defaults={
             "adapter_root": ".",
             "engine.scheduler.max_num_seqs": 128,
@@ -56,7 +56,7 @@ CALLERS = {
             "engine.scheduler.max_inflight_tokens": 131_072,
         }
     ),
-    "mlx_lm_server": Caller(
+    "mlx_lm_server": CalledName(
         defaults={
             "engine.model.path": "mlx-community/Qwen3-4B-4bit",
             "engine.cache.kv_bits": 8,
@@ -83,7 +83,7 @@ CALLERS = {
             ),
         ),
     ),
-    "mlx-server": Caller(
+    "mlx-server": CalledName(
         also_called="model",
         defaults={
             "server.port": 8080,
@@ -104,5 +104,5 @@ CALLERS = {
         ready="http server listening on",
         weights_file=True,
     ),
-    "mlx_parallm_serve": Caller(also_called="base-model"),
+    "mlx_parallm_serve": CalledName(also_called="base-model"),
 }

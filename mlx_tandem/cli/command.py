@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,10 @@ Background = Annotated[bool, typer.Option("--daemon", help="Continue in the back
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print how memory would be divided and what fits, and end; load nothing.")
 ]
+
+
+_HOSTFILE = re.compile(r"^[^#\n]*\bhostfile\b", re.MULTILINE)
+"""The name of the setting in a text of settings, outside comments."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,17 @@ def settings_of(ctx: typer.Context, file: Path | None, folder: str | None, given
         fail(str(e))
 
 
+def _names_hosts(file: Path | None) -> bool:
+    """Return whether a file of settings sets `hostfile`.
+
+    Only its text is searched: reading the settings twice would repeat their warnings, and a pipe cannot be read twice.
+    """
+    try:
+        return file is not None and file.is_file() and bool(_HOSTFILE.search(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError):
+        return False  # The command that reads the settings says why.
+
+
 def run(
     ctx: typer.Context,
     command: tuple[str, ...],
@@ -133,7 +149,7 @@ def run(
 
         show(config, settings, ctx.obj.called_as, defaults, own)
         raise SystemExit(0)
-    if "MLX_RANK" in os.environ or given["distributed_hostfile"]:
+    if os.environ.keys() & {"MLX_RANK", "MLX_HOSTFILE"} or given["distributed_hostfile"] or _names_hosts(config):
         from mlx_tandem.cli.launching import go
 
         go(config, settings, ctx.obj.called_as, defaults, own)

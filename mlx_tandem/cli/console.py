@@ -29,6 +29,11 @@ def warn(message: str) -> None:
     say(f"warning: {message}")
 
 
+def size_text(size: int) -> str:
+    """Return a number of bytes in GB or MB, as wide as the others of a column."""
+    return f"{size / 1e9:9,.2f} GB" if size >= 1e9 else f"{size / 1e6:9,.1f} MB"
+
+
 def leave_pipe() -> NoReturn:
     """End the process quietly after whoever read its output has gone, as `head` does.
 

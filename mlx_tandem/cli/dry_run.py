@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.callers import CALLERS
-from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.console import fail, size_text
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Config, EngineConfig
 from mlx_tandem.engine.budget import sequences
@@ -64,27 +64,28 @@ def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> It
     yield f"device               {device}"
     if engine.parallel.ranks > 1:
         yield f"ranks                {engine.parallel.ranks:9,}     by {engine.parallel.mode}; what follows is for each"
-    yield f"there is             {_size(memory.limit)}  {memory.limit_reason}"
-    yield f"weights              {_size(memory.weights)}"
-    yield f"activations          {_size(memory.activations)}  at most, steps of {memory.chunk_tokens:,} prompt tokens"
+    yield f"there is             {size_text(memory.limit)}  {memory.limit_reason}"
+    yield f"weights              {size_text(memory.weights)}"
+    chunk = f"steps of {memory.chunk_tokens:,} prompt tokens"
+    yield f"activations          {size_text(memory.activations)}  at most, {chunk}"
     if memory.learning:
         duty = engine.duty
         trainers = "a trainer" if duty.trainers == 1 else f"{duty.trainers} trainers"
-        yield f"learning             {_size(memory.learning)}  {trainers} of rank {duty.trainer_rank}"
+        yield f"learning             {size_text(memory.learning)}  {trainers} of rank {duty.trainer_rank}"
     for pool in memory.pools:
         if pool.state:
             rows = f"{pool.num_blocks:,} states of {pool.block_bytes:,} bytes each"
-            yield f"states               {_size(pool.num_blocks * pool.block_bytes)}  {rows}"
+            yield f"states               {size_text(pool.num_blocks * pool.block_bytes)}  {rows}"
             continue
         shape = f"{pool.num_blocks:,} blocks of {size} tokens, {pool.block_bytes:,} bytes each"
         of = f", for layers that see {pool.window:,} tokens" if pool.window else ""
-        yield f"KV pool              {_size(pool.num_blocks * pool.block_bytes)}  {shape}{of}"
+        yield f"KV pool              {size_text(pool.num_blocks * pool.block_bytes)}  {shape}{of}"
     if drafts := memory.pool - sum(pool.num_blocks * pool.block_bytes for pool in memory.pools):
-        yield f"draft model's KV     {_size(drafts)}  beside its weights, which are among those above"
-    yield f"adapter slots        {_size(memory.adapter_slots)}  at most, {_slots(engine, memory)}"
-    yield f"all                  {_size(memory.total)}"
+        yield f"draft model's KV     {size_text(drafts)}  beside its weights, which are among those above"
+    yield f"adapter slots        {size_text(memory.adapter_slots)}  at most, {_slots(engine, memory)}"
+    yield f"all                  {size_text(memory.total)}"
     host = int(engine.lora.max_cpu_lora_gb * 1e9)
-    yield f"beside it            {_size(host)}  at most, for adapters that wait in the host's memory"
+    yield f"beside it            {size_text(host)}  at most, for adapters that wait in the host's memory"
     yield ""
     yield f"tokens      sequences that fit (at most {engine.scheduler.max_num_seqs} run at once)"
     for length in (*(n for n in LENGTHS if n < longest), longest):
@@ -95,9 +96,5 @@ def _slots(engine: EngineConfig, memory: MemoryBudget) -> str:
     lora = engine.lora
     wanted = f"{lora.max_loras} of rank {lora.max_lora_rank} on every linear"
     if memory.adapter_slots < memory.adapter_slots_wanted:
-        return f"less than the {_size(memory.adapter_slots_wanted).strip()} of {wanted}"
+        return f"less than the {size_text(memory.adapter_slots_wanted).strip()} of {wanted}"
     return wanted
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:9,.2f} GB" if size >= 1e9 else f"{size / 1e6:9,.1f} MB"

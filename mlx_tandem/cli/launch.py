@@ -34,7 +34,7 @@ ENOUGH_TOKENS = 32_768
 
 
 @dataclass(frozen=True)
-class Target:
+class ServedModel:
     """The model that a program will use, and the server that has it."""
 
     url: str
@@ -45,7 +45,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Launch:
+class AgentCommand:
     """A program's command line, the variables that it gets, and files of settings by their names in its folder."""
 
     words: Sequence[str]
@@ -54,16 +54,16 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Program:
+class Agent:
     """A program that can be launched."""
 
     install: str
     """The command that installs it."""
-    prepare: Callable[[Target, Path], Launch]
+    prepare: Callable[[ServedModel, Path], AgentCommand]
     """Returns how it is launched, given the folder of its settings."""
 
 
-def _claude(target: Target, folder: Path) -> Launch:
+def _claude(target: ServedModel, folder: Path) -> AgentCommand:
     variables = {
         "ANTHROPIC_BASE_URL": target.url,
         "ANTHROPIC_MODEL": target.model,
@@ -71,14 +71,14 @@ def _claude(target: Target, folder: Path) -> Launch:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     settings = json.dumps({"env": variables}, indent=2) + "\n"  # before those in the user's own settings
-    return Launch(
+    return AgentCommand(
         ["claude", "--settings", str(folder / "settings.json")],
         variables | {"ANTHROPIC_AUTH_TOKEN": target.key or NO_KEY},
         {"settings.json": settings},
     )
 
 
-def _codex(target: Target, folder: Path) -> Launch:
+def _codex(target: ServedModel, folder: Path) -> AgentCommand:
     lines = [
         f"model = {_toml(target.model)}",
         'model_provider = "tandem"',
@@ -98,7 +98,7 @@ def _codex(target: Target, folder: Path) -> Launch:
         *([f'env_key = "{KEY}"'] if target.key else []),
     ]
     # A profile, since Codex itself writes into config.toml, such as which folders are trusted.
-    return Launch(
+    return AgentCommand(
         ["codex", "--profile", "tandem"],
         {"CODEX_HOME": str(folder)} | ({KEY: target.key} if target.key else {}),
         {"tandem.config.toml": "\n".join(lines) + "\n"},
@@ -110,7 +110,7 @@ def _toml(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _opencode(target: Target, folder: Path) -> Launch:
+def _opencode(target: ServedModel, folder: Path) -> AgentCommand:
     provider: dict[str, Any] = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "mlx-tandem",
@@ -125,7 +125,7 @@ def _opencode(target: Target, folder: Path) -> Launch:
         "share": "disabled",
         "provider": {"tandem": provider},
     }
-    return Launch(
+    return AgentCommand(
         ["opencode"],
         {
             "OPENCODE_CONFIG": str(folder / "opencode.json"),
@@ -147,18 +147,18 @@ def _as_it_is(settings: str) -> str:
     return settings.replace(f"\\u007benv:{KEY}}}", f"{{env:{KEY}}}")
 
 
-def _aider(target: Target, folder: Path) -> Launch:
-    return Launch(
+def _aider(target: ServedModel, folder: Path) -> AgentCommand:
+    return AgentCommand(
         ["aider", "--model", f"openai/{target.model}", "--no-show-model-warnings"],
         {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key or NO_KEY},
     )
 
 
-PROGRAMS = {
-    "claude": Program("npm install -g @anthropic-ai/claude-code", _claude),
-    "codex": Program("npm install -g @openai/codex", _codex),
-    "opencode": Program("npm install -g opencode-ai", _opencode),
-    "aider": Program("uv tool install aider-chat", _aider),
+AGENTS = {
+    "claude": Agent("npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": Agent("npm install -g @openai/codex", _codex),
+    "opencode": Agent("npm install -g opencode-ai", _opencode),
+    "aider": Agent("uv tool install aider-chat", _aider),
 }
 """The programs by their names, which are those of their commands."""
 
@@ -169,7 +169,7 @@ def launch(name: str, server: Server, model: str | None, arguments: Sequence[str
     End the process with one line and status 1 if the server does not answer or does not have the model, or the program
     is not installed.
     """
-    program = PROGRAMS[name]
+    program = AGENTS[name]
     target = _target(server, model)
     folder = cache_folder() / "launch" / name
     prepared = program.prepare(target, folder)
@@ -193,7 +193,7 @@ def launch(name: str, server: Server, model: str | None, arguments: Sequence[str
     os.execve(path, words, os.environ | prepared.environment)
 
 
-def _target(server: Server, model: str | None) -> Target:
+def _target(server: Server, model: str | None) -> ServedModel:
     """Return what the server has under the name `model`, or its base."""
     try:
         key = keys.given(server.api_key, server.api_key_file)
@@ -205,7 +205,7 @@ def _target(server: Server, model: str | None) -> Target:
     if entry["max_model_len"] is None:
         fail(f"the server at {server.url} is still starting; try again when it is ready")
     url = server.url if "//" in server.url else f"http://{server.url}"
-    return Target(url.rstrip("/"), model or entry["id"], entry["max_model_len"], key)
+    return ServedModel(url.rstrip("/"), model or entry["id"], entry["max_model_len"], key)
 
 
 def _write(folder: Path, contents: Mapping[str, str]) -> None:
@@ -216,7 +216,7 @@ def _write(folder: Path, contents: Mapping[str, str]) -> None:
             files.replace(folder / name, text.encode())
 
 
-def _shown(prepared: Launch, words: Sequence[str], folder: Path, key: str) -> list[str]:
+def _shown(prepared: AgentCommand, words: Sequence[str], folder: Path, key: str) -> list[str]:
     """Return the lines that say how a program is started; in place of the key is `…`."""
     lines = []
     for name, text in prepared.files.items():

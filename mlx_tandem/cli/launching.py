@@ -1,6 +1,4 @@
-"""Ranks on several machines: the command runs itself on all of them by `mlx.launch`, and on all but the first as a rank
-that is led.
-"""
+"""Ranks on several machines: `mlx.launch` runs the same command on each. On all but the first it becomes a led rank."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from mlx_tandem.cli.keys import variable
 from mlx_tandem.cli.parallel import machines
 from mlx_tandem.cli.settings import KEYS_VARIABLE, SettingsError, build
 from mlx_tandem.config import Config
-from mlx_tandem.engine.ranks.launched import launched
+from mlx_tandem.engine.ranks.launched import launched_rank
 from mlx_tandem.engine.ranks.leader import EXIT_GROUP
 from mlx_tandem.engine.ranks.local import PROGRAM
 
@@ -39,12 +37,12 @@ def go(
     defaults: Mapping[str, object] | None,
     words: Sequence[str],
 ) -> None:
-    """Return on the first rank, or where one rank serves. On others run a led rank, and where nothing was launched yet
-    replace this process by `mlx.launch`; the process ends then.
+    """Return on the first rank, and where the settings name no other machines. On other ranks run a led rank. Where
+    nothing was launched yet, replace this process by `mlx.launch`. The process ends in both cases.
 
     words: the command line after the program's name, which every machine runs.
     """
-    rank = launched()
+    rank = launched_rank()
     if rank is not None:
         _end_with_launcher()
     if rank == 0:
@@ -55,6 +53,8 @@ def go(
         if config.engine.parallel.ranks == 1:
             return
         if rank is None:
+            if not config.engine.parallel.hostfile:
+                return
             _check_keys(options)
             command = launch_command(config, words)
             say(shlex.join(command))

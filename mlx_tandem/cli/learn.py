@@ -92,7 +92,7 @@ def watch(
     line for each update.
     """
     from mlx_tandem.cli.console import output
-    from mlx_tandem.cli.live import Gone, Screen, follow
+    from mlx_tandem.cli.live import Screen, ServerGone, follow
     from mlx_tandem.cli.watching import Lines, drawn, looks
 
     key = keys.of_client(api_key, api_key_file, url)
@@ -104,7 +104,7 @@ def watch(
                 follow(seen, screen.show)
         else:
             follow(seen, Lines().show)
-    except Gone as e:
+    except ServerGone as e:
         fail(str(e))
 
 

@@ -28,7 +28,7 @@ Get = Callable[[str], Awaitable[dict[str, Any]]]
 """Returns what a server answers to a GET of a path."""
 
 
-class Gone(Exception):
+class ServerGone(Exception):
     """The server cannot be watched, or no longer; the message says why. `status` is that of its answer; 0: none."""
 
     def __init__(self, message: str, status: int = 0):
@@ -46,21 +46,21 @@ async def asking(url: str, key: str, cacert: str | None, accepted: tuple[int, ..
     try:
         connection = Connection.to(url, bearer(key), cacert)
     except HttpError as e:
-        raise Gone(f"{e} (--url)") from e
+        raise ServerGone(f"{e} (--url)") from e
 
     async def get(path: str) -> dict[str, Any]:
         async with asyncio.timeout(ANSWER_SECONDS):
             code, answer = await connection.json("GET", path)
         if (code >= 300 and code not in accepted) or not isinstance(answer, dict):
-            raise Gone(f"{url} answered with {code}: {message_of(answer)}", code)
+            raise ServerGone(f"{url} answered with {code}: {message_of(answer)}", code)
         return answer
 
     try:
         yield get
     except HttpError as e:
-        raise Gone(f"{e} (--url)") from e
+        raise ServerGone(f"{e} (--url)") from e
     except TimeoutError as e:
-        raise Gone(f"{url} has not answered for {ANSWER_SECONDS:g} seconds") from e
+        raise ServerGone(f"{url} has not answered for {ANSWER_SECONDS:g} seconds") from e
     finally:
         connection.close()
 

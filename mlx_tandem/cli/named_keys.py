@@ -18,7 +18,7 @@ from mlx_tandem.cli.help import Command, group
 from mlx_tandem.generation.caller import SCOPES
 
 if TYPE_CHECKING:
-    from mlx_tandem.server.keyring import Entry, KeyFile
+    from mlx_tandem.server.keyring import KeyEntry, KeyFile
 
 key = group("Named keys with scopes and limits, in the file that `tandem serve --keys FILE` follows.")
 
@@ -51,7 +51,7 @@ def new(
     import msgspec
 
     from mlx_tandem.errors import InvalidRequest
-    from mlx_tandem.server.keyring import Entry
+    from mlx_tandem.server.keyring import KeyEntry
     from mlx_tandem.strict_json import convert
 
     made = BEGINNING + secrets.token_urlsafe(32)
@@ -64,7 +64,7 @@ def new(
         "expires": expires,
     }
     try:
-        entry = convert(fields, Entry)
+        entry = convert(fields, KeyEntry)
         entry.check()
     except InvalidRequest as e:
         fail(e.message)
@@ -179,7 +179,7 @@ def _edited(path: Path) -> Iterator[tuple[str, KeyFile]]:
             os.close(fd)
 
 
-def _write(path: Path, text: str, entries: Sequence[Entry]) -> None:
+def _write(path: Path, text: str, entries: Sequence[KeyEntry]) -> None:
     """Replace the file by `text`, which must say `entries`."""
     from mlx_tandem import files
     from mlx_tandem.errors import InvalidRequest

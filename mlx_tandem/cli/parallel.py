@@ -13,7 +13,7 @@ from msgspec import structs
 
 from mlx_tandem.cli.console import warn
 from mlx_tandem.config import Config, ParallelConfig
-from mlx_tandem.engine.ranks.launched import count, here, hosts, launched
+from mlx_tandem.engine.ranks.launched import launched_count, launched_here, launched_rank, read_hosts
 from mlx_tandem.errors import InvalidRequest
 
 VARIABLES = {
@@ -50,16 +50,16 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
                 warn(f"{flag} has no effect with one rank (--tensor-parallel-size)")
         return structs.replace(config, engine=structs.replace(config.engine, parallel=ParallelConfig()))
     mode = parallel.mode if parallel.mode != "off" else "nccl" if _has_cuda() else "ring"
-    own = ranks if launched() is None and not parallel.hostfile else here(mode)
+    own = ranks if launched_rank() is None and not parallel.hostfile else launched_here(mode)
     parallel = structs.replace(parallel, ranks=ranks, local_ranks=own, mode=mode, **given)
     for refused in _refused(config):
         raise InvalidRequest(f"{refused} is not served by several ranks (--tensor-parallel-size {ranks})")
-    if config.server.idle_unload_s and (launched() is not None or parallel.hostfile):
+    if config.server.idle_unload_s and (launched_rank() is not None or parallel.hostfile):
         raise InvalidRequest(
             "--idle-unload-s is not served by ranks on several machines: those that are led end when there is no first "
             "rank for a while"
         )
-    if launched() is None and not parallel.hostfile and mode in ("jaccl", "mpi"):
+    if launched_rank() is None and not parallel.hostfile and mode in ("jaccl", "mpi"):
         raise InvalidRequest(
             f"--distributed-mode {mode} connects machines: name them by --distributed-hostfile FILE, or start the same "
             "command on each by mlx.launch"
@@ -81,10 +81,10 @@ def _ranks(parallel: ParallelConfig) -> int:
         "--tensor-parallel-size": parallel.ranks if parallel.ranks > 1 else 0,
         "--num-local-ranks": parallel.local_ranks if parallel.local_ranks > 1 else 0,
     }
-    if launched() is not None:
+    if launched_rank() is not None:
         sizes = {"--tensor-parallel-size": sizes["--tensor-parallel-size"]}
         if mode != "off":
-            sizes["what mlx.launch has started"] = count(mode)
+            sizes["what mlx.launch has started"] = launched_count(mode)
     elif parallel.hostfile and (mode != "off" or sizes["--tensor-parallel-size"]):
         sizes["--distributed-hostfile"] = len(machines(parallel.hostfile))
     said = {name: size for name, size in sizes.items() if size > 0}
@@ -103,7 +103,7 @@ def _ranks(parallel: ParallelConfig) -> int:
 
 def machines(hostfile: str) -> list[dict[str, Any]]:
     """Return the machines in a file of hosts. Raise InvalidRequest if `mlx.launch` could not read it."""
-    listed: Any = hosts(hostfile)
+    listed: Any = read_hosts(hostfile)
     if isinstance(listed, dict):
         listed = listed.get("hosts")
     if not isinstance(listed, list) or not all(isinstance(row, dict) and "ssh" in row for row in listed):

@@ -13,8 +13,8 @@ from typing import Annotated, NamedTuple
 import typer
 
 from mlx_tandem.capacity.machines import Machine, machine
-from mlx_tandem.capacity.plan import Plan, Speed, check_group, prompts, steps
-from mlx_tandem.cli.console import fail
+from mlx_tandem.capacity.plan import CapacityPlan, Speed, check_group, prompts, steps
+from mlx_tandem.cli.console import fail, size_text
 from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.errors import InvalidRequest, ModelError, TandemError
 from mlx_tandem.model_folder import CONFIG
@@ -125,7 +125,7 @@ class _Asked(NamedTuple):
     max_num_seqs: int
 
 
-def _computed(asked: _Asked, model: ModelConfig) -> Plan:
+def _computed(asked: _Asked, model: ModelConfig) -> CapacityPlan:
     """Return the plan of a model on a machine; the errors are those of a start there."""
     from mlx_tandem.engine.budget import sequences
     from mlx_tandem.planning import capacity
@@ -147,7 +147,7 @@ def _computed(asked: _Asked, model: ModelConfig) -> Plan:
         decode = steps(work, chip, ROWS, asked.context, asked.adapters, devices, most)
         speed = Speed(chip.bandwidth, chip.tflops, chip.source, decode, prompts(work, chip, found.longest, devices))
     whole = [pool for pool in memory.pools if not pool.window and not pool.state]
-    return Plan(
+    return CapacityPlan(
         model=asked.model,
         device=found.device,
         devices=devices,
@@ -174,7 +174,7 @@ def _computed(asked: _Asked, model: ModelConfig) -> Plan:
     )
 
 
-def lines(plan: Plan) -> Iterator[str]:
+def lines(plan: CapacityPlan) -> Iterator[str]:
     """Yield the lines of a plan, at most 80 columns wide but for names."""
     work = plan.work
     precision = f"{work.dtype}, weights in {work.quantization}" if work.quantization else work.dtype
@@ -184,22 +184,22 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"machine         {group}{plan.device}"
     each = " of each device" if plan.devices > 1 else ""
     yield ""
-    yield f"memory          {_size(plan.limit)}{each}"
+    yield f"memory          {size_text(plan.limit)}{each}"
     yield f"which is        {plan.limit_reason}"
-    yield f"weights         {_size(plan.weights)}"
-    yield f"activations     {_size(plan.activations)}  at most"
+    yield f"weights         {size_text(plan.weights)}"
+    yield f"activations     {size_text(plan.activations)}  at most"
     if plan.learning:
-        yield f"learning        {_size(plan.learning)}  a trainer of rank {plan.rank}"
+        yield f"learning        {size_text(plan.learning)}  a trainer of rank {plan.rank}"
     if plan.adapters:
-        yield f"adapter slots   {_size(plan.adapter_slots)}  {plan.adapters} of rank {plan.rank} on every linear"
+        yield f"adapter slots   {size_text(plan.adapter_slots)}  {plan.adapters} of rank {plan.rank} on every linear"
         if plan.adapter_slots < plan.adapter_slots_wanted:
-            yield f"they want       {_size(plan.adapter_slots_wanted)}  for {plan.adapters} such adapters at once"
-    yield f"keys and values {_size(plan.pool)}  for {plan.pool_tokens:,} tokens of {work.token_bytes:,} bytes"
+            yield f"they want       {size_text(plan.adapter_slots_wanted)}  for {plan.adapters} such adapters at once"
+    yield f"keys and values {size_text(plan.pool)}  for {plan.pool_tokens:,} tokens of {work.token_bytes:,} bytes"
     if work.state_bytes:
         yield f"a stream's state {work.state_bytes:,} bytes, in that, too"
     yield ""
-    drive = _size(plan.drive_bytes).strip()
-    yield f"an adapter      {_size(plan.slot_bytes)}  in a slot; {drive} on the drive in 16 bits"
+    drive = size_text(plan.drive_bytes).strip()
+    yield f"an adapter      {size_text(plan.slot_bytes)}  in a slot; {drive} on the drive in 16 bits"
     fit = ", ".join(f"{n:,} of {tokens:,} tokens" for tokens, n in plan.streams.items())
     fit += f"; at most {plan.max_num_seqs:,} run at once"
     yield from textwrap.wrap(f"streams that fit {fit}", 80, subsequent_indent=" " * 17)
@@ -210,7 +210,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from _speed_lines(plan, plan.speed)
 
 
-def _speed_lines(plan: Plan, speed: Speed) -> Iterator[str]:
+def _speed_lines(plan: CapacityPlan, speed: Speed) -> Iterator[str]:
     """Yield the lines about predicted times."""
     limits = f"{speed.bandwidth_gb_s:,.0f} GB/s and {speed.tflops:,.1f} TFLOP/s"
     yield f"predicted from {limits}{' a device' if plan.devices > 1 else ''}, {plan.context:,} tokens of context:"
@@ -230,7 +230,3 @@ def _speed_lines(plan: Plan, speed: Speed) -> Iterator[str]:
     for prompt in speed.prompts:
         rate = prompt.tokens / prompt.seconds
         yield f"a prompt of {prompt.tokens:,} tokens takes {prompt.seconds:.3f} s, {rate:,.0f} tokens/s"
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:9,.2f} GB" if size >= 1e9 else f"{size / 1e6:9,.1f} MB"

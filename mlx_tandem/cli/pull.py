@@ -48,7 +48,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Part:
+class MissingFile:
     """A large file that is not there yet."""
 
     url: str
@@ -117,7 +117,7 @@ def _pull(repo: str, revision: str | None) -> Path:
     return Path(snapshot_download(repo, revision=revision, allow_patterns=hub.WANTED, ignore_patterns=hub.IGNORED))
 
 
-def _missing(repo: str, revision: str | None) -> list[Part]:
+def _missing(repo: str, revision: str | None) -> list[MissingFile]:
     """Return the large files of a model that are not in the hub's cache; none if the hub is not to be asked."""
     from huggingface_hub import HfApi, constants, hf_hub_url
     from huggingface_hub.file_download import repo_folder_name
@@ -128,7 +128,7 @@ def _missing(repo: str, revision: str | None) -> list[Part]:
     info = HfApi().model_info(repo, revision=revision, files_metadata=True)
     large = {file.rfilename: file.lfs for file in info.siblings or () if file.lfs is not None}
     parts = [
-        Part(hf_hub_url(repo, name, revision=info.sha), blobs / large[name].sha256, large[name].size)
+        MissingFile(hf_hub_url(repo, name, revision=info.sha), blobs / large[name].sha256, large[name].size)
         for name in large
         if hub.is_wanted(name) and SHA256.fullmatch(large[name].sha256) and not (blobs / large[name].sha256).exists()
     ]
@@ -137,7 +137,7 @@ def _missing(repo: str, revision: str | None) -> list[Part]:
     return parts
 
 
-def _fetch(part: Part, advance: Callable[[int], None]) -> None:
+def _fetch(part: MissingFile, advance: Callable[[int], None]) -> None:
     """Fetch what is missing of a file, and give it its name once it is whole and its hash is right.
 
     Raise HubError if it breaks off again and again, or has another hash than the hub gives for it.
@@ -167,7 +167,7 @@ def _fetch(part: Part, advance: Callable[[int], None]) -> None:
     part.partial.replace(part.blob)
 
 
-def _fetch_more(part: Part, advance: Callable[[int], None]) -> None:
+def _fetch_more(part: MissingFile, advance: Callable[[int], None]) -> None:
     """Append to a file what one answer of the hub has of its rest."""
     from huggingface_hub import get_session, hf_raise_for_status
     from huggingface_hub.utils._headers import build_hf_headers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_tandem.cli import watching
 from mlx_tandem.cli.demo import chart
-from mlx_tandem.cli.live import Get, Gone, asking
+from mlx_tandem.cli.live import Get, ServerGone, asking
 from mlx_tandem.printable import printable
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ BASE = "base"
 
 
 @dataclass(frozen=True)
-class Load:
+class AdapterLoad:
     """What an adapter, or the base, does and has done."""
 
     open_requests: int
@@ -57,7 +57,7 @@ class Look:
     health: Mapping[str, Any]
     metrics: Mapping[str, Any] = field(default_factory=dict)
     learning: Mapping[str, Any] = field(default_factory=dict)
-    loads: Mapping[str, Load] = field(default_factory=dict)
+    loads: Mapping[str, AdapterLoad] = field(default_factory=dict)
     prompt_tokens_per_s: float = 0.0
     tokens_per_s: float = 0.0
     rates: Sequence[float] = ()
@@ -83,7 +83,7 @@ class Look:
 
 
 async def looks(url: str, key: str, interval: float, cacert: str | None) -> AsyncIterator[Look]:
-    """Yield looks at a server again and again. Raises Gone. Rates are those since the look before."""
+    """Yield looks at a server again and again. Raises ServerGone. Rates are those since the look before."""
     before: Mapping[str, Any] = {}
     rates: deque[float] = deque(maxlen=RATES)
     at = 0.0
@@ -91,7 +91,9 @@ async def looks(url: str, key: str, interval: float, cacert: str | None) -> Asyn
         while True:
             health = await get(HEALTH)
             if "model" not in health:  # a key without the scope is told the status only
-                raise Gone(f"{url} is {health['status']}, and says no more to this key, which lacks the scope metrics")
+                raise ServerGone(
+                    f"{url} is {health['status']}, and says no more to this key, which lacks the scope metrics"
+                )
             if "engine" not in health:
                 before = {}
                 yield Look(url, health)
@@ -110,7 +112,7 @@ async def _learning(get: Get) -> Mapping[str, Any]:
     """Return the state of learning; nothing where there is none, or where the key lacks the scope training."""
     try:
         status = await get(STATUS)
-    except Gone as e:
+    except ServerGone as e:
         if e.status != FORBIDDEN:
             raise
         return {}
@@ -118,7 +120,7 @@ async def _learning(get: Get) -> Mapping[str, Any]:
 
 
 async def once(url: str, key: str, cacert: str | None) -> Look:
-    """Return one look at a server, with the rates of a short time. Raises Gone."""
+    """Return one look at a server, with the rates of a short time. Raises ServerGone."""
     look = Look(url, {})
     async for look in looks(url, key, ONCE_SECONDS, cacert):
         if look.rates or not look.metrics:
@@ -131,15 +133,15 @@ def _rate(now: Mapping[str, Any], before: Mapping[str, Any], name: str, seconds:
     return float(max(now[name] - before.get(name, now[name]), 0) / seconds)
 
 
-def _loads(metrics: Mapping[str, Any]) -> dict[str, Load]:
+def _loads(metrics: Mapping[str, Any]) -> dict[str, AdapterLoad]:
     """Return the load of the base and of each adapter's versions, the greatest first."""
     loads = {
-        name: Load(counters["open"], counters["requests"], counters["generated_tokens"])
+        name: AdapterLoad(counters["open"], counters["requests"], counters["generated_tokens"])
         for name, counters in metrics["adapters"].items()
     }
     open_requests, ended = metrics["open_requests"], sum(metrics["finished"].values())
     others = list(loads.values())
-    base = Load(
+    base = AdapterLoad(
         max(open_requests - sum(load.open_requests for load in others), 0),
         max(open_requests + ended - sum(load.requests for load in others), 0),
         max(metrics["generated_tokens"] - sum(load.tokens for load in others), 0),
@@ -199,7 +201,7 @@ def _lines(look: Look, width: int) -> list[str]:
 
 
 def show_once(url: str, key: str, cacert: str | None, console: Console, as_json: bool) -> None:
-    """Print one look at a server, for people or as JSON. Raises Gone."""
+    """Print one look at a server, for people or as JSON. Raises ServerGone."""
     look = asyncio.run(once(url, key, cacert))
     if as_json:
         print(json.dumps(look.data(), indent=2))

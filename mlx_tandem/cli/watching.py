@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from mlx_tandem.cli.demo import chart
-from mlx_tandem.cli.live import Gone, asking
+from mlx_tandem.cli.live import ServerGone, asking
 from mlx_tandem.printable import printable
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ async def looks(
         while True:
             status = await get(STATUS + query)
             if not status.get("training_enabled"):
-                raise Gone(f"{url} does not learn: start it with --enable-rl-training")
+                raise ServerGone(f"{url} does not learn: start it with --enable-rl-training")
             now = (status["step"], status["updates"], status["rollbacks"], status["last_update"])
             if now != seen:
                 history, seen = await get(HISTORY + query), now

@@ -33,7 +33,7 @@ class Idling:
     ):
         """Begin with the `limit` of the settings; 0: never. Nothing is unloaded before `start`.
 
-        `is_free` returns whether nobody would miss anything if the engine were unloaded now, and `save` saves what the
+        `is_free` returns whether neither learning nor a client's session needs the engine now. `save` saves what the
         next engine needs, or returns False.
         """
         self._client = client
@@ -66,7 +66,7 @@ class Idling:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def keep(self, seconds: float | None) -> None:
-        """Keep the engine for so many seconds after its last use from now on until it is unloaded.
+        """Set the seconds without use until the engine is unloaded next; then the limit of the settings holds again.
 
         Infinite means that it is kept for good. None, every value on a server that never unloads, and every value from
         a key without the scope admin change nothing: other keys use the same engine.

@@ -1,4 +1,4 @@
-"""Who asks: the key of a request, what it may do, and how much of it.
+"""The caller of a request: the name, scopes and limits of its key, and what was used with it.
 
 Everything here is about keys by their names. The keys themselves are known to `server/keyring.py` only, as digests.
 """
@@ -31,7 +31,7 @@ _Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
 _Amount = Annotated[int, Meta(ge=0, le=2**40)]
 
 
-class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class KeyLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The limits of a key. 0 is no limit."""
 
     requests: _Requests = 0  # requests that are open at once
@@ -42,11 +42,11 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     learning: bool = True  # whether answers may be learned from that are given to this key, and feedback that it sends
 
 
-UNLIMITED = Limits()
+UNLIMITED = KeyLimits()
 """The limits of a key without any."""
 
 
-class Window:
+class MinuteWindow:
     """An amount that may be used up within any minute, in steps of a second."""
 
     def __init__(self, clock: Callable[[], float]):
@@ -78,7 +78,7 @@ class Window:
 
 
 class Use:
-    """What is asked for with one key: what is open, what came within the last minute, and counters since the start."""
+    """The use of one key: what is open, what came within the last minute, and counters since the start."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.open_requests = 0
@@ -87,8 +87,8 @@ class Use:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.refused: Counter[str] = Counter()  # by the field of the limits
-        self.asked = Window(clock)
-        self.uploaded = Window(clock)
+        self.asked = MinuteWindow(clock)
+        self.uploaded = MinuteWindow(clock)
         self.ending = EndingRate(clock)
         self.tokens_ending = EndingRate(clock)
 
@@ -103,7 +103,7 @@ class Caller:
     name: str = ""
     tenant: str = ""
     scopes: frozenset[Scope] = frozenset(SCOPES)
-    limits: Limits = UNLIMITED
+    limits: KeyLimits = UNLIMITED
     use: Use = field(default_factory=Use)
 
     def check_scope(self, scope: Scope, what: str) -> None:

@@ -31,7 +31,6 @@ from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import Kernels, examine
 from mlx_tandem.model.kernels import dialect, nvrtc
 from mlx_tandem.model.kernels.checking import Pieces
-from mlx_tandem.model.later import LATER, Later, find_kept
 from mlx_tandem.model.loader import (
     UNPACKED,
     LoadedModel,
@@ -40,6 +39,7 @@ from mlx_tandem.model.loader import (
     lay_out,
     load_unread,
     read_weights,
+    report_nothing,
     unpack_for_cpu,
 )
 from mlx_tandem.model.modules import clone
@@ -49,6 +49,7 @@ from mlx_tandem.model.ops.lora.state import LoraState, in_folders
 from mlx_tandem.model.ops.products import tuning
 from mlx_tandem.model.ops.products.merged import merge
 from mlx_tandem.model.ops.products.tuning import Tuned, tune
+from mlx_tandem.model.pending_choices import LATER, PendingChoices, find_kept
 from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts
 from mlx_tandem.model.runner import MLXRunner, RunnerSizes
 from mlx_tandem.model.targets import find_groups
@@ -57,7 +58,7 @@ from mlx_tandem.model.warm_up import warm_up
 from mlx_tandem.types import EngineInfo, Image, MemoryBudget, MemoryInUse
 
 if TYPE_CHECKING:
-    from mlx_tandem.engine.ranks.leader import Leader
+    from mlx_tandem.engine.ranks.leader import RankLeader
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def build(
     given: Choices | None = None,
     kept: Kept | None = None,
     whole: MemoryBudget | None = None,
-    leader: Leader | None = None,
+    leader: RankLeader | None = None,
 ) -> Built:
     """Load the model, check it on this device, and return a runner for it with pools of a fixed size.
 
@@ -180,7 +181,7 @@ def _build(
     given: Choices | None,
     kept: Kept | None,
     whole: MemoryBudget | None,
-    leader: Leader | None,
+    leader: RankLeader | None,
 ) -> Built:
     started = time.monotonic()
     limit = _begin(config)
@@ -203,7 +204,7 @@ def _build(
     chosen = kernels.choices(found.mask_axes)  # before another model is built in this process, such as a draft model
     _lead(leader, runner, config, model, Choices(subject, chosen, tuned, NO_PACE), memory, step_limits)
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
-    later = Later(config, model, adapters, known, kept, memory.activations // 2)
+    later = PendingChoices(config, model, adapters, known, kept, memory.activations // 2)
 
     def run_first_steps(cost: CostModel) -> Choices:
         method, pace = config.speculation.method, given.pace if given else None
@@ -267,25 +268,21 @@ def build_share(
         ModelError: The share cannot be served on this device, or it is not of the same model.
     """
     limit = _begin(config)
-    model, unread = _load_unread(config, limit, _tell_nobody, rank)
-    _read_weights(config, model, _tell_nobody)
+    model, unread = _load_unread(config, limit, report_nothing, rank)
+    _read_weights(config, model, report_nothing)
     candidates = fused.available()
     merged = merge(find_groups(model.module)) if candidates else []
     given, memory, step_limits = decided()
     _subject(config, model, unread, given)
     twin = clone(model.module)
-    found, kernels = kernel_checks.choose(config, model, merged, candidates, _tell_nobody, given.kernels)
+    found, kernels = kernel_checks.choose(config, model, merged, candidates, report_nothing, given.kernels)
     exact, adapters = _adapters(config, model, found, kernels, twin, candidates)
     _bound_memory(model, memory)
-    tuned = _tune(config, model, memory, _tell_nobody, given)
+    tuned = _tune(config, model, memory, report_nothing, given)
     from mlx_tandem.model.leading import connect
 
     runner = _runner(config, model, found, exact, kernels, adapters, weights, memory, step_limits, tuned, led=True)
     return BuiltShare(runner, adapters.uploads, partial(connect, config, model))
-
-
-def _tell_nobody(stage: str, fraction: float) -> None:
-    return
 
 
 def _memory_in_use(runner: MLXRunner) -> MemoryInUse:
@@ -293,7 +290,7 @@ def _memory_in_use(runner: MLXRunner) -> MemoryInUse:
 
 
 def _lead(
-    leader: Leader | None,
+    leader: RankLeader | None,
     runner: MLXRunner,
     config: EngineConfig,
     model: LoadedModel,
@@ -389,7 +386,7 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
         ModelError: The model cannot be served with these settings on this device.
     """
     limit = _limit(config)
-    model, found = _load_unread(config, limit, _tell_nobody)
+    model, found = _load_unread(config, limit, report_nothing)
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
     )
@@ -439,9 +436,9 @@ def _load_unread(
     def own(model: LoadedModel) -> LoadedModel:
         if ranks == 1:
             return model
-        from mlx_tandem.model.sharding import Place, shard
+        from mlx_tandem.model.sharding import RankPlace, shard
 
-        return shard(model, Place(rank, ranks))
+        return shard(model, RankPlace(rank, ranks))
 
     packed = load_unread(config.model, report, mtp=mtp)
     model = own(unpack_for_cpu(packed, config.model, limit.size * ranks))

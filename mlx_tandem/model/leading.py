@@ -1,4 +1,4 @@
-"""The runner of the rank that leads others: whatever it is told to do, the other ranks are told first."""
+"""The runner of the leading rank: it sends each call to the other ranks before it does the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import StepLimits
 from mlx_tandem.engine.plan import Bytes, DeviceError, StepPlan, StepResult
 from mlx_tandem.engine.ranks import messages as g
-from mlx_tandem.engine.ranks.leader import Leader
+from mlx_tandem.engine.ranks.leader import RankLeader
 from mlx_tandem.engine.ranks.weights import weights_digest
 from mlx_tandem.errors import GroupFailed
 from mlx_tandem.model import sharding
@@ -37,7 +37,7 @@ class LeadingRunner(MLXRunner):
     `leader` is set before the first step.
     """
 
-    leader: Leader
+    leader: RankLeader
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -121,7 +121,7 @@ def _part(content: Bytes, rank: int, ranks: int) -> Bytes:
 
 def lead(
     runner: MLXRunner,
-    leader: Leader,
+    leader: RankLeader,
     config: EngineConfig,
     model: LoadedModel,
     choices: Choices,
@@ -173,7 +173,7 @@ MEETING_BYTES = 512
 
 
 def meet(mode: str, said: bytes) -> bytes:
-    """Connect this process with the other ranks, and return what the first of them has said; the others say nothing.
+    """Connect this process with the other ranks, and return what the first of them passes as `said`.
 
     Raise GroupFailed if MLX cannot connect the ranks.
     """
@@ -185,7 +185,7 @@ def meet(mode: str, said: bytes) -> bytes:
 
 def connect(config: EngineConfig, model: LoadedModel, shapes: Sequence[tuple[int, int]]) -> str:
     """Connect this rank with the others, check sums of these shapes, and have the model compute with the others from
-    here on. Return what is wrong with a sum; empty: nothing.
+    here on. Return what is wrong with a sum, or an empty string.
 
     Raise GroupFailed if MLX cannot connect the ranks.
     """

@@ -52,6 +52,10 @@ Report = Callable[[str, float], None]
 """Function that is told the stage of loading and the fraction of it that is done."""
 
 
+def report_nothing(stage: str, fraction: float) -> None:
+    """Ignore the stage: a Report for callers that show no progress."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model and what its folder says about it."""

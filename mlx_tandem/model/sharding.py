@@ -49,10 +49,10 @@ _LATENT = "kv_lora_rank"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """The number of a rank, from 0, and how many ranks there are.
 
-    Code that asks a group for its rank and its size can ask this before there is a group.
+    It stands in for a group of MLX before the ranks are connected.
     """
 
     number: int
@@ -70,7 +70,7 @@ class Place:
 class Summed:
     """Mixin of a linear whose inputs are divided between the ranks: its output is the sum of all ranks' products.
 
-    It stays outside of every other mixin, so that what those change is changed in this rank's part of the sum.
+    It stays outside all other mixins, so that what they add, such as an adapter's delta, is in this rank's part.
     """
 
     outermost = True
@@ -84,9 +84,9 @@ class Summed:
 
 
 class Gathered:
-    """Mixin of an output head whose outputs are divided: its output has those of all ranks, side by side.
+    """Mixin of an output head whose outputs are divided: it returns the outputs of all ranks, side by side.
 
-    It stays outside of every other mixin. `ranks` is the number of ranks.
+    It stays outside all other mixins. `ranks` is the number of ranks.
     """
 
     outermost = True
@@ -119,7 +119,7 @@ def require(model: LoadedModel, ranks: int) -> None:
             raise _refused(model, f"its {number} {what} ({name}) cannot be divided by {ranks}")
 
 
-def shard(model: LoadedModel, place: Place) -> LoadedModel:
+def shard(model: LoadedModel, place: RankPlace) -> LoadedModel:
     """Return a rank's share of a model, whose weights are unread and of which only this share is read then.
 
     Raises:
@@ -158,7 +158,7 @@ def join(module: nn.Module, group: mx.distributed.Group) -> Sums:
     return sums
 
 
-def find_cuts(module: nn.Module, place: Place) -> dict[str, Cut]:
+def find_cuts(module: nn.Module, place: RankPlace) -> dict[str, Cut]:
     """Return by path what a rank has of each divided linear, whatever the code of the family does with its weights.
 
     The family's code divides a copy of the model, in whose weights each row is the number of an output.
@@ -197,13 +197,13 @@ def find_cuts(module: nn.Module, place: Place) -> dict[str, Cut]:
     return cuts
 
 
-def _part(size: int, place: Place) -> slice:
+def _part(size: int, place: RankPlace) -> slice:
     """Return this rank's part of an axis that is divided into equal parts."""
     width = size // place.ranks
     return slice(width * place.number, width * (place.number + 1))
 
 
-def _as_plain_linears(module: nn.Module, place: Place) -> None:
+def _as_plain_linears(module: nn.Module, place: RankPlace) -> None:
     """Turn mlx's linears for several ranks into plain ones, of which those with divided inputs are `Summed`.
 
     The first rank's part of the sum has the bias, and the others' have zeros in its place.
@@ -250,8 +250,8 @@ def _any(module: nn.Module) -> Any:
 
 
 def check_sums(group: mx.distributed.Group, shapes: Sequence[tuple[int, int]], dtype: mx.Dtype) -> str:
-    """Return what is wrong with sums over the ranks of arrays of these shapes, twice with two in flight; empty if
-    nothing is.
+    """Check sums over the ranks of arrays of these shapes, two of each in flight at once. Return what is wrong, or an
+    empty string.
 
     Each rank adds known whole numbers of its own, so small that their sums are exact in every type.
     """

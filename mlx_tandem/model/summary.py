@@ -9,7 +9,7 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.model.cache.kvformat import LayerShape
 from mlx_tandem.model.cache.states import StateShape
 from mlx_tandem.model.kernel_checks import examine, prepare
-from mlx_tandem.model.loader import LoadedModel, load_unread, read_weights
+from mlx_tandem.model.loader import LoadedModel, load_unread, read_weights, report_nothing
 from mlx_tandem.model.probe import Examined, count_layers
 from mlx_tandem.model.recurrent import NO_DRAFTS, verifies_drafts
 from mlx_tandem.types import CacheGroupInfo, ModelSummary
@@ -21,9 +21,9 @@ def summarise(config: EngineConfig, *, check: bool = False) -> ModelSummary:
     `check`: whether to read the weights and to compare the model's answers with and without the server's caches, as a
     start does.
     """
-    model = load_unread(config.model, _quietly)
+    model = load_unread(config.model, report_nothing)
     if check:
-        read_weights(model, _quietly)
+        read_weights(model, report_nothing)
         prepare()
     found = examine(config, model, evaluate=check)
     return ModelSummary(
@@ -36,10 +36,6 @@ def summarise(config: EngineConfig, *, check: bool = False) -> ModelSummary:
         unsupported=tuple(_unsupported(model, found)),
         vision=model.vision,
     )
-
-
-def _quietly(stage: str, fraction: float) -> None:
-    """Show no progress."""
 
 
 def groups_of(layers: Sequence[LayerShape], states: Sequence[StateShape]) -> tuple[CacheGroupInfo, ...]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_tandem.capacity.work import Attention, Work
+from mlx_tandem.capacity.work import Attention, StepWork
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.model import footprint
 from mlx_tandem.model.kernel_checks import examine
-from mlx_tandem.model.loader import LoadedModel, load_unread, weights
+from mlx_tandem.model.loader import LoadedModel, load_unread, report_nothing, weights
 from mlx_tandem.model.probe import Examined, count_layers
 from mlx_tandem.model.targets import find_head, find_targets
 from mlx_tandem.model_folder import text_settings
@@ -20,12 +20,12 @@ _PICKED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_ex
 """Names under which config.json says how many experts a token has."""
 
 
-def workload(config: EngineConfig, rank: int) -> Work:
+def workload(config: EngineConfig, rank: int) -> StepWork:
     """Return the work of the steps of the model of `config`, and of adapters of this rank on all its linears.
 
     Raise ModelError if the model cannot be served.
     """
-    model = load_unread(config.model, _quietly)
+    model = load_unread(config.model, report_nothing)
     found = examine(config, model, evaluate=False)
     targets = find_targets(model.module)
     experts = {path: target for path, target in targets.items() if target.shape.experts}
@@ -38,7 +38,7 @@ def workload(config: EngineConfig, rank: int) -> Work:
     used = expert_parameters * picked // max(per_layer, 1)
     shapes = {path: target.shape for path, target in targets.items()}
     widths = sum((s.inputs + s.outputs) * max(s.experts, 1) for s in shapes.values())
-    return Work(
+    return StepWork(
         model_type=model.model_type,
         dtype=str(model.dtype).rpartition(".")[2],
         quantization=model.quantization,
@@ -61,10 +61,6 @@ def workload(config: EngineConfig, rank: int) -> Work:
     )
 
 
-def _quietly(stage: str, fraction: float) -> None:
-    """Show no progress."""
-
-
 def _picked(model: LoadedModel) -> int:
     """Return how many experts of a layer a token has; 1 where config.json does not say."""
     text = text_settings(model.settings)
@@ -77,7 +73,7 @@ def _hidden(shapes: dict[str, Any]) -> int:
 
 
 def _looked_up(module: nn.Module) -> int:
-    """Return the number of parameters of embeddings of which a step reads single lines, as the head is another one."""
+    """Return the number of parameters of embeddings of which a step reads single rows; 0 if one is the head, too."""
     modules = module.named_modules()
     if not any(path.rpartition(".")[2] == "lm_head" for path, _ in modules):
         return 0

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.generation.caller import ANYONE, Caller, Limits, Scope, Use
+from mlx_tandem.generation.caller import ANYONE, Caller, KeyLimits, Scope, Use
 from mlx_tandem.log import log
 from mlx_tandem.server.keys import MAX_KEY, log_exposed, read_key
 from mlx_tandem.strict_json import convert
@@ -30,19 +30,19 @@ MOST_BYTES = 1 << 20
 """Most bytes of a file of keys."""
 
 MOST_DEPTH = 8
-"""Most lists and objects of the file that are inside each other."""
+"""Deepest nesting of lists and objects in the file."""
 
 LOOK_SECONDS = 1.0
-"""Fewest seconds between two looks at whether the file has changed."""
+"""Shortest time, in seconds, between two checks of whether the file has changed."""
 
 SETTLED_SECONDS = 0.2
-"""Fewest seconds since the last change of a file that is read again: an editor may still be writing it."""
+"""Shortest time, in seconds, since the last change of a file that is read again: an editor may still be writing it."""
 
 NEVER = float("inf")
-"""When a key expires that does not, in seconds since 1970."""
+"""The expiry of a key that never expires, in seconds since 1970."""
 
 
-class Entry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class KeyEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One key of the file."""
 
     name: str
@@ -50,7 +50,7 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     key: str = ""  # the key itself, in place of its digest
     scopes: tuple[Scope, ...] = ("inference",)
     tenant: str = ""  # empty: the name
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
     expires: str = ""  # a date or a time in ISO 8601, in UTC unless it says otherwise; empty: never
 
     @property
@@ -81,10 +81,10 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedEntry:
     """An entry of the file, and where it is: from the line `first`, counted from 0, up to before the line `end`."""
 
-    entry: Entry
+    entry: KeyEntry
     first: int
     end: int
 
@@ -93,7 +93,7 @@ class Placed:
 class KeyFile:
     """What a file of keys says. `is_flow` tells whether it is written with brackets, as JSON is."""
 
-    entries: Sequence[Placed]
+    entries: Sequence[PlacedEntry]
     is_flow: bool
 
 
@@ -120,7 +120,7 @@ def parse(text: str) -> KeyFile:
         loader.dispose()
     if not isinstance(values, list):
         raise InvalidRequest("the file must be a list of keys, each with its name and sha256")
-    entries: list[Placed] = []
+    entries: list[PlacedEntry] = []
     names: set[str] = set()
     digests: set[bytes] = set()
     for node, value in zip([] if root is None else root.value, values, strict=True):
@@ -137,11 +137,11 @@ def parse(text: str) -> KeyFile:
             raise InvalidRequest(f"line {line + 1}{whose}: {e.message}", param=e.param) from None
         names.add(entry.name)
         digests.add(entry.digest)
-        entries.append(Placed(entry, line, node.end_mark.line))
+        entries.append(PlacedEntry(entry, line, node.end_mark.line))
     return KeyFile(entries, root is not None and bool(getattr(root, "flow_style", False)))
 
 
-def _entry(node: Any, value: object) -> Entry:
+def _entry(node: Any, value: object) -> KeyEntry:
     """Return the entry that a node of the file says. Raises InvalidRequest."""
     if not isinstance(value, dict):
         raise InvalidRequest("an entry must hold fields by name, such as name and sha256")
@@ -150,7 +150,7 @@ def _entry(node: Any, value: object) -> Entry:
         raise InvalidRequest(f"{next(key for key in written if written.count(key) > 1)} is given twice")
     if isinstance(when := value.get("expires"), date):
         value = {**value, "expires": when.isoformat()}
-    entry = convert(value, Entry)
+    entry = convert(value, KeyEntry)
     entry.check()
     return entry
 

@@ -1,4 +1,4 @@
-"""The body of /v1/overview: what a person or a dashboard that looks once a second wants to know, in one small reply.
+"""The body of /v1/overview: the state, counters and gauges of a server, for readers that ask once a second.
 
 Its size does not depend on how many adapters there are.
 """

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mlx_tandem.dialects.front import ServerFront
-from mlx_tandem.engine.client.caller import ACCEPTING
+from mlx_tandem.engine.client.wakeable_engine import ACCEPTING
 from mlx_tandem.generation.caller import Caller
 from mlx_tandem.generation.metrics import OTHER
 from mlx_tandem.generation.text_admission import WAITING_TEXT

@@ -15,7 +15,7 @@ from msgspec import structs
 from mlx_tandem import limits
 from mlx_tandem.config import BatchesConfig
 from mlx_tandem.dialects.batches import runner, service
-from mlx_tandem.dialects.batches.store import Store
+from mlx_tandem.dialects.batches.store import BatchStore
 from mlx_tandem.engine.messages import Accepted, Cancel, Drain, Output, Submit
 from mlx_tandem.types import Delta
 from tests.api.scripted import Peer, ScriptedEngine, scripted_server
@@ -138,8 +138,9 @@ def test_a_batch_that_is_cancelled_ends_what_runs_and_keeps_what_was_answered(se
     assert batch["status"] == "cancelled"
     assert batch["request_counts"] == {"total": 12, "completed": 1, "failed": 11}
     assert {each["error"]["code"] for each in content(client, batch["error_file_id"])} == {"batch_cancelled"}
-    seen = {type(peer.hear(object)) for _ in range(8)}
-    assert Cancel in seen, "what ran in the engine was ended there, too"
+    # What ran in the engine is ended there, too. How many requests were sent before that depends on the time.
+    while not isinstance(peer.hear(object), Cancel):
+        pass
     again = client.post(f"/v1/batches/{id}/cancel")
     assert (again.status_code, again.json()["error"]["param"]) == (409, "batch_id")
     until(lambda: client.get("/v1/engine/metrics").json()["open_requests"] == 0)
@@ -204,7 +205,7 @@ def test_a_batch_keeps_its_file_and_one_that_cannot_go_on_does_not_stop_the_othe
     with scripted_server(settings=settings) as (client, _, _):
         ids = [begin(client, line(name)) for name in ("lost", "expired", "good")]
         lost, expired, _ = (client.get(f"/v1/batches/{id}").json()["input_file_id"] for id in ids)
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
     record = store.file(expired)
     assert record is not None
     store.remove_file(expired)

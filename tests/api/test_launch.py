@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_tandem.cli.launch import PROGRAMS as PROGRAMS_OF
-from mlx_tandem.cli.launch import Target
+from mlx_tandem.cli.launch import AGENTS, ServedModel
 from tests.serving import RunningServer
 from tests.unit.cli_tools import tandem
 
@@ -94,10 +93,10 @@ def test_a_program_starts_with_its_settings_and_this_user_alone_reads_them(
 def test_the_name_of_a_model_is_only_a_name(tmp_path: Path) -> None:
     """It is the server's, and OpenCode would put variables and files of the user into its settings, and send them."""
     name = 'a "quoted" \\ name\n[mcp_servers.x]\x7f 🦙 {env:HOME} {file:~/.ssh/id_rsa}'
-    target = Target("http://127.0.0.1:1", name, 1024, KEY)
-    (text,) = PROGRAMS_OF["opencode"].prepare(target, tmp_path).files.values()
+    target = ServedModel("http://127.0.0.1:1", name, 1024, KEY)
+    (text,) = AGENTS["opencode"].prepare(target, tmp_path).files.values()
     assert json.loads(text)["model"] == f"tandem/{name}" and name in json.loads(text)["provider"]["tandem"]["models"]
     assert re.findall(r"{(?:env|file):[^}]*}", text) == ["{env:TANDEM_API_KEY}"]
-    (text,) = PROGRAMS_OF["codex"].prepare(target, tmp_path).files.values()
+    (text,) = AGENTS["codex"].prepare(target, tmp_path).files.values()
     found = tomllib.loads(text)
     assert found["model"] == name and "mcp_servers" not in found

@@ -11,7 +11,7 @@ import pytest
 from mlx_tandem import demo
 from mlx_tandem.cli.inventory import _listed, recommended
 from mlx_tandem.config import EngineConfig, ModelConfig
-from mlx_tandem.engine_main import plans
+from mlx_tandem.planning import plans
 from tests import tiny_models
 from tests.unit.cli_tools import on_a_thread, tandem
 

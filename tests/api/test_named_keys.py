@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_tandem.cli import top
-from mlx_tandem.cli.live import Gone
+from mlx_tandem.cli.live import ServerGone
 from mlx_tandem.engine.messages import Output, Submit
 from mlx_tandem.types import Delta
 from tests.api.scripted import Peer, scripted_server
@@ -145,7 +145,7 @@ def test_a_key_for_counters_is_enough_to_watch_a_server(
     url = str(scripted[0].base_url)
     look = asyncio.run(top.once(url, f"{CANARY}ops", None))
     assert look.metrics and not look.learning
-    with pytest.raises(Gone, match="is ok, and says no more to this key, which lacks the scope metrics"):
+    with pytest.raises(ServerGone, match="is ok, and says no more to this key, which lacks the scope metrics"):
         asyncio.run(top.once(url, f"{CANARY}ask", None))
 
 

@@ -14,6 +14,7 @@ JSON = {"content-type": "application/json"}
 ELSEWHERE = ("logprobs", "logit_bias", "weight", "reward", "reward_weight", "reward_tokens", "version")
 ELSEWHERE += ("max_output_tokens", "dimensions", "fps", "starting_after", "limit", "choice", "feedback_score")
 ELSEWHERE += ("false_promotion", "false_take_back", "min_answers")  # of A/B tests of aliases
+ELSEWHERE += ("expires_after_s",)  # of files
 CHAT = [name for name in limits.PARAMETERS if name not in ELSEWHERE]
 LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens")  # these may be legal and still more than fits
 ODD = ["0", "-1", "NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1e-300", "1e999", "2147483648"]

@@ -30,7 +30,7 @@ from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.images import Images
 from mlx_tandem.engine.kv_offload.drive import Drive
 from mlx_tandem.engine.kv_offload.offload import KVOffload
-from mlx_tandem.engine.ranks.leader import Leader
+from mlx_tandem.engine.ranks.leader import RankLeader
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.kv.hashing import Namespace
@@ -146,7 +146,7 @@ def make_engine(
     method: Literal["none", "mtp"] = "none",
     prepare: bool = True,
     parallel: ParallelConfig | None = None,
-    leader: Leader | None = None,
+    leader: RankLeader | None = None,
 ) -> Engine:
     """With a `leader`, rank 0 of several, whose other ranks are begun here."""
     weights: dict[str, AdapterWeights] = {}

@@ -21,7 +21,7 @@ from mlx_tandem.model import kernel_checks
 from mlx_tandem.model.kernels import dialect, nvrtc
 from mlx_tandem.model.kernels.dialect import Source
 from mlx_tandem.model.kernels.nvrtc import CompileError, Form, Modules, Nvrtc, Unit
-from mlx_tandem.model.ops.all_sum import Exchange
+from mlx_tandem.model.ops.all_sum import RowExchange
 from mlx_tandem.model.ops.residual import AddNorm, Norm
 from tests.kernels import shim
 
@@ -330,7 +330,7 @@ def test_every_kernel_compiles_for_hopper(
     caplog.set_level(logging.WARNING)
     names = [tried.name for tried in kernel_checks.tried("cuda")]
     assert modules.compiled > len(names) > 10
-    across = AddNorm(dialect.maker("cuda"), Exchange(mx.zeros((4,), mx.uint64), 1))
+    across = AddNorm(dialect.maker("cuda"), RowExchange(mx.zeros((4,), mx.uint64), 1))
     a, norm = mx.zeros((2, 64), mx.bfloat16), Norm(mx.zeros((64,), mx.bfloat16), 1e-6)
     for b in (a, mx.zeros((2, 2, 64))):
         before = modules.compiled

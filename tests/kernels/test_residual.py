@@ -14,7 +14,7 @@ from mlx_tandem.model.backend.cuda import CUDA
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.checking import relative_error
 from mlx_tandem.model.ops import all_sum, residual
-from mlx_tandem.model.ops.all_sum import Exchange
+from mlx_tandem.model.ops.all_sum import RowExchange
 from mlx_tandem.model.ops.products.few_rows import FewRows, Shape, speed_up
 from mlx_tandem.model.ops.products.wgmma import WideForm
 from mlx_tandem.model.ops.residual import TOLERANCE, AddNorm, Norm, largest_error, problem
@@ -120,7 +120,7 @@ def test_a_wrong_kernel_is_not_used(right: str, wrong: str) -> None:
 def one_of_two(memory: list[np.ndarray[Any, Any]], rank: int) -> AddNorm:
     """Return the kernel of one of two ranks that exchange rows by this memory."""
     where = mx.array(np.array([own.ctypes.data for own in memory], np.uint64))
-    return AddNorm(shim.maker(), Exchange(where, rank))
+    return AddNorm(shim.maker(), RowExchange(where, rank))
 
 
 @pytest.mark.parametrize("count", [0, 4])

@@ -88,11 +88,11 @@ def test_a_start_compiles_while_weights_are_read_and_waits_before_it_computes(
     events: list[str] = []
 
     class Modules:
-        def begin(self, units: Iterable[Unit]) -> None:
-            events.append("begin" if list(units) else "begin nothing")
+        def begin(self, units: Iterable[Unit], slow: Iterable[Unit]) -> None:
+            events.append("begin" if list(units) and not list(slow) else "begin something else")
 
-        def wait(self) -> None:
-            events.append("wait")
+        def wait(self, *, slow: bool) -> None:
+            events.append("wait for all" if slow else "wait")
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: (events.append(name), function(*args, **kwargs))[1]
@@ -102,7 +102,8 @@ def test_a_start_compiles_while_weights_are_read_and_waits_before_it_computes(
     monkeypatch.setattr(kernel_checks, "prepare", noted("prepared", kernel_checks.prepare))
     monkeypatch.setattr(kernel_checks, "examine", noted("examine", kernel_checks.examine))
     kept = Kept(tmp_path / "choices")
-    for order in (["begin", "read", "prepared", "wait", "examine"], ["begin", "read", "wait", "prepared", "examine"]):
+    first = ["begin", "read", "prepared", "wait", "examine", "wait for all", "examine"]
+    for order in (first, ["begin", "read", "wait for all", "prepared", "examine"]):
         events.clear()
         make_engine(tiny_models.make(tmp_path / "model", "llama"), num_blocks=12, kept=kept).built.warm_up(CostModel())
         assert events == order

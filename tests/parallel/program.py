@@ -23,7 +23,7 @@ from mlx_tandem.config import ParallelConfig
 from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.engine.ranks import messages as g
 from mlx_tandem.engine.ranks.channel import RankChannel
-from mlx_tandem.engine.ranks.leader import Follower, Leader
+from mlx_tandem.engine.ranks.leader import LedRank, RankLeader
 from mlx_tandem.engine.ranks.local import KEY
 from mlx_tandem.rank_main import serve
 from mlx_tandem.types import AdapterRef, Request
@@ -61,7 +61,7 @@ CASES = {
 def lead(case: Case, folder: Path, sock: socket.socket) -> list[str]:
     """Check a case; return the near-ties."""
     channel: RankChannel[g.Answer] = RankChannel(sock, KEY, g.Answer)
-    leader = Leader([Follower(1, channel)], silence_seconds=30.0)
+    leader = RankLeader([LedRank(1, channel)], silence_seconds=30.0)
     ties: list[str] = []
     make = partial(make_engine, parallel=RANKS, leader=leader)
     record = partial(_extend, ties)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_tandem.engine.ranks.local import environment, hosts, unused_ports
+from mlx_tandem.engine.ranks.local import environment, hostfile_text, unused_ports
 from tests.parallel.program import CASES
 
 SECONDS = 120.0
@@ -24,7 +24,7 @@ def test_two_ranks_say_what_mlx_lm_says(tmp_path: Path, record_property: Callabl
     """All cases in one pair of processes, since MLX's start takes longer than a case."""
     ports = unused_ports(2)
     hostfile = tmp_path / "hosts.json"
-    hostfile.write_text(hosts(ports))
+    hostfile.write_text(hostfile_text(ports))
     pairs = {name: socket.socketpair() for name in CASES}
     ranks = []
     for rank in range(2):

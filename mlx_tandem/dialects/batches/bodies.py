@@ -29,10 +29,6 @@ class BatchBody(Struct, forbid_unknown_fields=True, kw_only=True):
     output_expires_after: ExpiresAfter | None = None
 
 
-class NoBody(Struct, forbid_unknown_fields=True):
-    """The body of a request that says all in its path."""
-
-
 class FilesQuery(Struct, forbid_unknown_fields=True, kw_only=True):
     """The query of a request for a page of the files."""
 

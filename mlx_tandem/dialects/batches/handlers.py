@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_tandem.dialects.batches import multipart
-from mlx_tandem.dialects.batches.bodies import BatchBody, BatchesQuery, ExpiresAfter, FilesQuery, NoBody
+from mlx_tandem.dialects.batches.bodies import BatchBody, BatchesQuery, ExpiresAfter, FilesQuery
 from mlx_tandem.dialects.batches.records import Batch, FileRecord, new_id
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.route import Received, Reply
+from mlx_tandem.dialects.training.bodies import NoBody
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.caller import CALLER
 from mlx_tandem.printable import printable
@@ -34,10 +35,12 @@ async def upload(front: ServerFront, body: Received) -> dict[str, Any]:
     """Keep a file of requests. Raises InvalidRequest naming the field of the form, QuotaExceeded and StorageError."""
     values, files = multipart.fields(body.content)
     if (purpose := values.get("purpose")) != "batch":
-        raise InvalidRequest(f"purpose is {purpose!r}, and can only be 'batch' here", param="purpose")
+        raise InvalidRequest(f"purpose must be 'batch', not {purpose!r}", param="purpose")
     unknown = values.keys() - {"purpose", "expires_after[anchor]", "expires_after[seconds]"} | files.keys() - {"file"}
     if unknown:
-        raise InvalidRequest(f"{min(unknown)[:80]!r} is not known here", param=min(unknown), code="unknown_parameter")
+        raise InvalidRequest(
+            f"{min(unknown)[:80]!r} is no field of this form", param=min(unknown), code="unknown_parameter"
+        )
     if "file" not in files:
         raise InvalidRequest("file is required, with a filename", param="file", code="missing_required_parameter")
     name, content = files["file"]

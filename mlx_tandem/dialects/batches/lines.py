@@ -10,16 +10,16 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem import limits
-from mlx_tandem.dialects.batches.records import Outcome, Problem, Status, new_id
+from mlx_tandem.dialects.batches.records import LineOutcome, Problem, Status, new_id
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.strict_json import decode, dumps
 
 MOST_PROBLEMS = 50
-"""Most lines of which it is said what is wrong with them."""
+"""Most wrong lines that are reported for a batch."""
 
 
-class Line(Struct, forbid_unknown_fields=True):
-    """A line of the requests."""
+class RequestLine(Struct, forbid_unknown_fields=True):
+    """One request of a batch, as a line of its file."""
 
     custom_id: str  # the caller's name for it
     method: Literal["POST"]
@@ -27,14 +27,14 @@ class Line(Struct, forbid_unknown_fields=True):
     body: dict[str, Any]
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """The place of a line in its file, in bytes."""
 
     start: int
     size: int
 
 
-class Answer(NamedTuple):
+class LineReply(NamedTuple):
     """The reply to one request."""
 
     status: int
@@ -42,12 +42,12 @@ class Answer(NamedTuple):
     request: str  # its id
 
 
-def checked(path: Path, endpoint: str) -> tuple[list[Place], list[Problem]]:
+def checked(path: Path, endpoint: str) -> tuple[list[LinePlace], list[Problem]]:
     """Return the places of all requests in a file, and what is wrong with lines of it. It may wait for the drive.
 
     Empty lines count as lines, and are no requests.
     """
-    places: list[Place] = []
+    places: list[LinePlace] = []
     problems: list[Problem] = []
     seen: set[str] = set()
     for number, (place, text) in enumerate(_lines(path), 1):
@@ -68,28 +68,28 @@ def checked(path: Path, endpoint: str) -> tuple[list[Place], list[Problem]]:
     return places, problems
 
 
-def read(text: bytes) -> Line:
+def read(text: bytes) -> RequestLine:
     """Return a line as a request. Raises InvalidRequest."""
-    return decode(text, Line)
+    return decode(text, RequestLine)
 
 
-def read_at(path: Path, place: Place) -> bytes:
+def read_at(path: Path, place: LinePlace) -> bytes:
     """Return the text of the line at this place. It may wait for the drive."""
     with path.open("rb") as file:
         file.seek(place.start)
         return file.read(place.size)
 
 
-def _lines(path: Path) -> Iterator[tuple[Place, bytes]]:
+def _lines(path: Path) -> Iterator[tuple[LinePlace, bytes]]:
     """Yield each line of a file with its place."""
     start = 0
     with path.open("rb") as file:
         for text in file:
-            yield Place(start, len(text)), text
+            yield LinePlace(start, len(text)), text
             start += len(text)
 
 
-def _check(line: Line, endpoint: str, seen: set[str]) -> None:
+def _check(line: RequestLine, endpoint: str, seen: set[str]) -> None:
     """Raise InvalidRequest unless a request may be in a batch of this endpoint. `seen` are the ids before it."""
     if not 0 < len(line.custom_id) <= limits.MAX_CUSTOM_ID:
         raise InvalidRequest(f"custom_id must have 1 to {limits.MAX_CUSTOM_ID} characters", param="custom_id")
@@ -99,18 +99,18 @@ def _check(line: Line, endpoint: str, seen: set[str]) -> None:
     if line.url != endpoint:
         raise InvalidRequest(f"url is {line.url[:100]!r}, but the batch is for {endpoint}", param="url")
     if line.body.get("stream"):
-        raise InvalidRequest("body.stream must be false: there is nobody who reads a stream", param="body.stream")
+        raise InvalidRequest("body.stream must be false: answers of batches are not streamed", param="body.stream")
 
 
-def answered(number: int, custom_id: str, answer: Answer) -> Outcome:
+def answered(number: int, custom_id: str, answer: LineReply) -> LineOutcome:
     """Return the outcome of a request that was answered, well or with an error."""
     response = {"status_code": answer.status, "request_id": answer.request, "body": msgspec.Raw(answer.body)}
-    return Outcome(number, answer.status < 400, _line(custom_id, response, None))
+    return LineOutcome(number, answer.status < 400, _line(custom_id, response, None))
 
 
-def unanswered(number: int, custom_id: str, code: str, message: str) -> Outcome:
+def unanswered(number: int, custom_id: str, code: str, message: str) -> LineOutcome:
     """Return the outcome of a request that was never answered."""
-    return Outcome(number, False, _line(custom_id, None, {"code": code, "message": message}))
+    return LineOutcome(number, False, _line(custom_id, None, {"code": code, "message": message}))
 
 
 def _line(custom_id: str, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> bytes:
@@ -126,8 +126,8 @@ UNANSWERED = {
 """The code and the message of requests that were never answered, by the state in which their batch has ended."""
 
 
-def left(status: Status, path: Path, places: Mapping[int, Place]) -> Iterator[Outcome]:
-    """Yield the outcomes of the requests that are not answered any more, as their batch ends in the state `status`.
+def left(status: Status, path: Path, places: Mapping[int, LinePlace]) -> Iterator[LineOutcome]:
+    """Yield an outcome for each request that will not be answered, since its batch ends in the state `status`.
 
     It may wait for the drive.
     """

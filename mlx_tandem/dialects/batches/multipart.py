@@ -1,4 +1,4 @@
-"""Reads forms of the type multipart/form-data, as clients upload files with, in bounds."""
+"""Reads bodies of the type multipart/form-data, with which clients upload files, within limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BOUNDARY = re.compile(rb"--([0-9A-Za-z'()+_,./:=? -]{1,70})\r?\n")
 def fields(body: bytes) -> tuple[dict[str, str], dict[str, tuple[str, bytes]]]:
     """Return the values of a form by their names, and its files with the names that the client gives them.
 
-    The boundary is that of the first line. Raises InvalidRequest for what is no form, or too much of one.
+    The boundary is that of the first line. Raises InvalidRequest for a body that is no such form or is over a limit.
     """
     first = _BOUNDARY.match(body)
     if first is None:

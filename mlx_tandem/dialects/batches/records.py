@@ -106,7 +106,7 @@ class Batch(Struct):
         }
 
 
-class Outcome(Struct, frozen=True):
+class LineOutcome(Struct, frozen=True):
     """What became of one request of a batch, as a line of the file of answers or of errors."""
 
     line: int  # of the requests, from 0 on

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mlx_tandem.dialects.batches import handlers
-from mlx_tandem.dialects.batches.bodies import BatchBody, BatchesQuery, FilesQuery, NoBody
+from mlx_tandem.dialects.batches.bodies import BatchBody, BatchesQuery, FilesQuery
 from mlx_tandem.dialects.route import FORM, Route
+from mlx_tandem.dialects.training.bodies import NoBody
 
 ROUTES = (
     Route("POST", "/v1/files", handlers.upload, reads="bytes", media=(FORM,), wakes=False, scope="inference"),

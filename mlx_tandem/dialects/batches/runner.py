@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from mlx_tandem.dialects.batches import lines
-from mlx_tandem.dialects.batches.lines import Answer, Place
-from mlx_tandem.dialects.batches.records import Batch, FileRecord, Outcome, Problem, Status, new_id
-from mlx_tandem.dialects.batches.store import Store
+from mlx_tandem.dialects.batches.lines import LinePlace, LineReply
+from mlx_tandem.dialects.batches.records import Batch, FileRecord, LineOutcome, Problem, Status, new_id
+from mlx_tandem.dialects.batches.store import BatchStore
 from mlx_tandem.files import StorageError
 from mlx_tandem.generation.prompted import BACKGROUND
 from mlx_tandem.log import log
 
-Post = Callable[[str, bytes, str], Awaitable[Answer]]
+Post = Callable[[str, bytes, str], Awaitable[LineReply]]
 """Answers a request to a path with this JSON body, as one over HTTP with the key of this name is answered."""
 
 TICK_SECONDS = 0.25
-"""Longest time between two looks at the room that there is."""
+"""Longest time between two checks of how many requests may run."""
 
 MOST_PAUSE = 30.0
-"""Longest pause, in seconds, after a request could not be answered now, or the drive took nothing."""
+"""Longest pause, in seconds, after a request that has to be sent again, or after a write to the drive that failed."""
 
 LATER = frozenset({429, 503, 504})
 """Statuses of replies to requests that can be sent again."""
@@ -38,32 +38,32 @@ MOST_DEATHS = 3
 class Surroundings(NamedTuple):
     """What a batch needs to run."""
 
-    store: Store
+    store: BatchStore
     post: Post
     room: Callable[[], int]  # how many requests may run now; negative: one of those that run has to go
     clock: Callable[[], float]  # seconds since 1970
     most_bytes: int  # of all files and outcomes
 
 
-class Run:
+class BatchRun:
     """One batch that runs, on the front's event loop."""
 
     def __init__(self, batch: Batch, around: Surroundings):
-        """Prepare to run a batch, from wherever it is."""
+        """Prepare to run a batch from its beginning, or from where an earlier process has left it."""
         self.batch = batch
         self._around = around
         self._path = around.store.path(batch.input)
-        self._places: list[Place] = []
+        self._places: list[LinePlace] = []
         self._todo: deque[int] = deque()
-        self._running: dict[asyncio.Task[Outcome | None], int] = {}
+        self._running: dict[asyncio.Task[LineOutcome | None], int] = {}
         self._deaths: Counter[int] = Counter()
         self._wake = asyncio.Event()
         self._pause = 0.0  # seconds; grows with each request that has to be sent again
         self._bytes = 0  # of all files and outcomes, about
-        self._over = False  # the answers take too much of the drive
+        self._over = False  # whether all files and outcomes take more than `most_bytes`
 
     def look(self) -> None:
-        """Look now whether the batch goes on."""
+        """Have `run` check at once whether the batch goes on."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -136,7 +136,7 @@ class Run:
             waking.cancel()
             self._wake.clear()
         ended = [task for task in self._running if task.done()]
-        outcomes: list[Outcome] = []
+        outcomes: list[LineOutcome] = []
         for task in ended:
             number = self._running.pop(task)
             outcome = task.result()
@@ -148,7 +148,7 @@ class Run:
         if outcomes:
             await self._keep(outcomes)
 
-    async def _keep(self, outcomes: list[Outcome]) -> None:
+    async def _keep(self, outcomes: list[LineOutcome]) -> None:
         """Keep outcomes, and count them."""
         self.batch.completed += sum(o.succeeded for o in outcomes)
         self.batch.failed += sum(not o.succeeded for o in outcomes)
@@ -156,7 +156,7 @@ class Run:
         self._bytes += sum(len(o.text) for o in outcomes)
         self._over = self._bytes > self._around.most_bytes
 
-    async def _answered(self, number: int) -> Outcome | None:
+    async def _answered(self, number: int) -> LineOutcome | None:
         """Return the outcome of a request; None if it has to be sent again."""
         BACKGROUND.set(True)  # for this task only
         line = lines.read(await asyncio.to_thread(lines.read_at, self._path, self._places[number]))
@@ -208,7 +208,7 @@ class Run:
         log("batch ended", batch=batch.id, status=status, completed=batch.completed, failed=batch.failed)
 
     async def _written(self, write: Callable[[], None]) -> None:
-        """Run `write` on a thread until the drive takes it, which is logged once."""
+        """Run `write` on a thread, again and again until it succeeds. The first failure is logged."""
         pause = TICK_SECONDS
         while True:
             try:

@@ -13,8 +13,8 @@ from typing import TypeVar
 from mlx_tandem import limits
 from mlx_tandem.config import Config
 from mlx_tandem.dialects.batches.records import Batch, FileRecord
-from mlx_tandem.dialects.batches.runner import Post, Run, Surroundings
-from mlx_tandem.dialects.batches.store import Store
+from mlx_tandem.dialects.batches.runner import BatchRun, Post, Surroundings
+from mlx_tandem.dialects.batches.store import BatchStore
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import Conflict, EngineUnavailable, NotFound, QuotaExceeded
 from mlx_tandem.files import StorageError
@@ -31,7 +31,8 @@ LOOK_SECONDS = 60.0
 """Longest time between two looks at files that expire."""
 
 ROOMY, FULL = 0.6, 0.9
-"""Shares of the memory pressure threshold from which on no request of a batch begins, and those that run have to go."""
+"""Shares of the memory pressure threshold: from the first on no request of a batch begins, and from the second on those
+that run are put back."""
 
 
 class Batches:
@@ -53,11 +54,11 @@ class Batches:
         self._server, self._client, self._admission, self._clock = config.server, client, admission, clock
         self._folder = Path(config.batches.dir)
         self._most_bytes = int(config.batches.max_gb * 1e9)
-        self._store: Store | None = None
+        self._store: BatchStore | None = None
         self._opening = asyncio.Lock()
         self._turn = asyncio.Lock()  # between looking whether something may be done, and doing it
         self._wake = asyncio.Event()
-        self._run: Run | None = None
+        self._run: BatchRun | None = None
         self._task: asyncio.Task[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ class Batches:
 
     async def _work(self) -> None:
         """Run the oldest batch that has not ended, and the next ones after it, for ever."""
-        if Store.exists(self._folder):
+        if BatchStore.exists(self._folder):
             try:
                 await self._opened()
             except StorageError as e:
@@ -98,7 +99,7 @@ class Batches:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), LOOK_SECONDS)
 
-    async def _next(self, store: Store) -> bool:
+    async def _next(self, store: BatchStore) -> bool:
         """Remove expired files that no batch needs, and run the oldest batch that has not ended; return False if there
         is none.
         """
@@ -110,7 +111,7 @@ class Batches:
                     await asyncio.to_thread(store.remove_file, record.id)
         if not waiting or self.post is None:
             return False
-        self._run = Run(waiting[0], Surroundings(store, self.post, self._room, self._clock, self._most_bytes))
+        self._run = BatchRun(waiting[0], Surroundings(store, self.post, self._room, self._clock, self._most_bytes))
         try:
             await self._run.run()
         except StorageError:
@@ -136,18 +137,18 @@ class Batches:
         most = min(info.max_num_seqs, limits.MAX_BATCH_REQUESTS)
         return min(most, max(server.max_concurrent_requests // 2, 1)) if server.max_concurrent_requests else most
 
-    async def _opened(self) -> Store:
+    async def _opened(self) -> BatchStore:
         """Return the open folder. Raises StorageError."""
         async with self._opening:
             if self._store is None:
                 if self._client.state == "draining":
                     raise EngineUnavailable("the server is shutting down")
-                self._store = await asyncio.to_thread(Store, self._folder)
+                self._store = await asyncio.to_thread(BatchStore, self._folder)
             return self._store
 
-    async def _known(self) -> Store | None:
+    async def _known(self) -> BatchStore | None:
         """Return the open folder; None if nothing was ever kept in it."""
-        return await self._opened() if self._store is not None or Store.exists(self._folder) else None
+        return await self._opened() if self._store is not None or BatchStore.exists(self._folder) else None
 
     # -- files --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from mlx_tandem import files
-from mlx_tandem.dialects.batches.records import Batch, FileRecord, Outcome
+from mlx_tandem.dialects.batches.records import Batch, FileRecord, LineOutcome
 from mlx_tandem.training.store.database import Database, Statement
 
 NAME = "batches.db"
@@ -48,11 +48,11 @@ MOST_BATCHES = 1000
 """Most batches that are remembered; the oldest that have ended go first."""
 
 
-class Store:
-    """The open folder, which this process holds."""
+class BatchStore:
+    """The open folder of batches, which no other process can open."""
 
     def __init__(self, folder: Path):
-        """Take the folder, and remove files that no row names: an upload or a batch was ended in the middle of them."""
+        """Take the folder, and remove files that no row names: an earlier process ended while it wrote them."""
         self.folder = folder
         with files.storage(folder):
             files.make_folder(folder)
@@ -127,7 +127,7 @@ class Store:
     # -- batches ------------------------------------------------------------------------------------------------
 
     def put(self, batch: Batch) -> None:
-        """Keep what is known of a batch in place of what was known."""
+        """Write a batch in place of its earlier record, if there is one."""
         self._database.write([_batch(batch), _forget_old()])
 
     def batch(self, id: str) -> Batch | None:
@@ -159,7 +159,7 @@ class Store:
         rows = self._database.rows("SELECT line, succeeded FROM outcomes WHERE batch = ?", batch)
         return {line: bool(succeeded) for line, succeeded in rows}
 
-    def add(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
+    def add(self, batch: Batch, outcomes: Sequence[LineOutcome]) -> None:
         """Keep outcomes of requests, and the batch, which counts them. A request that has one keeps it."""
         sql = "INSERT OR IGNORE INTO outcomes (batch, line, succeeded, text) VALUES (?, ?, ?, ?)"
         rows: list[Statement] = [(sql, (batch.id, o.line, int(o.succeeded), o.text)) for o in outcomes]

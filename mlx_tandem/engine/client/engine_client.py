@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_tandem.engine.client.caller import Caller
 from mlx_tandem.engine.client.calls import Answer, error_of
 from mlx_tandem.engine.client.process import Launch
 from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.client.supervisor import WHY_NOT
+from mlx_tandem.engine.client.wakeable_engine import WakeableEngine
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.messages import (
     Accepted,
@@ -40,7 +40,7 @@ from mlx_tandem.errors import EngineUnavailable, TandemError
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Request
 
 
-class EngineClient(Caller):
+class EngineClient(WakeableEngine):
     """The client of a supervised engine, with the requests that have not ended."""
 
     def __init__(self, launch: Launch, **options: Any):

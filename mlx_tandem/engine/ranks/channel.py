@@ -83,7 +83,7 @@ class RankChannel(Generic[M]):
             raise ChannelError(f"it sent a message of {length} bytes, over the limit of {most}")
         body = self._exactly(length)
         if seal != self._received.seal(body) or number != self._received.number:
-            raise ChannelError("a message between ranks was lost or changed, or is of somebody else")
+            raise ChannelError("a message between ranks was lost or changed, or came from somebody without the key")
         try:
             return self._decode(body)
         except (msgspec.DecodeError, ValueError) as e:
@@ -98,7 +98,7 @@ class RankChannel(Generic[M]):
             except OSError as e:
                 raise ChannelError(f"its connection broke ({e})") from e
             if not size:
-                raise ChannelError("it ended")
+                raise ChannelError("it has ended the connection")
             got += size
         return bytes(data)
 
@@ -107,7 +107,7 @@ class RankChannel(Generic[M]):
         self._socket.settimeout(seconds)
 
     def close(self) -> None:
-        """End the connection, also for a thread that receives."""
+        """End the connection. A thread that waits in `receive` gets ChannelError."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

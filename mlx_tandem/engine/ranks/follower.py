@@ -1,4 +1,4 @@
-"""A led rank: it receives the leading rank's orders and does them in their order, on the one thread that computes."""
+"""A led rank: it receives the orders of the leading rank and carries them out in sequence on the computing thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Share(Protocol):
         """The runner of this rank."""
 
     def join(self, shapes: tuple[tuple[int, int], ...]) -> str:
-        """Connect with the other ranks, check sums of these shapes, and return what is wrong; empty: nothing."""
+        """Connect with the other ranks and check sums of these shapes. Return what is wrong, or an empty string."""
 
     def prepare(self, weights: AdapterWeights) -> None:
         """Make an adapter ready to be installed; called on another thread than the one that computes."""
@@ -88,15 +88,15 @@ class Inbox:
                 return
 
     def _add(self, part: g.AdapterPart) -> None:
-        """Add a piece of an adapter, which is there for steps when its last piece is."""
+        """Add a piece of an adapter. Steps can use the adapter once its last piece has arrived."""
         if part.adapter is not None:
             self._arriving[part.digest] = part.adapter, bytearray()
         if part.digest not in self._arriving:
-            raise ChannelError("it sent a piece of an adapter without a beginning")
+            raise ChannelError("it sent a piece of an adapter before the first piece")
         shapes, data = self._arriving[part.digest]
         data += part.data
         if len(data) > shapes.nbytes:
-            raise ChannelError("it sent more of an adapter than there is")
+            raise ChannelError("it sent more bytes of an adapter than its arrays have")
         if len(data) == shapes.nbytes:
             del self._arriving[part.digest]
             weights = self.adapters[part.digest] = shapes.filled(data)
@@ -104,7 +104,7 @@ class Inbox:
 
 
 def follow(inbox: Inbox, share: Share) -> None:
-    """Do the leading rank's orders until the process ends. Raises whatever the runner raises."""
+    """Carry out the leading rank's orders until the process ends. Raises ChannelError, and the errors of the runner."""
     flights: dict[int, Any] = {}
     launched = 0
     runner = share.runner

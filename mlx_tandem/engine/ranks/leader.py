@@ -1,4 +1,6 @@
-"""The leading rank's end: it tells the others each step, compares what they draw, and ends the group when one fails."""
+"""The leading rank's side of a group: it sends each step to the other ranks, compares the tokens that they draw, and
+ends the group when one of them fails.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ PIECE_BYTES = 1 << 20
 """Bytes of an adapter in one message, so that a step's message never waits for long behind it."""
 
 GRACE_SECONDS = 1.0
-"""Seconds in which the thread that computes may notice that the group has ended. Then the process ends, since that
-thread waits for a rank that is no longer there."""
+"""Seconds that the computing thread has to notice that the group has ended. After them the process ends, since that
+thread waits for a rank that is gone."""
 
 WATCH_SECONDS = 0.5
-"""Seconds between two looks at when the ranks were last heard."""
+"""Seconds between two checks of when each rank was last heard."""
 
 TokenRows = Sequence[tuple[int, ...]]
 """The tokens that a step's rows have drawn."""
@@ -48,8 +50,8 @@ class Process(Protocol):
         """End it now."""
 
 
-class Follower:
-    """A rank that is led: its number, its connection, and what it has said."""
+class LedRank:
+    """A led rank as the leading rank sees it: its number, its connection, and its answers."""
 
     def __init__(self, number: int, channel: RankChannel[g.Answer]):
         self.number = number
@@ -57,19 +59,19 @@ class Follower:
         self.heard = time.monotonic()
         self.loaded: g.Loaded | None = None
         self.joined: g.Joined | None = None
-        self.undrawn: deque[bytes] = deque()
+        self.uncompared: deque[bytes] = deque()
         """Digests of tokens of this rank that the leading rank has not compared yet."""
 
         self.saves: deque[tuple[bytes, ...]] = deque()
         """Parts of the blocks that steps have saved, which the leading rank has not taken yet."""
 
 
-class Leader:
+class RankLeader:
     """The group as its first rank sees it. One thread computes; any thread may `offer` an adapter."""
 
     def __init__(
         self,
-        followers: Sequence[Follower],
+        followers: Sequence[LedRank],
         *,
         silence_seconds: float,
         wake: Callable[[], None] = lambda: None,
@@ -80,7 +82,7 @@ class Leader:
         Args:
             followers: The other ranks, which are connected.
             silence_seconds: A rank that is silent for longer has failed.
-            wake: Is called when the group has ended, so that a thread that waits for messages looks.
+            wake: Called when the group has ended, to wake a thread that waits for messages and then calls `check`.
             die: Ends this process at once with a status.
         """
         self.followers = followers
@@ -139,7 +141,7 @@ class Leader:
         if problem:
             raise ModelError(f"the ranks cannot compute together: {problem}", param="distributed_mode")
 
-    def _wait_until(self, is_so: Callable[[Follower], bool]) -> None:
+    def _wait_until(self, is_so: Callable[[LedRank], bool]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or all(map(is_so, self.followers)))
         self.check()
@@ -181,19 +183,20 @@ class Leader:
         self.check()
 
     def joined_saves(self, own: Sequence[bytes]) -> list[bytes]:
-        """Return the blocks that a step has saved on all ranks, of which `own` are the first rank's parts. It waits for
-        the others'. Raises GroupFailed.
+        """Wait for the other ranks' parts of the blocks that a step has saved, and return the whole blocks.
+
+        `own` are the first rank's parts. Raises GroupFailed.
         """
         self._wait_until(lambda each: bool(each.saves))
         with self._changed:
             others = [each.saves.popleft() for each in self.followers]
         return [b"".join(parts) for parts in zip(own, *others, strict=True)]
 
-    def _compare(self, follower: Follower) -> None:
+    def _compare(self, follower: LedRank) -> None:
         """Compare the digests that both sides have."""
         expected = self._expected[follower.number]
-        while expected and follower.undrawn:
-            if expected.popleft() != follower.undrawn.popleft():
+        while expected and follower.uncompared:
+            if expected.popleft() != follower.uncompared.popleft():
                 self._fail(GroupFailed(f"rank {follower.number} has drawn other tokens than the first rank"))
 
     def failed(self, problem: str) -> GroupFailed:
@@ -230,8 +233,8 @@ class Leader:
 
     # -- Listening ------------------------------------------------------------------------------------------------
 
-    def _listen(self, follower: Follower) -> None:
-        """Take in what a follower says, until it ends."""
+    def _listen(self, follower: LedRank) -> None:
+        """Receive the answers of a led rank until its connection ends."""
         while True:
             try:
                 answer = follower.channel.receive()
@@ -246,7 +249,7 @@ class Leader:
                     case g.Joined():
                         follower.joined = answer
                     case g.Done():
-                        follower.undrawn.append(answer.tokens)
+                        follower.uncompared.append(answer.tokens)
                         if answer.saves:
                             follower.saves.append(answer.saves)
                         self._compare(follower)
@@ -260,7 +263,9 @@ class Leader:
                 self._changed.notify_all()
 
     def _watch(self) -> None:
-        """Look when each rank was heard last; when the group has ended, have this process notice or end."""
+        """Check when each rank was last heard. Once the group has ended, wake the computing thread, and end this
+        process if that thread does not notice.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None or self._closing, WATCH_SECONDS)

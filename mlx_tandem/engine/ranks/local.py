@@ -13,12 +13,12 @@ from pathlib import Path
 
 from mlx_tandem.engine.ranks import messages as g
 from mlx_tandem.engine.ranks.channel import RankChannel
-from mlx_tandem.engine.ranks.leader import Follower
+from mlx_tandem.engine.ranks.leader import LedRank
 
 HOST = "127.0.0.1"
 
 KEY = b"the socket pair of a parent and its child"
-"""Key of the seals between a process and the child that it has given a socket, which nobody else can reach."""
+"""Key of the seals between a process and its child. It is no secret, since nobody else can reach their socket pair."""
 
 PROGRAM = "mlx_tandem.rank_main"
 """The program of a led rank."""
@@ -50,7 +50,7 @@ def unused_ports(count: int) -> list[int]:
 def environment(mode: str, rank: int, ranks: int, ports: Sequence[int], hostfile: str) -> dict[str, str]:
     """Return the variables by which MLX connects rank number `rank` of `ranks` ranks on this machine.
 
-    They are those that `mlx.launch` sets. `hostfile` is the path of a file with `hosts(ports)`.
+    They are those that `mlx.launch` sets. `hostfile` is the path of a file with `hostfile_text(ports)`.
     """
     own = {"MLX_RANK": str(rank)}
     if mode == "ring":
@@ -67,7 +67,7 @@ def environment(mode: str, rank: int, ranks: int, ports: Sequence[int], hostfile
     return own
 
 
-def hosts(ports: Sequence[int]) -> str:
+def hostfile_text(ports: Sequence[int]) -> str:
     """Return the text of a file of hosts for the ring: for each rank its addresses."""
     return json.dumps([[f"{HOST}:{port}"] for port in ports])
 
@@ -81,7 +81,7 @@ class LocalRanks:
         self._hostfile = Path(self._folder.name) / "hosts.json"
         self._mode, self._ranks = mode, ranks
         self._ports = unused_ports(ranks)
-        self._hostfile.write_text(hosts(self._ports))
+        self._hostfile.write_text(hostfile_text(self._ports))
         self._others = [self._environment(rank) for rank in range(1, ranks)]
         self._children: list[subprocess.Popen[bytes]] = []
         os.environ.update(self._environment(0))
@@ -94,7 +94,7 @@ class LocalRanks:
             own["OPENBLAS_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // self._ranks))
         return own
 
-    def start(self, program: Sequence[str] = ("-P", "-m", PROGRAM)) -> list[Follower]:
+    def start(self, program: Sequence[str] = ("-P", "-m", PROGRAM)) -> list[LedRank]:
         """Start the other ranks and return them. Raises OSError."""
         followers = []
         for rank, own in enumerate(self._others, 1):
@@ -107,7 +107,7 @@ class LocalRanks:
             finally:
                 theirs.close()
             channel: RankChannel[g.Answer] = RankChannel(ours, KEY, g.Answer)
-            followers.append(Follower(rank, channel))
+            followers.append(LedRank(rank, channel))
         return followers
 
     @property

@@ -1,4 +1,4 @@
-"""What the leading rank tells the others to do, and what they answer; typed messages in msgpack."""
+"""The messages between ranks, in msgpack: the orders of the leading rank, and the answers of the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TYPES = {name: np.dtype(name) for name in ("int32", "uint32", "float32")}
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """The first message: load this share of the model."""
+    """The first message to a rank: the settings with which it loads its share of the model."""
 
     config: EngineConfig
 
@@ -56,7 +56,7 @@ class Decided(Struct, frozen=True, tag=True):
 
 
 class Join(Struct, frozen=True, tag=True):
-    """Compute with the other ranks from here on: first sums of `shapes` (rows, numbers in a row)."""
+    """Connect with the other ranks, check sums of `shapes` (rows, width), and then compute all steps with them."""
 
     shapes: tuple[tuple[int, int], ...]
 
@@ -104,7 +104,7 @@ class Reset(Struct, frozen=True, tag=True):
 
 
 class OneAtATime(Struct, frozen=True, tag=True):
-    """Begin a step only when the one before it is done, or not."""
+    """Whether a step begins only when the step before it is done."""
 
     value: bool
 
@@ -159,7 +159,7 @@ class DropAdapter(Struct, frozen=True, tag=True):
 
 
 Order = Begin | Decided | Join | Launch | Sample | Wait | Reset | OneAtATime | AdapterPart | DropAdapter
-"""What the leading rank says."""
+"""A message from the leading rank to another."""
 
 
 class Hello(Struct, frozen=True, tag=True):
@@ -202,4 +202,4 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 Answer = Hello | Alive | Loaded | Joined | Done | Failed
-"""What the other ranks say."""
+"""A message from another rank to the leading one."""

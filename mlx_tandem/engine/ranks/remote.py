@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from mlx_tandem.engine.ranks import messages as g
 from mlx_tandem.engine.ranks.channel import ChannelError, RankChannel
-from mlx_tandem.engine.ranks.launched import hosts
-from mlx_tandem.engine.ranks.leader import Follower
+from mlx_tandem.engine.ranks.launched import read_hosts
+from mlx_tandem.engine.ranks.leader import LedRank
 from mlx_tandem.errors import GroupFailed, ModelError
 
 MEET_SECONDS = 60.0
@@ -30,7 +30,8 @@ MOST_HELLO = 256
 """Most bytes of the first message of a rank."""
 
 Meet = Callable[[bytes], bytes]
-"""Connects this process with the other ranks by MLX, and returns what the first of them says; the others say b""."""
+"""A function that connects this process with the other ranks by MLX and returns the bytes that the first of them has
+passed to it. The others pass b""."""
 
 
 class Meeting(Struct, frozen=True):
@@ -47,19 +48,19 @@ def own_host(mode: str) -> str:
         return os.environ.get("NCCL_HOST_IP", "127.0.0.1")
     if mode == "jaccl":
         return os.environ.get("MLX_JACCL_COORDINATOR", "127.0.0.1:0").rpartition(":")[0]
-    listed = hosts(os.environ.get("MLX_HOSTFILE", ""))
+    listed = read_hosts(os.environ.get("MLX_HOSTFILE", ""))
     if mode == "ring" and isinstance(listed, list) and listed and isinstance(listed[0], list):
         return str(listed[0][0]).rpartition(":")[0]
     return socket.gethostbyname(socket.gethostname())
 
 
 class LaunchedRanks:
-    """The other ranks, which somebody else has started; seen by the first one."""
+    """The other ranks of a group that `mlx.launch` or a person has started, as the first rank sees them."""
 
     def __init__(self, mode: str, ranks: int, meet: Meet):
         self._mode, self._ranks, self._meet = mode, ranks, meet
 
-    def start(self) -> list[Follower]:
+    def start(self) -> list[LedRank]:
         """Wait for the other ranks and return them. Raises GroupFailed."""
         host = own_host(self._mode)
         try:
@@ -71,8 +72,8 @@ class LaunchedRanks:
         except OSError as e:
             raise GroupFailed(f"not all ranks have come to {host}: {e}") from e
 
-    def _accept(self, server: socket.socket, key: bytes) -> list[Follower]:
-        found: dict[int, Follower] = {}
+    def _accept(self, server: socket.socket, key: bytes) -> list[LedRank]:
+        found: dict[int, LedRank] = {}
         while len(found) < self._ranks - 1:
             sock, _ = server.accept()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -85,7 +86,7 @@ class LaunchedRanks:
                 continue
             channel.wait_at_most(None)
             if isinstance(first, g.Hello) and 0 < first.rank < self._ranks:
-                found[first.rank] = Follower(first.rank, channel)
+                found[first.rank] = LedRank(first.rank, channel)
         return [found[rank] for rank in sorted(found)]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Back ends of machines other than this one, under which a plan makes the decisions about memory of a start there."""
+"""Back ends of other machines, under which `tandem plan` divides memory by the code that a start there would run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_tandem.model.device import Limit, UnifiedMemory
 
 
 def unified_memory(mac: Machine, available: int) -> UnifiedMemory:
-    """Return the memory of a Mac, of which other programs leave so many bytes."""
+    """Return the memory of a Mac on which other programs leave `available` bytes."""
     return UnifiedMemory(mac.total, mac.working_set, available)
 
 

@@ -1,6 +1,6 @@
 """Sums over ranks that compute one model together, and the part of a kernel by which GPUs of one machine add up.
 
-MLX's own sum over two H200s takes 25 to 45 µs of a step, longer than most products of few rows: it ends the graph of
+MLX's own sum over two H200s takes 25 to 50 µs of a step, longer than most products of few rows: it ends the graph of
 operations that is being dispatched, and begins another one. A kernel that exchanges its numbers with the other GPUs by
 itself stays within the graph (docs/decisions/ranks.md). So a rank's part of a sum goes unsummed to the kernel
 that adds and norms it (`residual.py`), which writes it into the memory of the others, waits for theirs and adds up.
@@ -26,6 +26,7 @@ MOST_BYTES = 32768
 """Most bytes of a row."""
 
 MOST_RANKS = 16
+"""Most ranks of a group that exchanges rows by memory."""
 
 WAIT_SECONDS = 60
 """Seconds after which a row whose numbers have not come is given up; its numbers are NaN then. The engine ends a group
@@ -89,7 +90,7 @@ def shared_bytes(ranks: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class RowExchange:
     """The memory that ranks on one machine exchange rows by.
 
     Attributes:
@@ -106,15 +107,15 @@ class Exchange:
         return self.where.size
 
     @staticmethod
-    def open(group: mx.distributed.Group) -> Exchange | None:
+    def open(group: mx.distributed.Group) -> RowExchange | None:
         """Return the exchange of a group, or None if it is spread over machines or the device has no such memory.
 
-        Every rank has to call it, and each is answered alike.
+        Every rank has to call it, and all get the same answer.
         """
         if group.size() > MOST_RANKS:
             return None
         addresses = backend.current().shared_memory(group, shared_bytes(group.size()))
-        return None if addresses is None else Exchange(mx.array(np.array(addresses, np.uint64)), group.rank())
+        return None if addresses is None else RowExchange(mx.array(np.array(addresses, np.uint64)), group.rank())
 
     def takes(self, x: mx.array) -> bool:
         """Return whether rows of x [..., dim] fit."""
@@ -123,7 +124,7 @@ class Exchange:
 
 
 class Sums:
-    """Sums over the ranks of a group. Those that nobody reads are never computed."""
+    """Sums over the ranks of a group, made by MLX. A sum that a kernel makes instead is never evaluated."""
 
     def __init__(self, group: mx.distributed.Group):
         self.group = group

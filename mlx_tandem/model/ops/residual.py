@@ -35,7 +35,7 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.checking import Rejected, checked, relative_error
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source, bits_of
 from mlx_tandem.model.modules import mix_in
-from mlx_tandem.model.ops.all_sum import EXCHANGE, FUNCTIONS, MOST_ROWS, Exchange, Sums
+from mlx_tandem.model.ops.all_sum import EXCHANGE, FUNCTIONS, MOST_ROWS, RowExchange, Sums
 from mlx_tandem.model.ops.attention.block import FusedBlock
 from mlx_tandem.model.ops.delta_net import FusedDeltaNet
 from mlx_tandem.model.ops.products.few_rows import FewRows, find_few_rows
@@ -156,7 +156,7 @@ class AddNorm:
     at the same point of their work.
     """
 
-    def __init__(self, make: Make, exchange: Exchange | None = None):
+    def __init__(self, make: Make, exchange: RowExchange | None = None):
         self._exchange = exchange
         self._plain, self._divided = (_kernel(make, divided, exchange is not None) for divided in (False, True))
 
@@ -429,7 +429,7 @@ class Across(NamedTuple):
     """The sums over ranks that a model's linears return, and the kernel that makes, adds and norms them."""
 
     sums: Sums
-    exchange: Exchange
+    exchange: RowExchange
     kernel: AddNorm
 
     def part(self, total: mx.array) -> mx.array | None:
@@ -446,7 +446,7 @@ def join(model: nn.Module, sums: Sums) -> str:
     here = backend.current().kernels
     if not layers or here.target is None:
         return "by MLX: this model or device has no kernel that norms sums"
-    exchange = Exchange.open(sums.group)
+    exchange = RowExchange.open(sums.group)
     if exchange is None:
         return "by MLX: the ranks share no memory"
     across = Across(sums, exchange, AddNorm(dialect.maker(here.target), exchange))

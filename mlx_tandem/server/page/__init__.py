@@ -53,7 +53,7 @@ _HEADERS = (
 )
 
 
-class File(NamedTuple):
+class PageFile(NamedTuple):
     """A file of the page."""
 
     content: bytes
@@ -62,7 +62,7 @@ class File(NamedTuple):
 
 
 @cache
-def read(name: str) -> File:
+def read(name: str) -> PageFile:
     """Return the file `name` of the table, which is read once."""
     content = (_FOLDER / name).read_bytes()
     tag = b'"%b"' % hashlib.sha256(content).hexdigest()[:32].encode()
@@ -72,7 +72,7 @@ def read(name: str) -> File:
         (b"etag", tag),
         *_HEADERS,
     )
-    return File(content, headers, tag)
+    return PageFile(content, headers, tag)
 
 
 def asked_for(scope: Scope) -> str | None:

@@ -26,4 +26,4 @@ async def go_on(front: Front, body: ToyBody) -> Plan:
     return Plan(prompted, await front.models.select(None), ToyRenderer(), body.stream)
 
 
-ROUTES = (Route("POST", "/toy", go_on, ToyBody, reads="prompts", errors=ErrorForm(error_line, {})),)
+ROUTES = (Route("POST", "/toy", go_on, ToyBody, reads="prompts", errors=ErrorForm(error_line, {}), scope="inference"),)

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_tandem.capacity.machines import CHIPS
 from mlx_tandem.capacity.speed import decode_ms, prompt_seconds
-from mlx_tandem.capacity.work import Work
+from mlx_tandem.capacity.work import StepWork
 from mlx_tandem.cli.bench.hybrid_shape import HYBRIDS
 from mlx_tandem.cli.bench.shapes import SHAPES
 from mlx_tandem.config import EngineConfig, ModelConfig
@@ -48,7 +48,7 @@ def work_of(tmp_path_factory: pytest.TempPathFactory):
     """Returns the work of a model of published.json or of a built-in shape, in so many bits."""
 
     @cache
-    def made(model: str, bits: int, group: int = 64, head: int = 0) -> Work:
+    def made(model: str, bits: int, group: int = 64, head: int = 0) -> StepWork:
         config: dict[str, Any] = PUBLISHED["models"].get(model, {"shape": model})
         if "shape" in config:
             config = (SHAPES | HYBRIDS)[config["shape"]].config(32768, [1])

@@ -58,7 +58,7 @@ OF_OTHERS = ("config init", "config show", "service install")
 
 READ = {"adapter-root", "config", "valid", "init-from", "api-key-file", "validation-prompts", "ssl-certfile"}
 READ |= {"ssl-keyfile", "chat-template", "generation-config", "cacert", "adapter", "model"}
-READ |= {"draft-model-path", "environment-python"}
+READ |= {"draft-model-path", "environment-python", "keys", "distributed-hostfile", "distributed-ibv-devices"}
 OTHERS = {  # a path of URLs, a socket that is bound first, folders that are read, and a copy of what is there
     "learn export --out",
     *("serve --root-path", "train rl --root-path", "serve --uds", "train rl --uds"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from mlx_tandem.cli.app import app
 from mlx_tandem.cli.launching import go
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import ParallelConfig
@@ -117,3 +119,26 @@ def test_a_mode_alone_says_no_number() -> None:
 def test_options_of_several_ranks_warn_with_one(capsys: pytest.CaptureFixture[str]) -> None:
     parallel(distributed_hostfile="h", distributed_mode="off")
     assert "--distributed-hostfile has no effect with one rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named_by", ["option", "variable", "settings"])
+def test_a_file_of_hosts_launches_the_command_wherever_it_is_named(
+    named_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is run: the command that would replace the process is recorded."""
+    words, settings, ran = ["serve", "m"], tmp_path / "settings.yaml", list[list[str]]()
+    settings.write_text(json.dumps({"parallel": {"mode": "ring", "hostfile": str(HOSTS)}}))
+    monkeypatch.setattr("mlx_tandem.cli.serve.serve", lambda *_, **__: sys.exit("one machine serves"))
+    monkeypatch.setattr("mlx_tandem.cli.launching.os.execv", lambda _, command: ran.append(command) or sys.exit(0))
+    if named_by == "variable":
+        monkeypatch.setenv("MLX_HOSTFILE", str(HOSTS))
+    words += {
+        "option": ["--distributed-mode", "ring", "--distributed-hostfile", str(HOSTS)],
+        "variable": ["--distributed-mode", "ring"],
+        "settings": ["--config", str(settings)],
+    }[named_by]
+    with pytest.raises(SystemExit) as end:
+        app(args=words, prog_name="tandem")
+    assert end.value.code == 0
+    ((_, *launched),) = ran
+    assert launched[:2] == ["--hostfile", str(HOSTS)] and launched[-len(words) :] == words

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mlx_tandem.cli.top import Load, Look, _loads, _rate, drawn
+from mlx_tandem.cli.top import AdapterLoad, Look, _loads, _rate, drawn
 
 
 def counters(requests: int, tokens: int, open_requests: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def metrics(tokens: int, open_requests: int, finished: int, **adapters: dict[str
 def test_what_is_of_no_adapter_is_of_the_base_and_the_busiest_is_first() -> None:
     loads = _loads(metrics(190, 4, 3, a=counters(2, 60, 1), b=counters(0, 0, 0)))
     assert list(loads) == ["base", "a@1", "b@1"]
-    assert loads == {"base": Load(3, 5, 130), "a@1": Load(1, 2, 60), "b@1": Load(0, 0, 0)}
+    assert loads == {"base": AdapterLoad(3, 5, 130), "a@1": AdapterLoad(1, 2, 60), "b@1": AdapterLoad(0, 0, 0)}
 
 
 def test_a_counter_that_began_again_has_no_rate() -> None:

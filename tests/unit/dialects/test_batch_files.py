@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlx_tandem.dialects.batches import lines, multipart
-from mlx_tandem.dialects.batches.records import Batch, FileRecord, Outcome
-from mlx_tandem.dialects.batches.store import Store
+from mlx_tandem.dialects.batches.records import Batch, FileRecord, LineOutcome
+from mlx_tandem.dialects.batches.store import BatchStore
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.files import StorageError
 
@@ -97,18 +97,18 @@ def batch(id: str = "batch_1") -> Batch:
 
 
 def test_an_outcome_is_kept_once_and_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
     store.add_file(FileRecord("file-1", "in", "batch", 3, 1.0), b"abc")
     store.put(batch())
-    store.add(batch(), [Outcome(1, True, b"one"), Outcome(0, False, b"zero")])
-    store.add(batch(), [Outcome(1, False, b"again"), Outcome(2, True, b"two")])
+    store.add(batch(), [LineOutcome(1, True, b"one"), LineOutcome(0, False, b"zero")])
+    store.add(batch(), [LineOutcome(1, False, b"again"), LineOutcome(2, True, b"two")])
     assert store.done("batch_1") == {0: False, 1: True, 2: True}
     assert store.used() == (1, 3 + 10)
     store.path("file-9").write_bytes(b"half")  # the process ended while it was written
     with pytest.raises(StorageError, match="in use by process"):
-        Store(tmp_path)
+        BatchStore(tmp_path)
     store.close()
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
     assert not store.path("file-9").exists() and store.path("file-1").read_bytes() == b"abc"
     ended = batch()
     ended.enter("completed", 5.0)
@@ -124,7 +124,7 @@ def test_an_outcome_is_kept_once_and_a_file_is_whole_or_not_there(tmp_path: Path
 
 def test_the_oldest_batches_that_have_ended_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_tandem.dialects.batches.store.MOST_BATCHES", 2)
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
     for number in range(4):
         each = batch(f"batch_{number}")
         if number:

@@ -20,8 +20,8 @@ from mlx_tandem.engine.ranks import messages as g
 from mlx_tandem.engine.ranks import remote
 from mlx_tandem.engine.ranks.channel import _HEADER, MAX_FRAME, ChannelError, RankChannel
 from mlx_tandem.engine.ranks.follower import Inbox, follow
-from mlx_tandem.engine.ranks.leader import EXIT_GROUP, PIECE_BYTES, Follower, Leader, digest_of
-from mlx_tandem.engine.ranks.local import environment, hosts, unused_ports
+from mlx_tandem.engine.ranks.leader import EXIT_GROUP, PIECE_BYTES, LedRank, RankLeader, digest_of
+from mlx_tandem.engine.ranks.local import environment, hostfile_text, unused_ports
 from mlx_tandem.engine.ranks.weights import weights_digest
 from mlx_tandem.errors import GroupFailed, ModelError
 from mlx_tandem.rank_main import check_weights
@@ -58,9 +58,9 @@ def ends() -> Iterator[Ends]:
 
 
 @pytest.fixture
-def group(ends: Ends) -> Iterator[tuple[Leader, Ends, list[int]]]:
+def group(ends: Ends) -> Iterator[tuple[RankLeader, Ends, list[int]]]:
     died: list[int] = []
-    leader = Leader([Follower(1, ends.leader)], silence_seconds=30.0, die=died.append)
+    leader = RankLeader([LedRank(1, ends.leader)], silence_seconds=30.0, die=died.append)
     yield leader, ends, died
     leader.close()
 
@@ -92,7 +92,7 @@ def changed(frame: bytes) -> bytes:
     return frame[:-1] + bytes([frame[-1] ^ 1])
 
 
-WRONG = "lost or changed, or is of somebody else"
+WRONG = "lost or changed, or came from somebody without the key"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ WRONG = "lost or changed, or is of somebody else"
         pytest.param(lambda one, two: frames(g.Wait(0), key=b"other")[0], WRONG, id="of somebody without the key"),
         pytest.param(lambda one, two: _HEADER.pack(MAX_FRAME + 1, 1, bytes(16)), "over the limit", id="too long"),
         pytest.param(lambda one, two: frames({"type": "Nonsense"})[0], "no message of this version", id="no message"),
-        pytest.param(lambda one, two: one[:9], "it ended", id="cut off"),
+        pytest.param(lambda one, two: one[:9], "it has ended the connection", id="cut off"),
     ],
 )
 def test_a_frame_that_is_not_the_next_one_is_refused(ends: Ends, sent: Any, said: str) -> None:
@@ -116,7 +116,7 @@ def test_a_frame_that_is_not_the_next_one_is_refused(ends: Ends, sent: Any, said
             ends.follower.receive()
 
 
-def test_ranks_that_draw_the_same_go_on(group: tuple[Leader, Ends, list[int]]) -> None:
+def test_ranks_that_draw_the_same_go_on(group: tuple[RankLeader, Ends, list[int]]) -> None:
     leader, ends, _ = group
     ends.follower.send(g.Done(digest_of([(1,), (2, 3)])))
     leader.compare([(1,), (2, 3)])
@@ -127,7 +127,7 @@ def test_ranks_that_draw_the_same_go_on(group: tuple[Leader, Ends, list[int]]) -
 
 
 @pytest.mark.parametrize("first", ["leader", "follower"])
-def test_ranks_that_draw_other_tokens_end_the_group(group: tuple[Leader, Ends, list[int]], first: str) -> None:
+def test_ranks_that_draw_other_tokens_end_the_group(group: tuple[RankLeader, Ends, list[int]], first: str) -> None:
     leader, ends, died = group
 
     def compare() -> None:
@@ -143,7 +143,7 @@ def test_ranks_that_draw_other_tokens_end_the_group(group: tuple[Leader, Ends, l
     assert not died, "the thread that computes has noticed"
 
 
-def test_a_rank_that_ends_ends_the_process_of_one_that_waits_for_it(group: tuple[Leader, Ends, list[int]]) -> None:
+def test_a_rank_that_ends_ends_the_process_of_one_that_waits_for_it(group: tuple[RankLeader, Ends, list[int]]) -> None:
     """The thread that computes hangs in a sum, so nobody asks."""
     leader, ends, died = group
     over = threading.Event()
@@ -155,19 +155,19 @@ def test_a_rank_that_ends_ends_the_process_of_one_that_waits_for_it(group: tuple
     leader._die = die
     ends.theirs.shutdown(socket.SHUT_RDWR)
     assert over.wait(30) and died == [EXIT_GROUP]
-    with pytest.raises(GroupFailed, match="rank 1: it ended"):
+    with pytest.raises(GroupFailed, match="rank 1: it has ended the connection"):
         leader.tell(g.Wait(0))
 
 
 def test_a_rank_that_is_silent_ends_the_group(ends: Ends) -> None:
     woken = threading.Event()
-    leader = Leader([Follower(1, ends.leader)], silence_seconds=0.1, wake=woken.set, die=lambda status: None)
+    leader = RankLeader([LedRank(1, ends.leader)], silence_seconds=0.1, wake=woken.set, die=lambda status: None)
     assert woken.wait(30)
     with pytest.raises(GroupFailed, match="rank 1 gives no sign of life"):
         leader.check()
 
 
-def test_a_refusal_names_the_rank_and_the_field(group: tuple[Leader, Ends, list[int]]) -> None:
+def test_a_refusal_names_the_rank_and_the_field(group: tuple[RankLeader, Ends, list[int]]) -> None:
     leader, ends, _ = group
     ends.follower.send(g.Failed("it does not fit", "invalid_model_folder", "model"))
     with pytest.raises(ModelError, match="rank 1: it does not fit") as refused:
@@ -221,7 +221,7 @@ def test_a_led_rank_does_what_it_is_told_in_order(ends: Ends) -> None:
     """Adapters come in pieces, in between; the end of the leading rank ends it."""
     ended: list[int] = []
     inbox, share = Inbox(ends.follower, ended.append), Share()
-    leader = Leader([Follower(1, ends.leader)], silence_seconds=30.0, die=lambda status: None)
+    leader = RankLeader([LedRank(1, ends.leader)], silence_seconds=30.0, die=lambda status: None)
     big = weights("big", PIECE_BYTES // 8)
     leader.offer(big)
     leader.offer(big)
@@ -268,7 +268,7 @@ def test_an_adapter_that_cannot_be_taken_ends_the_rank(ends: Ends) -> None:
         raise MemoryError("no room")
 
     inbox.prepare = refuse
-    leader = Leader([Follower(1, ends.leader)], silence_seconds=30.0, die=lambda status: None)
+    leader = RankLeader([LedRank(1, ends.leader)], silence_seconds=30.0, die=lambda status: None)
     leader.offer(weights("small", 4))
     with pytest.raises(ChannelError, match="MemoryError"):
         inbox.next()
@@ -289,7 +289,7 @@ def test_strangers_do_not_keep_ranks_from_meeting(monkeypatch: pytest.MonkeyPatc
         there.append(remote.reach(meeting, 1))
         return b""
 
-    found: list[Follower] = []
+    found: list[LedRank] = []
     thread = threading.Thread(target=lambda: found.extend(remote.LaunchedRanks("jaccl", 2, meet).start()), daemon=True)
     thread.start()
     thread.join(30)
@@ -319,7 +319,7 @@ def test_a_rank_gets_the_variables_of_its_mode(monkeypatch: pytest.MonkeyPatch) 
         "CUDA_VISIBLE_DEVICES": "6",
     }  # fmt: skip
     assert environment("ring", 1, 2, [], "file") == {"MLX_RANK": "1", "MLX_HOSTFILE": "file"}
-    assert hosts([1, 2]) == '[["127.0.0.1:1"], ["127.0.0.1:2"]]'
+    assert hostfile_text([1, 2]) == '[["127.0.0.1:1"], ["127.0.0.1:2"]]'
     ports = unused_ports(3)
     assert len(set(ports)) == 3 and all(port < 32768 for port in ports)
 

@@ -13,7 +13,7 @@ from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.loader import LoadedModel, load_unread
 from mlx_tandem.model.modules import kind_of, mix_in, unmix
-from mlx_tandem.model.sharding import Place, Summed, shard
+from mlx_tandem.model.sharding import RankPlace, Summed, shard
 from mlx_tandem.model.targets import find_targets
 from tests import tiny_models
 
@@ -28,7 +28,7 @@ def test_shares_of_an_adapter_make_up_the_whole_delta(family: str, tmp_path: Pat
     ranks, and with the weights that mlx-lm's code gives them."""
     folder = tiny_models.make(tmp_path / "model", family)
     whole = find_targets(load(folder).module)
-    ranks = [find_targets(shard(load(folder), Place(rank, 2)).module) for rank in range(2)]
+    ranks = [find_targets(shard(load(folder), RankPlace(rank, 2)).module) for rank in range(2)]
     kinds = set()
     for path, target in whole.items():
         weight: Any = target.module["weight"]
@@ -52,7 +52,8 @@ def test_a_model_is_not_changed_by_finding_its_cuts(tmp_path: Path) -> None:
     folder = tiny_models.make(tmp_path / "model", "gpt_oss")
     path = "model.layers.0.mlp.experts.down_proj"
     bias = [
-        dict(model.module.named_modules())[path]["bias"] for model in (load(folder), shard(load(folder), Place(0, 2)))
+        dict(model.module.named_modules())[path]["bias"]
+        for model in (load(folder), shard(load(folder), RankPlace(0, 2)))
     ]
     assert np.allclose(np.array(bias[0]) / 2, np.array(bias[1]))
 
@@ -71,12 +72,12 @@ def test_what_cannot_be_divided_is_refused_by_name(
 ) -> None:
     folder = tiny_models.make(tmp_path / "model", family, **changes)
     with pytest.raises(ModelError, match=f"'{family}' is not served with --tensor-parallel-size over 1: {said}"):
-        shard(load(folder), Place(0, 2))
+        shard(load(folder), RankPlace(0, 2))
 
 
 def test_what_changes_a_linear_stays_inside_of_its_sum(tmp_path: Path) -> None:
     folder = tiny_models.make(tmp_path / "model", "llama")
-    module = shard(load(folder), Place(0, 2)).module
+    module = shard(load(folder), RankPlace(0, 2)).module
     linear: Any = dict(module.named_modules())["model.layers.0.self_attn.o_proj"]
     plain, x = kind_of(linear), mx.ones((1, 32))
 

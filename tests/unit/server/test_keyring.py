@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_tandem.errors import Forbidden, InvalidRequest, Overloaded, TandemError, TooLarge
-from mlx_tandem.generation.caller import Caller, Limits, Use
+from mlx_tandem.generation.caller import Caller, KeyLimits, Use
 from mlx_tandem.server.keyring import LOOK_SECONDS, MOST_BYTES, Keyring, parse
 from mlx_tandem.server.keys import MAX_KEY
 
@@ -53,9 +53,9 @@ def found(ring: Keyring, *keys: bytes) -> str | None:
 def test_what_a_file_says(tmp_path: Path) -> None:
     ring = keyring(tmp_path / "keys", now=lambda: 0.0)
     a, b = ring.callers
-    assert (a.name, a.tenant, a.scopes, a.limits) == ("a", "a", {"inference"}, Limits())
+    assert (a.name, a.tenant, a.scopes, a.limits) == ("a", "a", {"inference"}, KeyLimits())
     assert (b.name, b.tenant, b.scopes) == ("b", "team", {"inference", "admin"})
-    assert b.limits == Limits(requests=2, learning=False)
+    assert b.limits == KeyLimits(requests=2, learning=False)
     assert found(ring, b"a-key") == "a" and found(ring, b"b-key") == "b"
     as_json = f'[{{"name": "a", "sha256": "{SHA["a-key"]}"}}]'
     assert [placed.entry for placed in parse(as_json).entries] == [parse(FILE).entries[0].entry]
@@ -91,7 +91,7 @@ def test_the_single_key_has_all_scopes_beside_those_of_the_file(tmp_path: Path) 
     path.write_text(FILE)
     ring = Keyring("own", str(path))
     caller, _ = ring.find([b"own"])
-    assert caller is not None and caller.name == "" and len(caller.scopes) == 5 and caller.limits == Limits()
+    assert caller is not None and caller.name == "" and len(caller.scopes) == 5 and caller.limits == KeyLimits()
     assert Keyring("", "").is_open and not ring.is_open
     path.write_text("")
     assert not Keyring("", str(path)).is_open, "an empty file lets nobody in"
@@ -198,7 +198,7 @@ def test_a_changed_file_counts_within_a_second(tmp_path: Path, caplog: pytest.Lo
 
 
 def caller(clock: Clock, **limits: Any) -> Caller:
-    return Caller("ci", "team", frozenset(("inference",)), Limits(**limits), Use(clock))
+    return Caller("ci", "team", frozenset(("inference",)), KeyLimits(**limits), Use(clock))
 
 
 def wait(refused: pytest.ExceptionInfo[TandemError], limit: str) -> float:

@@ -77,6 +77,15 @@ TABLE = {
         POST /get_sequence_logprobs/
         POST /v1/perplexity
         POST /v1/feedback
+        POST /v1/files
+        GET /v1/files
+        GET /v1/files/{file_id}
+        DELETE /v1/files/{file_id}
+        GET /v1/files/{file_id}/content
+        POST /v1/batches
+        GET /v1/batches
+        GET /v1/batches/{batch_id}
+        POST /v1/batches/{batch_id}/cancel
     """,
     "adapters": """
         POST /v1/load_lora_adapter
@@ -163,6 +172,7 @@ TABLE = {
     """,
     "metrics": """
         GET /v1/cluster/status
+        GET /v1/overview
         GET /v1/engine/metrics
         GET /debug/metrics
         GET /v1/cache/stats

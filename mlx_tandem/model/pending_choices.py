@@ -25,7 +25,7 @@ LATER = "the kernels are checked and timed when the first adapter is loaded"
 def find_kept(
     kept: Kept, subject: Subject, config: EngineConfig, model: LoadedModel
 ) -> tuple[Choices | None, AdapterLimits | None]:
-    """Return what an earlier start has chosen, and apart from it what it has chosen for adapters if they can wait."""
+    """Return the choices of an earlier start, and separately those for adapters if they can wait; None for neither."""
     again = kept.find(subject)
     if again is None or not lora.can_wait(model.module, config.lora):
         return again, None
@@ -34,8 +34,8 @@ def find_kept(
 
 
 @dataclass(slots=True)
-class Later:
-    """The kept part of a start's choices, with the kernels of adapters, which may be chosen after it."""
+class PendingChoices:
+    """The choices that a start keeps for the next one, while the kernels of adapters may still be chosen."""
 
     config: EngineConfig
     model: LoadedModel
@@ -61,7 +61,7 @@ class Later:
             self.kept.keep(structs.replace(choices, kernels=kernels))
 
     def prepare(self) -> Pieces[tuple[str, str]]:
-        """Do what `Built.prepare_adapters` says."""
+        """Choose the kernels of adapters piece by piece, and return their back end and the reason for it."""
         found = yield from kernel_checks.choosing_adapters(self.config, self.model, self.known, self.room)
         if found.chosen is not None:
             use_kernels(self.adapters, found.chosen)

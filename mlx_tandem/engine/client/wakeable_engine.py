@@ -1,4 +1,4 @@
-"""Calls to a supervised engine, which is woken by them, and unloaded while nobody uses it."""
+"""A supervised engine that is unloaded while nobody uses it, and that calls to it wake."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ REPORT_SECONDS = 1.0
 """Seconds to wait for the engine's report before its last one is used."""
 
 
-class Caller(Supervisor):
-    """A supervised engine with the calls to it that have not ended, and with whoever waits until it is awake."""
+class WakeableEngine(Supervisor):
+    """A supervised engine that calls wake, with the open calls and the tasks that wait until it is ready."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Caller(Supervisor):
         )
         self._ids = itertools.count(1)
         self._calls = Calls()
-        self._sleepers: set[asyncio.Future[None]] = set()  # whoever waits until the engine is awake
+        self._sleepers: set[asyncio.Future[None]] = set()  # of tasks that wait until the engine is ready
         self._users = 0  # blocks of `in_use`
         self._used_at = time.monotonic()
 
@@ -85,7 +85,7 @@ class Caller(Supervisor):
     async def in_use(self, *, wakes: bool = True) -> AsyncIterator[None]:
         """Wake the engine if it is idle, unless `wakes` is false, and keep it from being unloaded during the block.
 
-        Raises why it cannot be woken, if so.
+        Raises the error that keeps it from being woken.
         """
         self._users += 1
         try:
