@@ -54,11 +54,6 @@ def resolve(config: Config, options: Mapping[str, object]) -> Config:
     parallel = structs.replace(parallel, ranks=ranks, local_ranks=own, mode=mode, **given)
     for refused in _refused(config):
         raise InvalidRequest(f"{refused} is not served by several ranks (--tensor-parallel-size {ranks})")
-    if config.server.idle_unload_s and (launched_rank() is not None or parallel.hostfile):
-        raise InvalidRequest(
-            "--idle-unload-s is not served by ranks on several machines: those that are led end when there is no first "
-            "rank for a while"
-        )
     if launched_rank() is None and not parallel.hostfile and mode in ("jaccl", "mpi"):
         raise InvalidRequest(
             f"--distributed-mode {mode} connects machines: name them by --distributed-hostfile FILE, or start the same "

@@ -78,10 +78,6 @@ def test_settings_that_follow() -> None:
         ({"num_local_ranks": 3}, "2 by --tensor-parallel-size and 3 by --num-local-ranks: they must be the same"),
         ({"distributed_mode": "jaccl"}, "--distributed-mode jaccl connects machines"),
         ({"distributed_mode": "mpi"}, "--distributed-mode mpi connects machines"),
-        (
-            {"idle_unload_s": 5.0, "distributed_mode": "ring", "distributed_hostfile": str(HOSTS)},
-            "--idle-unload-s is not served by ranks on several machines",
-        ),
         ({"distributed_hostfile": "/nowhere"}, "/nowhere is no file of hosts as mlx.launch takes it"),
     ],
 )
