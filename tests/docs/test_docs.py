@@ -201,13 +201,17 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
-def lines(chosen: Callable[[list[str]], bool]) -> list[object]:
-    """Commands whose words are `chosen`, each called by the page that has it first."""
+def lines(chosen: Callable[[list[str]], bool], *, costly: bool = False) -> list[object]:
+    """Commands whose words are `chosen`, each called by the page that has it first.
+
+    costly: each is a process of its own, so that those of other pages than the README are marked `apart`.
+    """
     found: list[object] = []
     for line, words in commands().items():
         if chosen(words):
             page = next(b.page for b in blocks() if line in " ".join(b.text.replace("\\\n", " ").split()))
-            found.append(pytest.param(line, id=f"{page} {line[:80]}"))
+            marks = [pytest.mark.apart] if costly and page != "README.md" else []
+            found.append(pytest.param(line, id=f"{page} {line[:80]}", marks=marks))
     return found
 
 
@@ -419,7 +423,10 @@ def served_with_more(words: list[str]) -> bool:
 @pytest.mark.programs
 @pytest.mark.restarts
 @pytest.mark.parametrize(
-    "line", lines(lambda words: serves(words) and not in_the_background(words) and " ".join(words) not in ELSEWHERE)
+    "line",
+    lines(
+        lambda words: serves(words) and not in_the_background(words) and " ".join(words) not in ELSEWHERE, costly=True
+    ),
 )
 def test_tandem_serve(line: str, folder: Path) -> None:
     """Each serves, or says how it would where another one serves in the same way and with more options."""
@@ -483,6 +490,7 @@ def make_checkpoint(place: Path) -> None:
             and not of_a_reader(words)
             and " ".join(words) not in ELSEWHERE
         ),
+        costly=True,
     ),
 )
 def test_commands_that_end(

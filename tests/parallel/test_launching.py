@@ -53,6 +53,8 @@ def running() -> list[str]:
     return shown.splitlines()[1:]
 
 
+@pytest.mark.programs
+@pytest.mark.apart
 def test_machines_of_a_file_serve_together_and_come_back(tmp_path: Path) -> None:
     """`mlx.launch` runs the command twice; the rank that is led dies and joins the first rank's next group."""
     hostfile = tmp_path / "hosts.json"
