@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.config import Config, EngineConfig, ModelConfig
-from mlx_tandem.engine.client import EngineClient, caller
+from mlx_tandem.engine.client import EngineClient, wakeable_engine
 from mlx_tandem.engine.client.process import process_launch
 from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.engine.client.stream import Stream
@@ -450,7 +450,7 @@ def test_counters_are_read_from_the_engine_that_is_there(monkeypatch: pytest.Mon
         while client.state != "ready":
             await asyncio.sleep(0.01)
         second.is_silent = True
-        monkeypatch.setattr(caller, "REPORT_SECONDS", 0.01)
+        monkeypatch.setattr(wakeable_engine, "REPORT_SECONDS", 0.01)
         await client.refresh()
         assert client.state == "ready"
 
