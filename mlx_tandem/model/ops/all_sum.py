@@ -29,8 +29,8 @@ MOST_RANKS = 16
 """Most ranks of a group that exchanges rows by memory."""
 
 WAIT_SECONDS = 60
-"""Seconds after which a row whose numbers have not come is given up; its numbers are NaN then. A rank that dies ends the
-group at once, so only a rank that hangs can keep the others waiting."""
+"""Seconds after which a row whose numbers have not come is given up; its numbers are NaN then. A rank that dies ends
+the group at once, so only a rank that hangs can keep the others waiting."""
 
 FUNCTIONS = f"""
 #define MOST_ROWS {MOST_ROWS}
