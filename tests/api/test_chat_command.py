@@ -196,10 +196,10 @@ def test_a_text_that_is_pasted_is_one_question(server: RunningServer, typist: Ty
 
 def test_ctrl_c_stops_an_answer_and_not_the_chat(scripted_folder: Callable[[Script], Path]) -> None:
     """What had been answered stays in the conversation."""
-    folder = scripted_folder(Script({"count": "and one more " * 1200, "stop": "It stops."}, context=8192))
+    folder = scripted_folder(Script({"count": "and one more " * 1200, "stop": "It stops."}, context=16384))
     with (
         serving(scripted_model.config(folder)) as server,
-        on_terminal("chat", "--url", server.url, "--max-tokens", "4000", columns=80, rows=300) as terminal,
+        on_terminal("chat", "--url", server.url, "--max-tokens", "8000", columns=80, rows=300) as terminal,
     ):
         typist = Typist(terminal)
         typist.sees("/help lists the commands")
