@@ -1,1 +1,1 @@
-"""What fits on a machine and how fast it should be, as arithmetic over shapes, bandwidths and measured steps."""
+"""Predictions of what fits on a machine and how fast it should be: arithmetic over shapes and measured steps."""

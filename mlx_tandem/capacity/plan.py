@@ -17,7 +17,7 @@ PROMPTS = (1024, 8192)
 
 
 class Capacity(Struct, frozen=True):
-    """What the code of a start decides for a model on some devices, which are counted as one."""
+    """The decisions of a start for a model on some devices, which are counted as one."""
 
     work: StepWork
     memory: MemoryBudget

@@ -1,4 +1,4 @@
-"""What a step of a model moves and computes, as plain numbers that the shapes of its folder give."""
+"""The bytes that a step of a model moves and its arithmetic, as plain numbers that the folder's shapes give."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Listed:
     """A model on this machine."""
 
     name: str
-    """What `tandem serve` takes for it; empty for the built-in model, which needs no name."""
+    """The word by which `tandem serve` finds it; empty for the built-in model, which needs no name."""
     folder: str
     bytes: int
     """Size of its weights in their files."""

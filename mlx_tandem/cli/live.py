@@ -22,7 +22,7 @@ ANSWER_SECONDS = 15.0
 """Time that a server has for an answer before it is treated as gone."""
 
 Look = TypeVar("Look")
-"""What is seen of a server at once."""
+"""The type of one observation of a server."""
 
 Get = Callable[[str], Awaitable[dict[str, Any]]]
 """Returns what a server answers to a GET of a path."""

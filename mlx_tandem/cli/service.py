@@ -40,7 +40,7 @@ class Service:
 
 @dataclass(frozen=True)
 class Manager:
-    """What keeps services: where their files are, and the commands that begin, end and show one."""
+    """The service manager of a system: where the file of a service is, and the commands that begin, end and show it."""
 
     file: Path
     starts: Sequence[Sequence[str]]
@@ -49,7 +49,7 @@ class Manager:
     """Commands that are run once the file is gone."""
     shows: Sequence[str]
     hint: str
-    """What the user may want to know once the service runs."""
+    """A line for the user once the service runs."""
 
 
 def manager(name: str) -> Manager:
@@ -166,12 +166,18 @@ def install(service: Service, *, dry_run: bool) -> None:
     print(f"{service.name} runs as a service ({keeper.file})\n{keeper.hint}")
 
 
-def uninstall(name: str) -> None:
-    """Stop a service and remove its file."""
+def _installed(name: str) -> Manager:
+    """Return the manager of a service. End the process with one line and status 1 if it was not installed."""
     keeper = manager(name)
     _check(keeper)
     if not keeper.file.exists():
         fail(f"there is no {keeper.file}, so no service of the name {name} was installed")
+    return keeper
+
+
+def uninstall(name: str) -> None:
+    """Stop a service and remove its file."""
+    keeper = _installed(name)
     for command in keeper.stops:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -184,10 +190,7 @@ def uninstall(name: str) -> None:
 
 def show(name: str) -> int:
     """Print what the service manager says of a service; return its exit status."""
-    keeper = manager(name)
-    _check(keeper)
-    if not keeper.file.exists():
-        fail(f"there is no {keeper.file}, so no service of the name {name} was installed")
+    keeper = _installed(name)
     return subprocess.run(keeper.shows, check=False).returncode
 
 

@@ -41,7 +41,7 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class AdapterLoad:
-    """What an adapter, or the base, does and has done."""
+    """The current and the past work of an adapter or of the base."""
 
     open_requests: int
     requests: int
@@ -51,7 +51,7 @@ class AdapterLoad:
 
 @dataclass(frozen=True)
 class Look:
-    """What a server does. Everything but `health` is empty while its engine is not ready."""
+    """The state of a server. Everything but `health` is empty while its engine is not ready."""
 
     url: str
     health: Mapping[str, Any]

@@ -19,8 +19,8 @@ from mlx_tandem.errors import Forbidden, Overloaded, TooLarge
 from mlx_tandem.generation.ending_rate import EndingRate
 
 Scope = Literal["inference", "adapters", "training", "metrics", "admin"]
-"""What a key may do: generate and score; load and remove adapters and aliases; train and read what is learned from;
-read counters; pause the server and work with other machines."""
+"""A permission of a key: to generate and score; to load and remove adapters and aliases; to train and read
+what is learned from; to read counters; to pause the server and work with other machines."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 

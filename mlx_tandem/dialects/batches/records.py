@@ -1,4 +1,4 @@
-"""What is kept of a file and of a batch, and OpenAI's objects for them."""
+"""The records of files and batches, and OpenAI's objects for them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FileRecord(Struct, frozen=True):
 
 
 class Problem(Struct, frozen=True):
-    """What is wrong with a line of the requests. `line` counts from 1."""
+    """An error in a line of the requests. `line` counts from 1."""
 
     line: int | None
     message: str
@@ -107,7 +107,7 @@ class Batch(Struct):
 
 
 class LineOutcome(Struct, frozen=True):
-    """What became of one request of a batch, as a line of the file of answers or of errors."""
+    """The outcome of one request of a batch, as a line of the file of answers or of errors."""
 
     line: int  # of the requests, from 0 on
     succeeded: bool

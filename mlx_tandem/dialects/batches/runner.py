@@ -36,7 +36,7 @@ MOST_DEATHS = 3
 
 
 class Surroundings(NamedTuple):
-    """What a batch needs to run."""
+    """The surroundings of a batch: what it needs to run."""
 
     store: BatchStore
     post: Post

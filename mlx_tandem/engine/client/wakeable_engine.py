@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from mlx_tandem.engine.client.calls import Calls
 from mlx_tandem.engine.client.process import Launch
-from mlx_tandem.engine.client.start_times import KeptTimes, StartProgress
 from mlx_tandem.engine.client.supervisor import WHY_NOT, State, Supervisor
 from mlx_tandem.engine.messages import Inbound, Report
 from mlx_tandem.errors import EngineUnavailable, TandemError
@@ -27,24 +26,9 @@ REPORT_SECONDS = 1.0
 class WakeableEngine(Supervisor):
     """A supervised engine that calls wake, with the open calls and the tasks that wait until it is ready."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        *,
-        stall_seconds: float = 60.0,
-        backoff_seconds: float = 0.5,
-        on_ready: Callable[[], Awaitable[None]] | None = None,
-        on_progress: Callable[[StartProgress], None] | None = None,
-        times: KeptTimes | None = None,
-    ):
-        super().__init__(
-            launch,
-            stall_seconds=stall_seconds,
-            backoff_seconds=backoff_seconds,
-            on_ready=on_ready,
-            on_progress=on_progress,
-            times=times,
-        )
+    def __init__(self, launch: Launch, **options: Any):
+        """Begin without a process. `options` are those of `Supervisor`."""
+        super().__init__(launch, **options)
         self._ids = itertools.count(1)
         self._calls = Calls()
         self._sleepers: set[asyncio.Future[None]] = set()  # of tasks that wait until the engine is ready

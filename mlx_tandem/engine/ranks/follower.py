@@ -22,7 +22,7 @@ ALIVE_SECONDS = 1.0
 
 
 class Share(Protocol):
-    """What a led rank computes: its share of the model, in its runner."""
+    """The part that a led rank computes: its share of the model, in its runner."""
 
     @property
     def runner(self) -> Runner:

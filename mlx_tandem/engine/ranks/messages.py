@@ -43,7 +43,7 @@ class Begin(Struct, frozen=True, tag=True):
 
 
 class Decided(Struct, frozen=True, tag=True):
-    """What the leading rank has chosen for all ranks, once it has its share of the weights.
+    """The choices of the leading rank for all ranks, once it has its share of the weights.
 
     `choices` are JSON, as the drive has them, `budget` divides every rank's memory, `limits` bound a step, and
     `weights` is the digest of the first rank's weights (`ranks/weights.py`).

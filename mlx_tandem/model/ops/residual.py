@@ -71,7 +71,7 @@ _ADDED = r"""
     y0 = pair(y.x, T()), y1 = pair(y.y, T());
 #endif
 """
-"""What is added to four numbers, as y0 and y1: four numbers of b, or the rounded sum of its parts."""
+"""The numbers that are added to four numbers, as y0 and y1: four numbers of b, or the rounded sum of its parts."""
 
 _SUMMED = "y0.x = mine[i].of[0], y0.y = mine[i].of[1], y1.x = mine[i].of[2], y1.y = mine[i].of[3];"
 """The same where the sum over ranks was made before."""
@@ -91,7 +91,7 @@ _GATHERED = (
 """
     + EXCHANGE
 )
-"""What is added to all numbers of a thread, summed over the ranks."""
+"""The numbers that are added to all numbers of a thread, summed over the ranks."""
 
 _BODY = r"""
   constexpr int RUNS = (D + 4 * WIDTH - 1) / (4 * WIDTH);  // WIDTH is the number of threads
